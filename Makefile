@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything a contributor runs. Needs python3 with venv and a C++17 compiler; with nvcc in CUDA_HOME
+# the core gets its kernels. Stamp files in $(VENV) keep a second run from installing anything again.
+#
+#   PYTHON      the interpreter that makes the environment
+#   TORCH       what pip installs as torch, options included
+#   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
+#   MAX_JOBS    compiler processes (left out: ninja decides)
+PYTHON ?= python3
+TORCH ?= torch==2.11.0
+VENV ?= .venv
+VENV_FLAGS ?=
+PYTEST_FLAGS ?= --durations=15
+
+# Two releases of megatron-core are tested: one installed, the other from an unpacked wheel.
+# 0.19.2 installs on Python 3.12 and newer only, but works unpacked on older ones.
+NEW_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info >= (3, 12) else "")')
+CORE := $(if $(NEW_PYTHON),0.19.2,0.16.1)
+OTHER_CORE := $(if $(NEW_PYTHON),0.16.1,0.19.2)
+OTHER_CORE_DIR := .deps/megatron_core-$(OTHER_CORE)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CORE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build demo test lint $(LINTS) format bench clean
+
+help:
+	@echo "make demo | test | lint | format | bench | build | clean"
+
+# ---- environment: each stamp is one step ----
+
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PIP) install --upgrade "pip>=25.1"
+	$(PIP) install "setuptools>=77,<82" wheel ninja pybind11 numpy $(TORCH)
+	@touch $@
+
+# Installed once; later edits of the core go through setup.py, which compiles only what changed.
+$(VENV)/.built: $(CORE_SOURCES) | $(VENV)/.torch
+	if test -e $(VENV)/.installed; then \
+	    $(BIN)/python setup.py --quiet build_ext --inplace; \
+	else \
+	    $(PIP) install megatron-core==$(CORE) && \
+	    $(PIP) install --no-build-isolation -e ".[megatron,parquet]" && \
+	    touch $(VENV)/.installed; \
+	fi
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml | $(VENV)/.torch
+	$(PIP) install --group lint
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.torch
+	$(PIP) install --group test
+	@touch $@
+
+$(OTHER_CORE_DIR)/.unpacked: | $(VENV)/.torch
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 \
+	    --platform manylinux_2_28_$$(uname -m) -d .deps/wheels megatron-core==$(OTHER_CORE)
+	$(BIN)/python -m zipfile -e .deps/wheels/megatron_core-$(OTHER_CORE)-*.whl $(@D)
+	@touch $@
+
+# ---- what people run ----
+
+build: $(VENV)/.built
+
+demo: $(VENV)/.built
+	$(BIN)/megagraph demo
+
+test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
+
+bench: $(VENV)/.built
+	$(BIN)/python -m benchmarks
+
+lint: $(LINTS)
+
+lint-ruff: $(VENV)/.lint
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+
+lint-mypy: $(VENV)/.lint
+	$(BIN)/mypy --no-error-summary
+
+lint-imports: $(VENV)/.lint
+	$(BIN)/lint-imports --no-cache
+
+lint-cpp: $(VENV)/.lint
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+lint-spelling: $(VENV)/.lint
+	$(BIN)/codespell
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --quiet --fix-only .
+	$(BIN)/ruff format --quiet .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# Leaves the environment ($(VENV)) and the fetched wheels (.deps).
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -f megagraph/*.so megagraph/_build_info.py $(VENV)/.built $(VENV)/.installed
+	find megagraph tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/chunk.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+namespace megagraph {
+
+Chunk::Chunk(std::shared_ptr<BankStatus> bank, c10::Device device, int num_sites)
+    : bank_(std::move(bank)), device_(device) {
+  TORCH_CHECK_VALUE(num_sites >= 1, "a chunk needs at least one site, got ", num_sites);
+  for (int rank = 0; rank < num_sites; ++rank) {
+    sites_.push_back(std::make_unique<Site>(*this, rank));
+  }
+}
+
+void Chunk::set_slots(int num_slots, const std::vector<std::shared_ptr<void>>& pools, bool poison,
+                      bool holds_collectives) {
+  TORCH_CHECK(slots_ == nullptr, "this chunk has its slots already");
+  poison_ = poison;
+  holds_collectives_ = holds_collectives;
+  slots_ = std::make_unique<SlotRing>(
+      num_slots, num_sites(), [this](int slot, int variant) { on_slot_free(slot, variant); }, pools);
+}
+
+int Chunk::add_variant(Variant variant) {
+  TORCH_CHECK(slots_ != nullptr, "set_slots() comes before the first variant");
+  for (const MetadataBuffer& buffer : variant.metadata) {
+    TORCH_CHECK_VALUE(static_cast<int>(buffer.by_slot.size()) == num_slots(), "expected ",
+                      num_slots(), " buffers, one for each slot, got ", buffer.by_slot.size());
+  }
+  variants_.push_back(std::move(variant));
+  for (const auto& site : sites_) site->add_variant(num_slots());
+  return num_variants() - 1;
+}
+
+void Chunk::check_source(const MetadataBuffer& buffer,
+                         const std::vector<at::Tensor>& sources) const {
+  if (buffer.source < 0) return;
+  const at::Tensor& source = sources.at(buffer.source);
+  const at::Tensor& target = buffer.by_slot.front();
+  const bool counted = buffer.kind == SegmentKind::kCount;
+  const auto type = counted ? at::kInt : target.scalar_type();
+  TORCH_CHECK_VALUE(source.device() == device_ && source.is_contiguous() &&
+                        source.scalar_type() == type && source.numel() >= 1,
+                    "metadata source ", buffer.source, ": expected contiguous ", type, " on ",
+                    device_, ", got ", source.scalar_type(), " on ", source.device());
+  TORCH_CHECK_VALUE(counted || source.numel() <= target.numel(), "metadata source ",
+                    buffer.source, ": expected up to ", target.numel(), " entries, got ",
+                    source.numel());
+}
+
+std::optional<EagerReason> Chunk::begin(int variant, const std::vector<at::Tensor>& sources) {
+  TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this chunk has not ended");
+  const BankState state = bank_->state.load();
+  if (state == BankState::kReleased) return EagerReason::kReleased;
+  if (state == BankState::kSuspended) return EagerReason::kSuspended;
+  if (state != BankState::kSealed) return EagerReason::kWarmingUp;
+  const Variant& wanted = variants_.at(variant);
+  if (!(NumericSettings::current(device_.type()) == wanted.numerics)) {
+    return EagerReason::kNumericsChanged;
+  }
+  for (const MetadataBuffer& buffer : wanted.metadata) check_source(buffer, sources);
+  current_ = slots_->acquire(variant, wanted.training);
+  if (current_ == nullptr) {
+    TORCH_CHECK(!holds_collectives_, "no slot is free, and these graphs hold collectives, so this "
+                "rank cannot run eager alone. Still held: ", describe_holders());
+    return EagerReason::kNoFreeSlot;
+  }
+  sources_ = sources;
+  metadata_pending_ = true;
+  return std::nullopt;
+}
+
+void Chunk::end() {
+  TORCH_CHECK(current_ != nullptr, "no micro-batch of this chunk is running");
+  sources_.clear();
+  metadata_pending_ = false;
+  std::exchange(current_, nullptr)->end_micro_batch();
+}
+
+void Chunk::append_metadata(SegmentList& segments) {
+  if (!metadata_pending_) return;
+  metadata_pending_ = false;
+  const Variant& variant = variants_[current_->variant()];
+  const int32_t* end = nullptr;
+  if (variant.end_source >= 0) {
+    const at::Tensor& offsets = sources_.at(variant.end_source);
+    end = offsets.const_data_ptr<int32_t>() + offsets.numel() - 1;
+  }
+  for (const MetadataBuffer& buffer : variant.metadata) {
+    const at::Tensor& target = buffer.by_slot[current_->index()];
+    const at::Tensor* source = buffer.source < 0 ? nullptr : &sources_.at(buffer.source);
+    Segment segment{};
+    segment.kind = buffer.kind;
+    segment.src = source ? source->const_data_ptr() : nullptr;
+    segment.dst = target.mutable_data_ptr();
+    const bool in_bytes = buffer.kind == SegmentKind::kCopy;
+    segment.src_size = source ? (in_bytes ? source->nbytes() : source->numel()) : 0;
+    segment.dst_size = in_bytes ? target.nbytes() : target.numel();
+    segment.end = end;
+    segment.fill = buffer.fill;
+    segment.extend_last = buffer.extend_last;
+    segments.add(segment);
+  }
+}
+
+void Chunk::append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,
+                         bool is_packed) const {
+  Segment segment{};
+  segment.kind = SegmentKind::kCopy;
+  segment.src = input.const_data_ptr();
+  segment.dst = buffer.mutable_data_ptr();
+  segment.src_size = input.nbytes();
+  segment.dst_size = buffer.nbytes();
+  const int end_source = variants_[current_->variant()].end_source;
+  if (is_packed && end_source >= 0) {
+    const at::Tensor& offsets = sources_.at(end_source);
+    segment.kind = SegmentKind::kRows;
+    segment.row_bytes = static_cast<int64_t>(buffer.nbytes()) / buffer.size(0);
+    segment.end = offsets.const_data_ptr<int32_t>() + offsets.numel() - 1;
+  }
+  segments.add(segment);
+}
+
+void Chunk::on_slot_free(int slot, int variant) {
+  if (!poison_) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& site : sites_) {
+    if (SiteGraph* graph = site->graph(variant, slot)) graph->poison();
+  }
+}
+
+bool Chunk::all_free() const {
+  if (slots_ == nullptr) return true;
+  for (const auto& slot : slots_->slots()) {
+    if (!slot->is_free()) return false;
+  }
+  return true;
+}
+
+std::string Chunk::describe_holders() const {
+  std::string text;
+  if (slots_ == nullptr) return text;
+  for (const auto& slot : slots_->slots()) {
+    if (slot->is_free()) continue;
+    if (!text.empty()) text += "; ";
+    text += "slot " + std::to_string(slot->index()) + ": " + slot->describe_holders();
+  }
+  return text;
+}
+
+void Chunk::release() {
+  if (slots_ != nullptr) {
+    for (const auto& slot : slots_->slots()) slot->detach();
+  }
+  for (const auto& site : sites_) site->release();
+  variants_.clear();
+  listener_ = nullptr;
+}
+
+}  // namespace megagraph

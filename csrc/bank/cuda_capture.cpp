@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only file that knows at::cuda::CUDAGraph.
+//
+// Note [A failed capture]
+// In torch 2.11 a failed capture stays half open: CUDAGraph::capture_end() throws before it ends the
+// allocators' routing (pytorch#180395), the pool is released only after a finished capture
+// (pytorch#190308), and generators go on believing in it. CudaCapture::abort() ends each of these by
+// itself, in the order in which capture_begin() started them, and tolerates those that never began.
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <mutex>
+#include <utility>
+
+#include "csrc/bank/cuda_capture.h"
+
+namespace megagraph {
+namespace {
+
+// Calls and forgets a failure: abort() must go through all its steps.
+template <typename Step>
+void attempt(Step step) noexcept {
+  try {
+    step();
+  } catch (...) {
+  }
+}
+
+// The generator's own flag, where this torch has one (its capture_epilogue is not exported).
+template <typename State>
+auto stop_generator(State& state, int) -> decltype(static_cast<void>(state.capturing_ = false)) {
+  state.capturing_ = false;
+}
+template <typename State>
+void stop_generator(State&, long) {}
+
+}  // namespace
+
+PoolHold::PoolHold(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool)
+    : device_(device), pool_(pool) {
+  c10::cuda::CUDACachingAllocator::createOrIncrefPool(device_, pool_);
+}
+
+PoolHold::~PoolHold() {
+  attempt([&] { c10::cuda::CUDACachingAllocator::releasePool(device_, pool_); });
+}
+
+class CudaCapture::Graph : public at::cuda::CUDAGraph {
+ public:
+  enum class State { kNew, kCapturing, kDone };
+
+  cudaGraphExec_t exec() const { return graph_exec_; }
+  bool uses_rng() const {
+    for (const auto& [state, increment] : captured_generator_states_) {
+      if (increment != 0) return true;
+    }
+    return false;
+  }
+
+  void abort() noexcept {
+    if (state != State::kCapturing) return;
+    state = State::kDone;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(capture_stream_, &status) == cudaSuccess &&
+        status != cudaStreamCaptureStatusNone) {
+      cudaGraph_t broken = nullptr;
+      cudaStreamEndCapture(capture_stream_, &broken);
+      if (broken != nullptr) cudaGraphDestroy(broken);
+    }
+    static_cast<void>(cudaGetLastError());
+    if (!capture_ended_) {
+      attempt([&] {
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
+      });
+      attempt([&] { at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_); });
+      capture_ended_ = true;  // so that reset() drops the reference to the pool
+    }
+    for (const auto& [generator, increment] : captured_generator_states_) {
+      stop_generator(*generator, 0);
+    }
+    attempt([&] { reset(); });
+    static_cast<void>(cudaGetLastError());
+  }
+
+  State state = State::kNew;
+  int64_t num_nodes = 0;
+};
+
+namespace {
+
+template <typename Graph>
+class CudaExecutable final : public Executable {
+ public:
+  explicit CudaExecutable(std::unique_ptr<Graph> graph)
+      : graph_(std::move(graph)), exec_(graph_->exec()), uses_rng_(graph_->uses_rng()) {}
+
+  void launch() override {
+    if (uses_rng_) {
+      graph_->replay();  // advances the generators as eager would
+    } else {
+      C10_CUDA_CHECK(cudaGraphLaunch(exec_, c10::cuda::getCurrentCUDAStream()));
+    }
+  }
+  int64_t num_nodes() const override { return graph_->num_nodes; }
+
+ private:
+  const std::unique_ptr<Graph> graph_;
+  const cudaGraphExec_t exec_;
+  const bool uses_rng_;
+};
+
+}  // namespace
+
+CudaCapture::CudaCapture(std::pair<uint64_t, uint64_t> pool,
+                         const std::vector<at::Generator>& generators)
+    : graph_(std::make_unique<Graph>()), pool_(pool) {
+  for (const at::Generator& generator : generators) graph_->register_generator_state(generator);
+}
+
+CudaCapture::~CudaCapture() { abort(); }
+
+void CudaCapture::begin() {
+  TORCH_CHECK(graph_ != nullptr && graph_->state == Graph::State::kNew,
+              "a capture can begin only once");
+  graph_->state = Graph::State::kCapturing;
+  graph_->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+}
+
+std::unique_ptr<Executable> CudaCapture::end() {
+  TORCH_CHECK(graph_ != nullptr && graph_->state == Graph::State::kCapturing,
+              "a capture can end only after it began");
+  // The number of nodes while the graph can still be read.
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaGraph_t captured = nullptr;
+#if CUDART_VERSION >= 13000
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, nullptr, &captured));
+#else
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &captured));
+#endif
+  size_t num_nodes = 0;
+  if (status == cudaStreamCaptureStatusActive) {
+    C10_CUDA_CHECK(cudaGraphGetNodes(captured, nullptr, &num_nodes));
+  }
+  graph_->capture_end();
+  graph_->num_nodes = static_cast<int64_t>(num_nodes);
+  graph_->state = Graph::State::kDone;
+  C10_CUDA_CHECK(cudaGraphUpload(graph_->exec(), stream));
+  return std::make_unique<CudaExecutable<Graph>>(std::move(graph_));
+}
+
+void CudaCapture::abort() noexcept {
+  if (graph_ == nullptr) return;
+  graph_->abort();
+  graph_.reset();
+}
+
+uint64_t capture_stream(c10::DeviceIndex device) {
+  static std::mutex mutex;
+  static std::vector<cudaStream_t> streams(c10::cuda::device_count(), nullptr);
+  const std::lock_guard<std::mutex> lock(mutex);
+  cudaStream_t& stream = streams.at(device);
+  if (stream == nullptr) {
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
+  return reinterpret_cast<uint64_t>(stream);
+}
+
+}  // namespace megagraph

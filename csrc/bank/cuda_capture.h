@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captures work of the current stream into an executable, and undoes a capture that failed. Defined
+// in CUDA builds.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "csrc/bank/executable.h"
+
+namespace megagraph {
+
+// Keeps a private memory pool from being returned to the driver, also while no graph uses it.
+class PoolHold {
+ public:
+  PoolHold(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool);
+  ~PoolHold();
+  PoolHold(const PoolHold&) = delete;
+  PoolHold& operator=(const PoolHold&) = delete;
+
+ private:
+  const c10::DeviceIndex device_;
+  const std::pair<uint64_t, uint64_t> pool_;
+};
+
+// One capture: begin, then end or abort. The destructor aborts what was neither.
+class CudaCapture {
+ public:
+  // `generators` are registered with the graph beside the device's default one.
+  CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators);
+  ~CudaCapture();
+  CudaCapture(const CudaCapture&) = delete;
+  CudaCapture& operator=(const CudaCapture&) = delete;
+
+  // On the current stream, which must not be the default one. Only unsafe calls of this thread are
+  // errors meanwhile (thread-local mode).
+  void begin();
+  std::unique_ptr<Executable> end();
+
+  // Leaves nothing behind: the stream no longer captures, neither allocator routes to the pool, no
+  // generator believes in a capture, the pool's reference is dropped. Never throws. May be called in
+  // any state; a second call does nothing.
+  void abort() noexcept;
+
+ private:
+  class Graph;
+  std::unique_ptr<Graph> graph_;
+  const std::pair<uint64_t, uint64_t> pool_;
+};
+
+// A process-wide non-default stream for captures, one a device, as its raw handle. Blocks of a pool
+// belong to the stream they were allocated on, so one stream lets all captures share them.
+uint64_t capture_stream(c10::DeviceIndex device);
+
+}  // namespace megagraph

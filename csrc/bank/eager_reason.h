@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Why a call ran eager. Closed: megagraph/dispatch.py lists the same names in the same order, and a
+// test compares them. A reason is added by review only.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace megagraph {
+
+enum class EagerReason : uint8_t {
+  kDisabled,
+  kWarmingUp,
+  kNoPackMetadata,
+  kTooManySequences,
+  kTooManyTokens,
+  kSequenceTooLong,
+  kCpSizeNotCaptured,
+  kSignatureChanged,
+  kNoFreeSlot,
+  kScopeUnsupported,
+  kRecomputing,
+  kCaptureFailed,
+  kAddressMoved,
+  kOverBudget,
+  kGroupDisagreed,
+  kNesting,
+  kNumericsChanged,
+  kParametersChanged,
+  kForeignHook,
+  kSharedParameter,
+  kRngNotGraphSafe,
+  kSuspended,
+  kReleased,
+};
+
+inline constexpr std::array<const char*, 23> kEagerReasonNames = {
+    "DISABLED",         "WARMING_UP",          "NO_PACK_METADATA",     "TOO_MANY_SEQUENCES",
+    "TOO_MANY_TOKENS",  "SEQUENCE_TOO_LONG",   "CP_SIZE_NOT_CAPTURED", "SIGNATURE_CHANGED",
+    "NO_FREE_SLOT",     "SCOPE_UNSUPPORTED",   "RECOMPUTING",          "CAPTURE_FAILED",
+    "ADDRESS_MOVED",    "OVER_BUDGET",         "GROUP_DISAGREED",      "NESTING",
+    "NUMERICS_CHANGED", "PARAMETERS_CHANGED",  "FOREIGN_HOOK",         "SHARED_PARAMETER",
+    "RNG_NOT_GRAPH_SAFE", "SUSPENDED",         "RELEASED",
+};
+static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kReleased) + 1);
+
+}  // namespace megagraph

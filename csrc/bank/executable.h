@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a site launches.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+
+namespace megagraph {
+
+// One captured forward or backward pass over static buffers.
+class Executable {
+ public:
+  virtual ~Executable() = default;
+  // Runs on the current stream, without the GIL.
+  virtual void launch() = 0;
+  virtual int64_t num_nodes() const = 0;
+};
+
+// Host backend: runs `body` again on the static buffers. It shares every path with the GPU except
+// the graph itself; it claims no speed and cannot show pool hazards.
+std::unique_ptr<Executable> make_host_executable(std::function<void()> body);
+
+}  // namespace megagraph

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/graph_bank.h"
+
+#include <c10/util/Exception.h>
+
+#include "csrc/bank/chunk.h"
+
+namespace megagraph {
+namespace {
+
+bool may_become(BankState from, BankState to) {
+  switch (from) {
+    case BankState::kWarmUp:
+      return to == BankState::kCapturing || to == BankState::kReleased;
+    case BankState::kCapturing:
+      return to == BankState::kSealed || to == BankState::kReleased;
+    case BankState::kSealed:
+      return to == BankState::kCapturing || to == BankState::kSuspended ||
+             to == BankState::kReleased;
+    case BankState::kSuspended:
+      return to == BankState::kSealed || to == BankState::kReleased;
+    case BankState::kReleased:
+      return to == BankState::kReleased;
+  }
+  return false;
+}
+
+const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t>(state)]; }
+
+}  // namespace
+
+GraphBank::GraphBank(c10::Device device)
+    : device_(device), status_(std::make_shared<BankStatus>()) {}
+
+GraphBank::~GraphBank() { release(); }
+
+void GraphBank::become(BankState next) {
+  const BankState now = state();
+  TORCH_CHECK(may_become(now, next), "a ", name_of(now), " bank cannot become ", name_of(next));
+  status_->state.store(next);
+}
+
+std::shared_ptr<Chunk> GraphBank::add_chunk(int num_sites) {
+  TORCH_CHECK(state() == BankState::kWarmUp, "chunks are added during warm-up, this bank is ",
+              name_of(state()));
+  chunks_.push_back(std::make_shared<Chunk>(status_, device_, num_sites));
+  return chunks_.back();
+}
+
+void GraphBank::release() {
+  if (state() == BankState::kReleased) return;
+  status_->state.store(BankState::kReleased);
+  for (const auto& chunk : chunks_) chunk->release();
+}
+
+}  // namespace megagraph

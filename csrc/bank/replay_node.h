@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The autograd node of one replayed site.
+//
+// It has edges only to the activation inputs (and to parameters without main_grad): hundreds of
+// parameter edges are what makes torch's own graphed callables slow. It runs also when no input
+// needs a gradient, since the captured backward adds the parameters' gradients to main_grad.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/bank/chunk.h"
+#include "csrc/bank/site.h"
+#include "csrc/bank/slot_ring.h"
+
+namespace megagraph {
+
+class ReplayNode final : public torch::autograd::Node {
+ public:
+  // The slot has been entered for `rank`; the node leaves it, by its backward or by its end.
+  static std::shared_ptr<ReplayNode> make(const Chunk& chunk, std::shared_ptr<Slot> slot, int rank,
+                                          std::shared_ptr<SiteGraph> graph);
+  ~ReplayNode() override;
+  ReplayNode(const ReplayNode&) = delete;
+  ReplayNode& operator=(const ReplayNode&) = delete;
+
+  // Makes this node the history of `outputs`.
+  void connect(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  std::string name() const override { return "MegagraphReplay"; }
+
+ private:
+  ReplayNode(const Chunk& chunk, std::shared_ptr<Slot> slot, int rank,
+             std::shared_ptr<SiteGraph> graph);
+  void stage_gradients(const torch::autograd::variable_list& grads) const;
+
+  const std::shared_ptr<const GradientListener> listener_;
+  const c10::Device device_;
+  const std::shared_ptr<Slot> slot_;
+  const int rank_;
+  const std::shared_ptr<SiteGraph> graph_;
+  std::vector<int64_t> input_rows_;
+  std::vector<size_t> edge_inputs_;  // which input each leading edge belongs to
+  bool pending_ = true;
+};
+
+}  // namespace megagraph

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// One graphed module call: its captured passes for each variant and slot, and the call that replays.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "csrc/bank/eager_reason.h"
+#include "csrc/bank/executable.h"
+#include "csrc/bank/signature.h"
+
+namespace megagraph {
+
+class Chunk;
+
+// What one site captured for one variant and slot. Boundary tensors are contiguous. On a GPU they
+// are aliases that own no memory: the slot's pool does, and its nesting rule says when they hold
+// valid data.
+struct SiteGraph {
+  std::unique_ptr<Executable> forward, backward;  // no backward in a variant without gradients
+  std::vector<at::Tensor> inputs;
+  std::vector<TensorSignature> accepts;
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> grad_outputs;  // undefined where an output has no gradient
+  std::vector<at::Tensor> grad_inputs;   // undefined where an input has none
+  // Parameters whose gradients autograd delivers (those without main_grad), and the gradients.
+  std::vector<at::Tensor> params, param_grads;
+  // What the graph reads besides: parameters, main_grad, tables.
+  std::vector<at::Tensor> reads;
+  bool released = false;
+
+  void poison();
+  void release();
+};
+
+class Site {
+ public:
+  Site(Chunk& chunk, int rank) : chunk_(chunk), rank_(rank) {}
+  Site(const Site&) = delete;
+  Site& operator=(const Site&) = delete;
+
+  Chunk& chunk() const { return chunk_; }
+  int rank() const { return rank_; }
+
+  void add_variant(int num_slots);
+  void set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph);
+  // Null where this site has none.
+  SiteGraph* graph(int variant, int slot) const;
+  // Why a variant has no graph here; counted by every call that finds none.
+  void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
+  void release();
+
+  // Replays the running micro-batch's graph on `inputs` and appends its outputs, or answers why
+  // the caller has to run eager. Counts either. On the current stream; never waits.
+  std::optional<EagerReason> replay(const std::vector<at::Tensor>& inputs,
+                                    std::vector<at::Tensor>& outputs);
+
+ private:
+  std::optional<EagerReason> refuse(const SiteGraph* graph, bool training,
+                                    const std::vector<at::Tensor>& inputs) const;
+
+  Chunk& chunk_;
+  const int rank_;
+  std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]
+  EagerReason eager_reason_ = EagerReason::kCaptureFailed;
+};
+
+}  // namespace megagraph

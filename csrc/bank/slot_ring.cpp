@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/slot_ring.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace megagraph {
+
+Slot::Slot(int index, int num_sites, std::function<void(int)> on_free,
+           std::shared_ptr<void> keep_alive)
+    : index_(index),
+      on_free_(std::move(on_free)),
+      keep_alive_(std::move(keep_alive)),
+      tensors_(num_sites, 0),
+      nodes_(num_sites, 0) {}
+
+bool Slot::lease(int variant, bool training) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (holders_ != 0) return false;
+  variant_ = variant;
+  training_ = training;
+  notice_ = Notice::kUnknown;
+  holders_ = 1;
+  return true;
+}
+
+void Slot::release_holder(std::unique_lock<std::mutex>& lock) {
+  TORCH_INTERNAL_ASSERT(holders_ > 0);
+  if (holders_ == 1) {
+    live_.clear();  // a forward without gradients that failed has left no tensor to count
+    if (on_free_) on_free_(variant_);
+  }
+  --holders_;
+}
+
+void Slot::end_micro_batch() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  release_holder(lock);
+}
+
+bool Slot::enter(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!live_.empty() && rank <= live_.back()) return false;
+  live_.push_back(rank);
+  if (training_) {
+    ++nodes_[rank];
+    ++holders_;
+  }
+  return true;
+}
+
+bool Slot::leave(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (live_.empty() || live_.back() != rank) return false;
+  live_.pop_back();
+  return true;
+}
+
+void Slot::drop(int rank) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    live_.erase(std::remove(live_.begin(), live_.end(), rank), live_.end());
+  }
+  node_done(rank);
+}
+
+void Slot::node_done(int rank) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  --nodes_[rank];
+  release_holder(lock);
+}
+
+void Slot::retain_tensor(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++tensors_[rank];
+  ++holders_;
+}
+
+void Slot::release_tensor(int rank) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  --tensors_[rank];
+  // Without a backward, a site is live while somebody may read its output.
+  if (!training_ && tensors_[rank] == 0) {
+    live_.erase(std::remove(live_.begin(), live_.end(), rank), live_.end());
+  }
+  release_holder(lock);
+}
+
+bool Slot::is_free() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return holders_ == 0;
+}
+
+std::string Slot::describe_holders() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::string text;
+  const auto add = [&](int32_t count, const char* what, size_t rank) {
+    if (count == 0) return;
+    if (!text.empty()) text += ", ";
+    text += std::to_string(count) + " " + what + (count == 1 ? "" : "s") + " of site " +
+            std::to_string(rank);
+  };
+  for (size_t rank = 0; rank < tensors_.size(); ++rank) {
+    add(nodes_[rank], "pending backward", rank);
+    add(tensors_[rank], "tensor", rank);
+  }
+  return text.empty() ? "a micro-batch that has not ended" : text;
+}
+
+bool Slot::wants_notice(const std::function<bool()>& ask) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (notice_ != Notice::kUnknown) return notice_ == Notice::kYes;
+  }
+  const bool yes = ask();  // may take the GIL: never under the mutex
+  const std::lock_guard<std::mutex> lock(mutex_);
+  notice_ = yes ? Notice::kYes : Notice::kNo;
+  return yes;
+}
+
+void Slot::detach() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  on_free_ = nullptr;
+}
+
+SlotRing::SlotRing(int num_slots, int num_sites,
+                   const std::function<void(int slot, int variant)>& on_free,
+                   const std::vector<std::shared_ptr<void>>& keep_alive) {
+  TORCH_CHECK_VALUE(num_slots >= 1, "a chunk needs at least one slot, got ", num_slots);
+  TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
+                    " pools, one for each slot, got ", keep_alive.size());
+  for (int i = 0; i < num_slots; ++i) {
+    std::function<void(int)> freed;
+    if (on_free) freed = [on_free, i](int variant) { on_free(i, variant); };
+    slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), keep_alive[i]));
+  }
+}
+
+SlotRing::~SlotRing() {
+  for (const auto& slot : slots_) slot->detach();
+}
+
+std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
+  for (size_t tried = 0; tried < slots_.size(); ++tried) {
+    const auto& slot = slots_[next_];
+    next_ = (next_ + 1) % slots_.size();
+    if (slot->lease(variant, training)) return slot;
+  }
+  return nullptr;
+}
+
+}  // namespace megagraph

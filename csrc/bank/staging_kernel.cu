@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <c10/cuda/CUDAException.h>
+
+#include <algorithm>
+
+#include "csrc/bank/staging.h"
+
+namespace megagraph {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kBytesPerBlock = 64 << 10;
+constexpr int64_t kMaxBlocksPerSegment = 1024;
+
+struct Grid {
+  SegmentList segments;
+  int32_t first_block[kMaxSegments + 1];
+  bool wide[kMaxSegments];  // 16-byte accesses are possible
+};
+
+template <typename Word>
+__device__ void copy_and_zero(const Segment& s, int64_t bytes, int64_t thread, int64_t threads) {
+  const auto* in = static_cast<const Word*>(s.src);
+  auto* out = static_cast<Word*>(s.dst);
+  const int64_t valid = bytes / sizeof(Word), total = s.dst_size / sizeof(Word);
+  for (int64_t i = thread; i < total; i += threads) out[i] = i < valid ? in[i] : Word{};
+}
+
+__device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64_t threads) {
+  switch (s.kind) {
+    case SegmentKind::kCopy:
+    case SegmentKind::kRows: {
+      int64_t bytes = s.src_size;
+      if (s.kind == SegmentKind::kRows) bytes = min(bytes, max(*s.end, 0) * s.row_bytes);
+      if (wide) {
+        copy_and_zero<uint4>(s, bytes, thread, threads);
+      } else {
+        copy_and_zero<uint8_t>(s, bytes, thread, threads);
+      }
+      return;
+    }
+    case SegmentKind::kOffsets: {
+      const auto* in = static_cast<const int32_t*>(s.src);
+      const int64_t kept = s.src_size - (s.extend_last ? 1 : 0);
+      for (int64_t i = thread; i < s.dst_size; i += threads) {
+        const int32_t rest = s.fill >= 0 ? s.fill : in[s.src_size - 1];
+        static_cast<int32_t*>(s.dst)[i] = i < kept ? in[i] : rest;
+      }
+      return;
+    }
+    case SegmentKind::kMask: {
+      const auto* in = static_cast<const bool*>(s.src);
+      for (int64_t row = thread; row < s.dst_size; row += threads) {
+        static_cast<bool*>(s.dst)[row] =
+            row >= *s.end || row >= s.src_size || (in != nullptr && in[row]);
+      }
+      return;
+    }
+    case SegmentKind::kCount:
+      if (thread == 0) {
+        *static_cast<int64_t*>(s.dst) += static_cast<const int32_t*>(s.src)[s.src_size - 1];
+      }
+      return;
+  }
+}
+
+__global__ void stage_segments_kernel(const __grid_constant__ Grid grid) {
+  int i = 0;
+  while (static_cast<int>(blockIdx.x) >= grid.first_block[i + 1]) ++i;
+  const int64_t threads = int64_t{grid.first_block[i + 1] - grid.first_block[i]} * kThreads;
+  const int64_t thread = int64_t{static_cast<int>(blockIdx.x) - grid.first_block[i]} * kThreads +
+                         threadIdx.x;
+  stage_segment(grid.segments.at[i], grid.wide[i], thread, threads);
+}
+
+bool is_wide(const Segment& s) {
+  const auto divides = [](int64_t value) { return value % 16 == 0; };
+  return divides(reinterpret_cast<intptr_t>(s.src)) && divides(reinterpret_cast<intptr_t>(s.dst)) &&
+         divides(s.src_size) && divides(s.dst_size) && divides(s.row_bytes);
+}
+
+}  // namespace
+
+void launch_staging(const SegmentList& segments, void* stream) {
+  Grid grid;
+  grid.segments = segments;
+  grid.first_block[0] = 0;
+  for (int i = 0; i < segments.count; ++i) {
+    const Segment& s = segments.at[i];
+    const int64_t blocks = std::clamp<int64_t>((s.dst_size + kBytesPerBlock - 1) / kBytesPerBlock,
+                                               1, kMaxBlocksPerSegment);
+    grid.first_block[i + 1] = grid.first_block[i] + static_cast<int32_t>(blocks);
+    grid.wide[i] = is_wide(s);
+  }
+  stage_segments_kernel<<<grid.first_block[segments.count], kThreads, 0,
+                          static_cast<cudaStream_t>(stream)>>>(grid);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace megagraph

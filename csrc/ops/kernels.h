@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels behind the ops' CUDA side. No torch headers: a .cu file that includes them compiles
+// ten times slower. The callers check shapes, set the device and allocate.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "csrc/ops/rope_rotation.h"
+
+namespace megagraph {
+
+// out[i] = in[i] for i < given, else `end` (or in[given - 1] where there is none).
+void pad_offsets(const int32_t* in, int64_t given, int32_t* out, int64_t total, const int32_t* end,
+                 cudaStream_t stream);
+
+void partition_rows(const int32_t* cu_seqlens, int32_t num_seqs, int32_t* out, int32_t rows,
+                    int32_t total_tokens, int32_t cp_size, int32_t cp_rank, cudaStream_t stream);
+
+constexpr int kMaxTailTensors = 4;
+struct Tails {
+  void* data[kMaxTailTensors];
+  int64_t rows[kMaxTailTensors];
+  int64_t row_bytes[kMaxTailTensors];
+  int count;
+};
+// `end` points to the last offset, on the device.
+void zero_tails(const Tails& tails, const int32_t* end, cudaStream_t stream);
+void copy_rows_zero_tail(const void* in, int64_t in_rows, void* out, int64_t out_rows,
+                         int64_t row_bytes, const int32_t* end, cudaStream_t stream);
+
+constexpr int kMaxRopeTensors = 4;
+struct RopeArgs {
+  const void* in[kMaxRopeTensors];
+  void* out[kMaxRopeTensors];
+  int64_t in_token_stride[kMaxRopeTensors];  // in elements
+  int64_t in_head_stride[kMaxRopeTensors];
+  int32_t first_head[kMaxRopeTensors + 1];  // heads of all tensors, counted through
+  int32_t dim[kMaxRopeTensors];
+  const void* cos;
+  const void* sin;
+  const int32_t* cu_seqlens;
+  int32_t num_tensors, tokens, num_seqs, positions, rotary_dim, cp_size, cp_rank;
+};
+enum class RopeScalar { kHalf, kBFloat16, kFloat, kDouble };
+void rope_thd(const RopeArgs& args, RopeScalar scalar, RopeLayout layout, bool backward,
+              cudaStream_t stream);
+
+}  // namespace megagraph

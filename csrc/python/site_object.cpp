@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/site_object.h"
+
+#include <structmember.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "csrc/bank/site.h"
+
+namespace megagraph {
+namespace {
+
+struct SiteObject {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  std::shared_ptr<Chunk> chunk;
+  Site* site;
+};
+
+PyTypeObject* site_type = nullptr;
+
+// site(*inputs) -> Tensor, a tuple of tensors, or NotImplemented where the caller has to run eager.
+PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  const Py_ssize_t count = PyVectorcall_NARGS(flags);
+  if (keywords != nullptr && PyTuple_GET_SIZE(keywords) != 0) {
+    PyErr_SetString(PyExc_TypeError, "a site takes its tensors by position, got keywords");
+    return nullptr;
+  }
+  std::vector<at::Tensor> inputs, outputs;
+  inputs.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!THPVariable_Check(args[i])) {
+      PyErr_Format(PyExc_TypeError, "a site takes tensors, argument %zd is a %s", i,
+                   Py_TYPE(args[i])->tp_name);
+      return nullptr;
+    }
+    inputs.push_back(THPVariable_Unpack(args[i]));
+  }
+  if (reinterpret_cast<SiteObject*>(self)->site->replay(inputs, outputs)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (outputs.size() == 1) return THPVariable_Wrap(std::move(outputs.front()));
+  PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
+  if (result == nullptr) return nullptr;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(outputs[i])));
+  }
+  return result;
+  END_HANDLE_TH_ERRORS
+}
+
+void dealloc_site(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<SiteObject*>(self)->chunk.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* site_rank(PyObject* self, void*) {
+  return PyLong_FromLong(reinterpret_cast<SiteObject*>(self)->site->rank());
+}
+
+PyMemberDef site_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(SiteObject, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyGetSetDef site_properties[] = {
+    {"rank", site_rank, nullptr, "Place in the execution order of the chunk.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+PyType_Slot site_slots[] = {
+    {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(&dealloc_site)},
+    {Py_tp_members, site_members},
+    {Py_tp_getset, site_properties},
+    {0, nullptr},
+};
+PyType_Spec site_spec = {
+    "megagraph._C.Site", sizeof(SiteObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE |
+        Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    site_slots};
+
+}  // namespace
+
+PyObject* make_site_type() {
+  site_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&site_spec));
+  return reinterpret_cast<PyObject*>(site_type);
+}
+
+PyObject* make_site_object(std::shared_ptr<Chunk> chunk, int rank) {
+  Site* site = &chunk->site(rank);
+  auto* self = reinterpret_cast<SiteObject*>(site_type->tp_alloc(site_type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = &call_site;
+  new (&self->chunk) std::shared_ptr<Chunk>(std::move(chunk));
+  self->site = site;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+}  // namespace megagraph

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures one variant of one chain of sites into one slot: the capture plan.
+
+Note [Capture plan]
+All forwards are captured in execution order, then all backwards in reverse, and every tensor that
+crosses a graph's edge is kept until the last one is done. So the slot's pool hands out its blocks
+like a stack, which is what the nesting rule (csrc/bank/slot_ring.h) relies on; capturing forward
+and backward together, layer by layer, corrupts a shared pool. A site's output tensor *is* the next
+site's input, and the gradient of that input *is* the output's gradient: no copies in between.
+"""
+
+import contextlib
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.backends import Backend
+from megagraph.dispatch import EagerReason
+from megagraph.rng import RngSources
+from megagraph.sites import CaptureError, SiteSpec, VariantSpec
+
+__all__ = ["CapturedSite", "Guard", "capture_variant"]
+
+# Entered around everything that runs in a capture, and around replays of the host backend.
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+
+_PACKAGE = str(pathlib.Path(__file__).parent)
+
+
+@dataclass(kw_only=True)
+class CapturedSite:
+    """What one site captured: executables and boundary tensors."""
+
+    rank: int
+    forward: _C.Executable | None = None
+    backward: _C.Executable | None = None
+    input: Tensor | None = None
+    output: Tensor | None = None
+    grad_output: Tensor | None = None
+    grad_input: Tensor | None = None
+    # Of parameters without main_grad: their gradients are handed to autograd.
+    params: list[nn.Parameter] = field(default_factory=list)
+    param_grads: list[Tensor] = field(default_factory=list)
+
+
+def _main_grad(param: Tensor) -> Tensor | None:
+    return getattr(param, "main_grad", None)
+
+
+def _already_added(param: Tensor) -> Callable[[], bool] | None:
+    """Asks, at the gradient's turn, whether a layer with fused accumulation has added it itself."""
+    if _main_grad(param) is None or not hasattr(param, "grad_added_to_main_grad"):
+        return None
+    return lambda: bool(param.grad_added_to_main_grad) and not getattr(param, "zero_out_wgrad", False)
+
+
+def _swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
+    params = site.trainable() if training else []
+    return _C.AccumulatorSwap([(param, _main_grad(param), _already_added(param)) for param in params])
+
+
+@contextlib.contextmanager
+def _swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
+    swap.install()
+    try:
+        yield
+    finally:
+        swap.restore()
+
+
+@contextlib.contextmanager
+def _leaves_no_trace(sites: Sequence[SiteSpec]) -> Iterator[None]:
+    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside."""
+    params = [param for site in sites for param in site.trainable()]
+    saved = [(grad, grad.clone()) for param in params if (grad := _main_grad(param)) is not None]
+    saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
+    grads = [(param, param.grad) for param in params]
+    flag = "grad_added_to_main_grad"
+    flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, content in saved:
+                tensor.copy_(content)
+        for param, grad in grads:
+            param.grad = grad
+        for param, value in flags:
+            setattr(param, flag, value)
+
+
+def _line_of(error: BaseException) -> str:
+    """Where the error came up, in code outside torch and this package if there is any."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    torch_package = str(pathlib.Path(torch.__file__).parent)
+    outside = [frame for frame in frames if not frame.filename.startswith((torch_package, _PACKAGE))]
+    frame = (outside or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+class _Plan:
+    """One capture of one variant into one slot."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        sites: Sequence[SiteSpec],
+        skipped: Mapping[int, EagerReason],
+        variant: VariantSpec,
+        pool: int,
+        buffers: Mapping[str, Tensor],
+        guard: Guard,
+    ) -> None:
+        self._backend = backend
+        self._sites = sites
+        self._variant = variant
+        self._pool = pool
+        self._arguments = variant.arguments(buffers)
+        self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
+        self._guard = guard
+        self._captured = {r: CapturedSite(rank=r) for r in range(len(sites)) if r not in skipped}
+        # (leaf, output) of each site between its forward and its backward.
+        self._open: dict[int, tuple[Tensor, Tensor]] = {}
+        self._trace = _C.OpTrace()
+
+    @contextlib.contextmanager
+    def _named(self, rank: int, phase: str) -> Iterator[None]:
+        """Turns what goes wrong inside into a CaptureError that says where."""
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                site=self._sites[rank].name,
+                rank=rank,
+                reason=EagerReason.CAPTURE_FAILED,
+                detail=f"{phase} failed at {_line_of(error)}, last op {self._trace.last_op or 'none'}: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+
+    def _empty_rows(self) -> Tensor:
+        shape = (self._variant.rows, *self._variant.row_shape)
+        return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
+
+    def warm_up(self, rng: RngSources) -> None:
+        """Runs every site once, forward and backward, on memory of its own."""
+        training = self._variant.training
+        generator = torch.Generator(self._backend.device).manual_seed(0)
+        x = self._empty_rows().uniform_(-1, 1, generator=generator)
+        for rank in self._captured:
+            site = self._sites[rank]
+            before = rng.snapshot()
+            with self._named(rank, "warm-up"), _leaves_no_trace([site]), self._guard():
+                with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
+                    y = site.call(x.detach().requires_grad_(training), **self._arguments)
+                    if training:
+                        torch.autograd.backward(y, torch.ones_like(y))
+                if y.shape[:1] != x.shape[:1]:
+                    raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
+            if rng.drew_unsafely(before):
+                raise CaptureError(
+                    site=site.name,
+                    rank=rank,
+                    reason=EagerReason.RNG_NOT_GRAPH_SAFE,
+                    detail="draws random numbers from a stream that no graph can advance",
+                )
+            x = y.detach()
+
+    def record(self) -> list[CapturedSite]:
+        """Captures as Note [Capture plan] says."""
+        swaps = {rank: _swap_of(self._sites[rank], self._variant.training) for rank in self._captured}
+        for rank, captured in self._captured.items():
+            with self._named(rank, "capture of the forward"):
+                captured.forward = self._backend.record(self._pool, self._forward(rank, swaps[rank]))
+        if self._variant.training:
+            for rank, captured in reversed(self._captured.items()):
+                with self._named(rank, "capture of the backward"):
+                    captured.backward = self._backend.record(self._pool, self._backward(rank, swaps[rank]))
+        return list(self._captured.values())
+
+    def _forward(self, rank: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+        site, captured, training = self._sites[rank], self._captured[rank], self._variant.training
+
+        def body() -> None:
+            if captured.input is None:
+                before = self._captured.get(rank - 1)
+                captured.input = self._empty_rows() if before is None else before.output
+            assert captured.input is not None
+            x = captured.input.detach().requires_grad_(training)
+            with _swapped(swap), self._guard(), torch.set_grad_enabled(training):
+                y = site.call(x, **self._arguments)
+            captured.output = self._backend.keep(captured.output, y)
+            if training:
+                self._open[rank] = x, y
+
+        return body
+
+    def _backward(self, rank: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+        captured = self._captured[rank]
+
+        def body() -> None:
+            if captured.grad_output is None:
+                after = self._captured.get(rank + 1)
+                assert captured.output is not None
+                captured.grad_output = (
+                    torch.empty_like(captured.output) if after is None else after.grad_input
+                )
+            x, y = self._open.pop(rank)
+            with _swapped(swap), self._guard():
+                torch.autograd.backward(y, captured.grad_output)
+            if x.grad is None:
+                raise ValueError("expected a gradient of the hidden states, got none")
+            captured.grad_input = self._backend.keep(captured.grad_input, x.grad)
+            if self._end is not None and rank == 0:
+                torch.ops.megagraph.zero_tail_([captured.grad_input], self._end)
+            self._keep_param_grads(rank, swap)
+
+        return body
+
+    def _keep_param_grads(self, rank: int, swap: _C.AccumulatorSwap) -> None:
+        captured = self._captured[rank]
+        kept = [param for param in self._sites[rank].trainable() if _main_grad(param) is None]
+        got = [
+            (param, grad)
+            for param, grad in zip(kept, swap.take_kept_grads(), strict=True)
+            if grad is not None
+        ]
+        if not captured.param_grads:
+            captured.params = [param for param, _ in got]
+            captured.param_grads = [self._backend.keep(None, grad) for _, grad in got]
+        else:
+            for buffer, (_, grad) in zip(captured.param_grads, got, strict=True):
+                self._backend.keep(buffer, grad)
+
+
+def capture_variant(
+    backend: Backend,
+    sites: Sequence[SiteSpec],
+    skipped: Mapping[int, EagerReason],
+    variant: VariantSpec,
+    pool: int,
+    buffers: Mapping[str, Tensor],
+    guard: Guard,
+    rng: RngSources,
+) -> list[CapturedSite]:
+    """Captures every site that is not skipped, and leaves no trace of having run.
+
+    Args:
+        backend: where to record.
+        sites: the chain, in execution order.
+        skipped: ranks that stay eager.
+        variant: what to capture for.
+        pool: the slot's pool.
+        buffers: the slot's metadata buffers by name, filled with their examples.
+        guard: entered around everything that runs.
+        rng: restored afterwards.
+
+    Returns:
+        The captured sites. On a GPU the boundaries are still owned by the pool tensors in them.
+
+    Raises:
+        CaptureError: naming the site, the op and the line. Everything has been undone.
+    """
+    snapshot = rng.snapshot()
+    try:
+        with backend.recording():
+            plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
+            plan.warm_up(rng)
+            traced = [site for rank, site in enumerate(sites) if rank not in skipped]
+            with _leaves_no_trace(traced if backend.runs_while_recording else []):
+                return plan.record()
+    finally:
+        rng.restore(snapshot)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch on its way through a model chunk: what was given, what was decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megagraph import ops
+from megagraph.dispatch import Capacity, EagerReason
+from megagraph.packing import PackForm, TailConvention, canonical_fields, offsets_rules
+
+__all__ = ["Kind", "MicroBatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What beside the capacity makes a variant: the pack's form, and how the model runs.
+
+    Args:
+        form: which fields packs carry.
+        grad: gradients are recorded.
+        training: the model is in training mode.
+    """
+
+    form: PackForm
+    grad: bool
+    training: bool
+
+
+class MicroBatch:
+    """A pack and the decision on it.
+
+    Args:
+        params: the `PackedSeqParams` as given, or None.
+        tokens: physical tokens of the input.
+        capacity: what it is padded to; None runs it as it was given.
+        kind: of its variant; None where there is no pack.
+        reason: why it runs eager; None replays.
+        tail: the convention of its canonical offsets.
+    """
+
+    def __init__(
+        self,
+        *,
+        params: Any,
+        tokens: int,
+        capacity: Capacity | None,
+        kind: Kind | None,
+        reason: EagerReason | None,
+        tail: TailConvention,
+    ) -> None:
+        self.params = params
+        self.tokens = tokens
+        self.capacity = capacity
+        self.kind = kind
+        self.reason = reason
+        self._tail = tail
+        self._canonical: Any = None
+
+    @property
+    def key(self) -> tuple[Capacity, Kind]:
+        """The variant's name in the chain's table."""
+        assert self.capacity is not None and self.kind is not None
+        return self.capacity, self.kind
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What staging reads: the actual offsets and, where the pack has them, the padded ones."""
+        padded = self.params.cu_seqlens_q_padded
+        return [self.params.cu_seqlens_q] if padded is None else [self.params.cu_seqlens_q, padded]
+
+    @property
+    def physical_offsets(self) -> Tensor:
+        """The offsets as given whose last entry is the pack's physical end."""
+        return self.sources[-1]
+
+    def canonical_params(self) -> Any:
+        """The canonical pack, for layers that run eager; made at the first request."""
+        if self._canonical is None:
+            assert self.capacity is not None and self.kind is not None
+            rules = offsets_rules(
+                self._tail, self.capacity.tokens, has_padded=self.kind.form.has_padded
+            )
+            given = {"actual": self.sources[0], "padded": self.sources[-1]}
+            offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
+            self._canonical = self._with_offsets(offsets)
+        return self._canonical
+
+    def constant_params(self) -> Any:
+        """A pack with the canonical pack's constants and the offsets as given: what the code around
+        replayed layers needs, without any work on the device."""
+        return self._with_offsets({"actual": self.sources[0], "padded": self.params.cu_seqlens_q_padded})
+
+    def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
+        assert self.capacity is not None and self.kind is not None
+        fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
+        return type(self.params)(**fields)
+
+    def pad(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
+        assert self.capacity is not None
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
+
+    def cut(self, hidden_states: Tensor) -> Tensor:
+        """As many rows as were given."""
+        if hidden_states.size(0) == self.tokens:
+            return hidden_states
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)

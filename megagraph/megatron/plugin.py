@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed plugin: knows every model that ran, and the steps they run in."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from megagraph.bank import Progress
+from megagraph.config import GraphConfig
+from megagraph.megatron import gradients
+from megagraph.megatron.model_graphs import ModelGraphs
+
+__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
+
+_skip_depth = 0
+
+
+@contextlib.contextmanager
+def disable_cuda_graphs_this_step() -> Iterator[None]:
+    """Runs what is inside eager, on canonical packs: forward, backward and recompute.
+
+    Around whole steps: a backward whose forward replayed is replayed too.
+    """
+    global _skip_depth
+    _skip_depth += 1
+    try:
+        yield
+    finally:
+        _skip_depth -= 1
+
+
+def is_cuda_graph_skipped() -> bool:
+    """Whether `disable_cuda_graphs_this_step()` is in force."""
+    return _skip_depth > 0
+
+
+class Plugin:
+    """Models and steps.
+
+    Args:
+        config: the options, the same for every model.
+        progress: makes the progress display of one model's capture; None shows none.
+    """
+
+    def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
+        self.config = config
+        self._progress = progress
+        self._graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._step_models: Sequence[nn.Module] = ()
+        self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
+
+    def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
+        """The graphs of a GPTModel; made at its first forward."""
+        graphs = self._graphs.get(model)
+        if graphs is None:
+            ddp = gradients.find_ddp(self._step_models, model)
+            progress = self._progress() if self._progress is not None else None
+            graphs = ModelGraphs(model, ddp, self.config, progress)
+            self._graphs[model] = graphs
+            self._of_block[model.decoder] = graphs  # type: ignore[index]
+            weakref.finalize(model, graphs.release)
+        return graphs
+
+    def graphs_of_block(self, block: nn.Module) -> ModelGraphs | None:
+        """The graphs whose model owns a block."""
+        return self._of_block.get(block)
+
+    def all_graphs(self) -> list[ModelGraphs]:
+        """The graphs of every model that is alive."""
+        return list(self._graphs.values())
+
+    def _graphs_inside(self, models: Sequence[nn.Module]) -> list[ModelGraphs]:
+        inside: set[int] = set()
+        for model in models:
+            found = self._inside.get(id(model))
+            if found is None or found[0]() is not model:
+                found = weakref.ref(model), {id(module) for module in model.modules()}
+                self._inside[id(model)] = found
+            inside |= found[1]
+        return [graphs for model, graphs in self._graphs.items() if id(model) in inside]
+
+    def schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a schedule: what is due at a step boundary happens before it."""
+
+        @functools.wraps(original)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            model = kwargs["model"]
+            models = list(model) if isinstance(model, list | tuple) else [model]
+            outer, self._step_models = self._step_models, models
+            try:
+                for graphs in self._graphs_inside(models):
+                    graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+                result = original(*args, **kwargs)
+                for graphs in self._graphs_inside(models):
+                    graphs.after_step()
+                return result
+            finally:
+                self._step_models = outer
+
+        return forward_backward
+
+    def release(self) -> None:
+        """Drops every graph of every model."""
+        for graphs in self.all_graphs():
+            graphs.release()

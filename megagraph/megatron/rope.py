@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in place of Megatron's RoPE inside attention: packs through our op, the rest untouched.
+
+Megatron's own THD path reads the offsets on the host, which no graph can do.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megagraph.modules import RotaryTables
+
+__all__ = ["wrap_rope"]
+
+
+def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_rotary_pos_emb` as the attention module sees it.
+
+    Positions restart at 0 in each document, whatever the length of the table; Megatron's unfused
+    path continues them where the table happens to be as long as the pack.
+    """
+    tables = RotaryTables()
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **rest: Any,
+    ) -> Any:
+        if cu_seqlens is None or config.apply_rope_fusion or any(rest.values()):
+            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
+        return tables.rotate(
+            t,
+            freqs,
+            cu_seqlens,
+            interleaved=config.rotary_interleaved,
+            mla_interleaved=config.multi_latent_attention,
+            mscale=mscale,
+            cp_size=1 if cp_group is None else cp_group.size(),
+            cp_rank=0 if cp_group is None else cp_group.rank(),
+        )
+
+    return apply_rotary_pos_emb

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scope: a whole transformer layer. Hidden states enter and leave; everything else is constant.
+
+Megatron's loop over the layers costs 12 us a layer, a bare loop over sites 0.5. So where a
+micro-batch replays, the block's `layers` are shadowed by one callable that runs them all; the rest
+of the block's forward (its contexts, the final norm) stays Megatron's own.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.sites import SiteSpec
+
+__all__ = ["LayerLoop", "layer_sites", "shadowed_layers"]
+
+
+def layer_sites(layers: Sequence[nn.Module]) -> list[SiteSpec]:
+    """One site for each layer of a block."""
+    return [
+        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, call=_hidden_states_of(layer))
+        for rank, layer in enumerate(layers)
+    ]
+
+
+def _hidden_states_of(layer: nn.Module) -> Callable[..., Tensor]:
+    def call(hidden_states: Tensor, **arguments: Any) -> Tensor:
+        out, _context = layer(hidden_states=hidden_states, **arguments)
+        result: Tensor = out
+        return result
+
+    return call
+
+
+class LayerLoop:
+    """Stands in for all layers of a block while one micro-batch replays.
+
+    Args:
+        layers: the block's own.
+        sites: their sites, in order.
+        constants: the arguments that the graphs were captured with; a call with others runs eager.
+        eager_input: pads the hidden states for a layer that runs eager first.
+        eager_arguments: the canonical pack's arguments, for a layer that runs eager.
+        refuse: counts a whole micro-batch that runs eager, since its arguments differ.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        sites: Sequence[_C.Site],
+        constants: Mapping[str, Any],
+        eager_input: Callable[[Tensor], Tensor],
+        eager_arguments: Callable[[], Mapping[str, Any]],
+        refuse: Callable[[], None],
+    ) -> None:
+        self._layers = layers
+        self._sites = sites
+        self._constants = constants
+        self._eager_input = eager_input
+        self._eager_arguments = eager_arguments
+        self._refuse = refuse
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """Runs every layer: its graph, or itself where its site answers so."""
+        if any(value is not self._constants.get(name) for name, value in arguments.items()):
+            self._refuse()
+            hidden_states = self._eager_input(hidden_states)
+            for layer in self._layers:
+                hidden_states = self._run(layer, hidden_states, arguments)
+            return hidden_states, None
+        padded = False
+        for layer, site in zip(self._layers, self._sites, strict=True):
+            out = site(hidden_states)
+            if out is NotImplemented:
+                out = self._run(layer, hidden_states if padded else self._eager_input(hidden_states), arguments)
+            hidden_states, padded = out, True
+        return hidden_states, None
+
+    def _run(self, layer: nn.Module, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        out, _context = layer(hidden_states=hidden_states, **{**arguments, **self._eager_arguments()})
+        result: Tensor = out
+        return result
+
+
+@contextlib.contextmanager
+def shadowed_layers(block: nn.Module, loop: LayerLoop) -> Iterator[None]:
+    """While inside, `block.layers` is the loop alone; the registered modules are untouched."""
+    block.__dict__["layers"] = (loop,)
+    try:
+        yield
+    finally:
+        del block.__dict__["layers"]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where megatron-core is touched, and what each place must look like. The only file that knows a release.
+
+A seam is checked by its signature when the plugin is installed; what is missing or changed is named
+then, not in the middle of a run.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ATTENTION_ROPE", "BLOCK_FORWARD", "GPT_FORWARD", "SCHEDULES", "SUPPORTED", "Seam", "check_core"]
+
+_log = logging.getLogger("megagraph")
+
+# Releases that the tests run against. Others are tried, with a warning.
+SUPPORTED = ("0.16.1", "0.19.2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """One function of megatron-core that the plugin wraps or calls.
+
+    Args:
+        module: where it is looked up when it is called.
+        path: dotted name in the module.
+        parameters: names that its signature must have, in order as far as they are positional.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...]
+
+    def owner(self) -> Any:
+        """The module or class that holds the function."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.path.split(".")[:-1]:
+            found = getattr(found, part)
+        return found
+
+    @property
+    def name(self) -> str:
+        """Its name in the owner."""
+        return self.path.split(".")[-1]
+
+    def function(self) -> Callable[..., Any]:
+        """The function as the owner holds it now."""
+        found: Callable[..., Any] = getattr(self.owner(), self.name)
+        return found
+
+    def problem(self) -> str | None:
+        """What is wrong with this seam in the installed release, or None."""
+        where = f"{self.module}.{self.path}"
+        try:
+            function = self.function()
+        except (ImportError, AttributeError) as error:
+            return f"{where} is missing ({error})"
+        names = inspect.signature(function).parameters
+        missing = [name for name in self.parameters if name not in names]
+        return f"{where} has no parameter {', '.join(missing)}" if missing else None
+
+
+_SCHEDULE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")
+SCHEDULES = tuple(
+    Seam(
+        module="megatron.core.pipeline_parallel.schedules",
+        path=f"forward_backward_{name}",
+        parameters=_SCHEDULE_PARAMETERS,
+    )
+    for name in (
+        "no_pipelining",
+        "pipelining_without_interleaving",
+        "pipelining_with_interleaving",
+    )
+)
+GPT_FORWARD = Seam(
+    module="megatron.core.models.gpt.gpt_model",
+    path="GPTModel.forward",
+    parameters=("input_ids", "position_ids", "attention_mask", "decoder_input", "labels", "packed_seq_params"),
+)
+BLOCK_FORWARD = Seam(
+    module="megatron.core.transformer.transformer_block",
+    path="TransformerBlock.forward",
+    parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+)
+ATTENTION_ROPE = Seam(
+    module="megatron.core.transformer.attention",
+    path="apply_rotary_pos_emb",
+    parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
+)
+# Called, not wrapped.
+_CALLED = (
+    Seam(
+        module="megatron.core.models.gpt.gpt_model",
+        path="GPTModel._preprocess",
+        parameters=("input_ids", "position_ids", "decoder_input", "packed_seq_params"),
+    ),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="_set_capture_start", parameters=()),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="_set_capture_end", parameters=()),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="is_graph_capturing", parameters=()),
+    Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
+)
+
+
+def check_core() -> str:
+    """Checks every seam of the installed megatron-core.
+
+    Returns:
+        Its version.
+
+    Raises:
+        RuntimeError: where megatron-core is absent, or a seam does not fit, naming each.
+    """
+    try:
+        version = str(importlib.import_module("megatron.core").__version__)
+    except ImportError as error:
+        raise RuntimeError(
+            f"megagraph.install() needs megatron-core ({' or '.join(SUPPORTED)}), and it cannot be "
+            f"imported: {error}"
+        ) from error
+    seams = (*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, *_CALLED)
+    problems = [problem for seam in seams if (problem := seam.problem()) is not None]
+    if problems:
+        raise RuntimeError(
+            f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): " + "; ".join(problems)
+        )
+    if version not in SUPPORTED:
+        _log.warning(
+            "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED)
+        )
+    return version

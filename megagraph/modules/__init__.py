@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron lacks for packs without Transformer Engine."""
+
+from megagraph.modules.attention import VarlenAttention
+from megagraph.modules.rotary import RotaryTables
+
+__all__ = ["RotaryTables", "VarlenAttention"]

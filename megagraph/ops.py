@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops over packed sequences: typed wrappers over ``torch.ops.megagraph``.
+
+They do not build packs and know nothing of Megatron.
+
+Words: ``T`` physical tokens (rows of the buffer), ``N`` document slots, ``H`` heads, ``D`` head
+dimension. Offsets (``cu_seqlens``) are int32 of shape [N + 1], start at 0 and do not decrease. The
+*tail* is every row at or past the last offset. On a GPU the offsets are never read by the host, so
+their values are checked on the CPU only.
+
+All ops run on CPU and CUDA, trace under ``torch.compile(fullgraph=True)``, and write every row of
+their results.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megagraph import _C as _C  # registers torch.ops.megagraph
+
+__all__ = [
+    "pad_cu_seqlens",
+    "pad_cu_seqlens_for_cuda_graph",
+    "rope_thd",
+    "thd_partition_indices",
+    "varlen_attention",
+    "zero_tail",
+]
+
+
+def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) -> Tensor:
+    """Pad document offsets to ``capacity`` documents; the slots past the real ones are empty.
+
+    Does not check that ``end`` lies at or past the last offset, and does not move anything to the host.
+
+    Args:
+        cu_seqlens: int32 [K + 1], contiguous.
+        capacity: document slots of the result, in documents.
+        end: value of the added offsets, in tokens; by default the last offset is repeated. With the
+            physical end of the buffer, the first added slot covers the tail.
+
+    Returns:
+        int32 [capacity + 1] on the same device.
+
+    Raises:
+        ValueError: if the pack holds more than ``capacity`` documents, or ``cu_seqlens`` is not a
+            contiguous 1-D int32 tensor with at least one entry.
+    """
+    out: Tensor = torch.ops.megagraph.pad_cu_seqlens(cu_seqlens, capacity, end)
+    return out
+
+
+def pad_cu_seqlens_for_cuda_graph(cu_seqlens: Tensor, target_num_seqs: int) -> Tensor | None:
+    """Pad document offsets to ``target_num_seqs`` documents, or say that they do not fit.
+
+    Does not raise on overflow and does not copy where nothing is to be padded.
+
+    Args:
+        cu_seqlens: int32 [K + 1], contiguous.
+        target_num_seqs: document slots of the result.
+
+    Returns:
+        int32 [target_num_seqs + 1] whose added offsets repeat the last one; ``cu_seqlens`` itself if
+        K == target_num_seqs; None if K > target_num_seqs.
+
+    Raises:
+        ValueError: if ``cu_seqlens`` is not a contiguous 1-D int32 tensor with at least one entry.
+
+    Source: name and behaviour of the helper in NVIDIA/Megatron-LM PR #5046.
+    """
+    num_seqs = cu_seqlens.numel() - 1
+    if cu_seqlens.dim() == 1 and num_seqs == target_num_seqs:
+        return cu_seqlens
+    if cu_seqlens.dim() == 1 and num_seqs > target_num_seqs:
+        return None
+    return pad_cu_seqlens(cu_seqlens, target_num_seqs)
+
+
+def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+    """List the physical rows that one context-parallel rank holds, in zigzag order.
+
+    Does not gather them: ``x.index_select(0, indices)`` does. Each document is cut in 2 * cp_size
+    chunks; rank r takes chunks r and 2 * cp_size - 1 - r. The tail is dealt out in contiguous pieces, so
+    over all ranks every physical row appears exactly once.
+
+    Args:
+        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
+            2 * cp_size (of 1 if cp_size is 1).
+        total_tokens: physical tokens of all ranks together, a multiple of cp_size.
+        cp_size: number of context-parallel ranks.
+        cp_rank: this rank.
+
+    Returns:
+        int32 [total_tokens / cp_size].
+
+    Raises:
+        ValueError: if a size, the rank or (on the CPU only) an offset breaks the above. On a GPU such
+            offsets give undefined rows.
+
+    Source: the layout of Transformer Engine's ``thd_get_partitioned_indices``.
+    """
+    out: Tensor = torch.ops.megagraph.thd_partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    return out
+
+
+def zero_tail(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Copy ``x`` to ``tokens`` physical rows with a zero tail. Differentiable in ``x``.
+
+    Does not read the input's tail: whatever it holds, the result's tail is zero, and so is the tail of
+    the gradient.
+
+    Args:
+        x: [T, ...], any dtype.
+        cu_seqlens: int32 [N + 1], offsets of the rows of ``x`` (after any context-parallel division).
+        tokens: rows of the result; more or fewer than T.
+
+    Returns:
+        [tokens, ...], contiguous: rows below min(cu_seqlens[-1], T, tokens) of ``x``, then zeros.
+
+    Raises:
+        ValueError: if ``x`` has no dimension, ``tokens`` is negative, the devices differ, or
+            ``cu_seqlens`` is not a contiguous 1-D int32 tensor with at least one entry.
+    """
+    out: Tensor = torch.ops.megagraph.zero_tail(x, cu_seqlens, tokens)
+    return out
+
+
+def rope_thd(
+    tensors: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens_padded: Tensor,
+    *,
+    interleaved: bool = False,
+    mla_interleaved: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, ...]:
+    """Rotate packed queries and keys by their position in their document, all in one launch.
+
+    Does not compute the tables, is differentiable once and not in them, and does not know Megatron's packed
+    tables (one entry per physical token): positions restart at 0 in each document. Equals Megatron's
+    unfused path bit for bit with ``cos = (freqs.cos() * mscale).to(dtype)`` and ``sin`` likewise.
+
+    Args:
+        tensors: one to four of [T, H_i, D_i], one floating dtype; H_i and D_i may differ. Under context
+            parallelism these are this rank's rows.
+        cos: [positions, R] in the tensors' dtype, R even and at most every D_i. Dimensions from R on
+            pass through.
+        sin: like ``cos``.
+        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
+            length is a multiple of 2 * cp_size.
+        interleaved: the members of a pair are neighbours (2i, 2i + 1), not (i, R / 2 + i).
+        mla_interleaved: neighbours in the input, (i, R / 2 + i) in the output: the decoupled part of
+            multi-latent attention. Excludes ``interleaved``.
+        cp_size: number of context-parallel ranks.
+        cp_rank: this rank.
+
+    Returns:
+        One contiguous tensor per input, of its shape. The tail is zero, in the gradients as well.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices, the rank or (on the CPU only) the offsets do not fit.
+        IndexError: on the CPU, if a document is longer than the tables; on a GPU this is a device
+            assertion.
+
+    Source: RoFormer (Su et al., 2021); ``megatron.core.models.common.embeddings.rope_utils``.
+    """
+    out: list[Tensor] = torch.ops.megagraph.rope_thd(
+        tensors,
+        cos,
+        sin,
+        cu_seqlens_padded,
+        interleaved=interleaved,
+        mla_interleaved=mla_interleaved,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+    return tuple(out)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Attend inside each document of a pack. Differentiable once in q, k and v.
+
+    Does not drop out, and does not split over context-parallel ranks. On a GPU it runs
+    FlashAttention 2 through ATen, whose backward pass is deterministic only under
+    ``torch.use_deterministic_algorithms(True)``; the CPU side is a slow reference.
+
+    Args:
+        q: [T, H, D]; on a GPU float16 or bfloat16, D a multiple of 8 and at most 256.
+        k: [T, G, D] with H a multiple of G (grouped-query attention).
+        v: [T, G, D].
+        cu_seqlens: int32 [N + 1], physical offsets. Causal attention never lets a valid row see the
+            padding after it.
+        max_seqlen: no document is longer. It sizes the launch, so a constant serves many packs.
+        softmax_scale: factor on the scores; by default 1 / sqrt(D).
+        causal: a row sees itself and the rows before it, else its whole document.
+
+    Returns:
+        [T, H, D] in q's dtype. The tail is zero, in the three gradients as well.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices or (on the CPU only) the offsets do not fit. On a GPU the
+            rows of a document past ``max_seqlen`` are undefined.
+
+    Source: FlashAttention-2 (Dao, 2023).
+    """
+    out: Tensor = torch.ops.megagraph.varlen_attention(
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal
+    )[0]
+    return out

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names what can be graphed: a site (one module call) and a variant (what it is captured for).
+
+Holds no graph.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.dispatch import EagerReason
+
+__all__ = ["CaptureError", "MetadataSpec", "SiteSpec", "VariantSpec"]
+
+
+class CaptureError(RuntimeError):
+    """A site could not be captured; everything of the attempt has been undone.
+
+    Args:
+        site: name of the site.
+        rank: its place in the chain.
+        reason: how its calls are counted from now on.
+        detail: the pass, the op that started last and the line of the user's code.
+    """
+
+    def __init__(self, *, site: str, rank: int, reason: EagerReason, detail: str) -> None:
+        super().__init__(f"{site}: {detail}")
+        self.site = site
+        self.rank = rank
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteSpec:
+    """One module call to graph.
+
+    Args:
+        name: for reports.
+        module: owns the parameters and buffers that the call uses.
+        call: maps the hidden states (first argument) and the variant's arguments to one tensor.
+    """
+
+    name: str
+    module: nn.Module
+    call: Callable[..., Tensor]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that get a gradient, each once."""
+        return [param for param in self.module.parameters() if param.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataSpec:
+    """A small buffer that graphs read and that staging fills anew for each micro-batch.
+
+    Args:
+        kind: how staging fills it (csrc/bank/staging.h).
+        example: its content during warm-up and capture, [entries].
+        source: index into what a micro-batch hands over; -1 for none.
+        fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
+        extend_last: whether the last given offset, too, becomes `fill`.
+        shared: one buffer for all slots, the example itself (a counter).
+    """
+
+    kind: _C.SegmentKind
+    example: Tensor
+    source: int
+    fill: int = -1
+    extend_last: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantSpec:
+    """What a chain is captured for: shapes, with or without a backward pass, the calls' arguments.
+
+    Args:
+        key: the variant's name in the chain's table.
+        training: capture a backward pass too.
+        rows: first dimension of the hidden states.
+        row_shape: their other dimensions.
+        dtype: their dtype.
+        metadata: named buffers.
+        end_source: the source whose last entry is the pack's physical end: rows at or past it are
+            zeroed in the chain's input and in the gradient that it returns; -1 for none.
+        end_buffer: the metadata buffer that ends with the same entry.
+        fewer_rows: the chain's input may have fewer rows than `rows`.
+        arguments: keyword arguments of every site's call, from the slot's metadata buffers.
+    """
+
+    key: Any
+    training: bool
+    rows: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    metadata: Mapping[str, MetadataSpec] = field(default_factory=dict)
+    end_source: int = -1
+    end_buffer: str | None = None
+    fewer_rows: bool = False
+    arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Any]] = lambda buffers: {}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds megagraph._C, the C++/CUDA core.
+
+With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else it is a
+CPU-only build, which runs the host backend. TORCH_CUDA_ARCH_LIST is honoured.
+"""
+
+import os
+import pathlib
+import subprocess
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    raise SystemExit(
+        "megagraph is built against the PyTorch it will run with, and none was found: install torch, "
+        "then run `pip install --no-build-isolation .`"
+    ) from error
+
+ROOT = pathlib.Path(__file__).resolve().parent
+MIN_TORCH = (2, 9)
+DEFAULT_ARCHS = ("9.0", "10.0")
+
+OPS_WITH_KERNELS = ["pad_cu_seqlens", "thd_partition_indices", "zero_tail", "rope_thd"]
+BANK = [
+    "chunk",
+    "graph_bank",
+    "host_executable",
+    "leased_storage",
+    "main_grad_node",
+    "op_trace",
+    "replay_node",
+    "signature",
+    "site",
+    "slot_ring",
+    "staging",
+]
+SOURCES = [
+    *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
+    *(f"csrc/bank/{name}.cpp" for name in BANK),
+    "csrc/python/site_object.cpp",
+    "csrc/python/module.cpp",
+]
+CUDA_SOURCES = [
+    *(f"csrc/ops/{name}_kernel.cu" for name in OPS_WITH_KERNELS),
+    "csrc/bank/staging_kernel.cu",
+    "csrc/bank/cuda_capture.cpp",
+]
+
+
+def cuda_archs(nvcc: str) -> str:
+    """The default architectures that this compiler knows, as TORCH_CUDA_ARCH_LIST spells them."""
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    archs = [arch for arch in DEFAULT_ARCHS if f"compute_{arch.replace('.', '')}" in known]
+    if not archs:
+        raise SystemExit(f"{nvcc} knows none of {', '.join(DEFAULT_ARCHS)}: set TORCH_CUDA_ARCH_LIST")
+    return ";".join(archs)
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler to build with, or None for a CPU-only build."""
+    if torch.version.cuda is None or cpp_extension.CUDA_HOME is None:
+        return None
+    nvcc = pathlib.Path(cpp_extension.CUDA_HOME, "bin", "nvcc")
+    return str(nvcc) if nvcc.exists() else None
+
+
+def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
+    common = {
+        "include_dirs": [str(ROOT)],
+        "define_macros": [("MEGAGRAPH_WITH_CUDA", "1")] if nvcc else [],
+    }
+    # No contraction to fused multiply-add: csrc/ops/rope_rotation.h, Note [RoPE bits].
+    cxx = ["-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-interference-size", "-fvisibility=hidden"]
+    if nvcc is None:
+        return cpp_extension.CppExtension("megagraph._C", SOURCES, extra_compile_args={"cxx": cxx}, **common)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_archs(nvcc))
+    return cpp_extension.CUDAExtension(
+        "megagraph._C",
+        SOURCES + CUDA_SOURCES,
+        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-fmad=false"]},
+        **common,
+    )
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Compiles with ninja and records what the core was built against."""
+
+    def run(self) -> None:
+        super().run()
+        folder = ROOT / "megagraph" if self.inplace else pathlib.Path(self.build_lib, "megagraph")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "_build_info.py").write_text(
+            "# Written by setup.py.\n"
+            f"TORCH_VERSION = {torch.__version__!r}\n"
+            f"CUDA_VERSION = {torch.version.cuda if NVCC else None!r}\n"
+        )
+
+
+if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MIN_TORCH:
+    raise SystemExit(f"megagraph needs torch {'.'.join(map(str, MIN_TORCH))} or newer, found {torch.__version__}")
+
+NVCC = find_nvcc()
+setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})

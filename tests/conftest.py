@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test runs under: which megatron-core, how many threads, what is skipped.
+
+`MEGAGRAPH_TEST_CORE` names a folder with an unpacked megatron-core wheel that is tested in place of the
+installed release.
+"""
+
+import importlib.util
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+THREADS = 2
+
+TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
+if TEST_CORE:
+    folder = str(Path(TEST_CORE).resolve())
+    if not Path(folder, "megatron", "core").is_dir():
+        raise RuntimeError(f"MEGAGRAPH_TEST_CORE: expected a folder that holds megatron/core, got {TEST_CORE}")
+    sys.path.insert(0, folder)
+    # For the processes that tests start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+def megatron_core_version() -> str | None:
+    """The version of the megatron-core that tests import, or None where there is none."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        return None
+    return metadata.version("megatron-core")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(THREADS)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, megatron-core {megatron_core_version()}, {device}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = {
+        "gpu": "needs a CUDA device" if num_gpus < 1 else None,
+        "multi_gpu": f"needs 2 CUDA devices, found {num_gpus}" if num_gpus < 2 else None,
+        "megatron": "needs megatron-core" if megatron_core_version() is None else None,
+        "soak": "runs with --soak" if not config.getoption("--soak") else None,
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
