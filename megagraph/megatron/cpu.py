@@ -39,6 +39,7 @@ def megatron_on_cpu() -> Iterator[None]:
         return
     replaced: dict[str, Callable[..., Any]] = {
         "current_device": lambda: torch.device("cpu"),
+        "current_stream": lambda *args: torch.cpu.current_stream(),
         "synchronize": lambda *args, **kwargs: None,
     }
     originals = {name: getattr(torch.cuda, name) for name in replaced}
