@@ -53,7 +53,9 @@ CUDA_SOURCES = [
 
 def cuda_archs(nvcc: str) -> str:
     """The default architectures that this compiler knows, as TORCH_CUDA_ARCH_LIST spells them."""
-    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    known = subprocess.run(
+        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
+    ).stdout.split()
     archs = [arch for arch in DEFAULT_ARCHS if f"compute_{arch.replace('.', '')}" in known]
     if not archs:
         raise SystemExit(f"{nvcc} knows none of {', '.join(DEFAULT_ARCHS)}: set TORCH_CUDA_ARCH_LIST")
@@ -74,7 +76,15 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
         "define_macros": [("MEGAGRAPH_WITH_CUDA", "1")] if nvcc else [],
     }
     # No contraction to fused multiply-add: csrc/ops/rope_rotation.h, Note [RoPE bits].
-    cxx = ["-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-interference-size", "-fvisibility=hidden"]
+    cxx = [
+        "-O2",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+        "-Wno-interference-size",
+        "-fvisibility=hidden",
+    ]
     if nvcc is None:
         return cpp_extension.CppExtension("megagraph._C", SOURCES, extra_compile_args={"cxx": cxx}, **common)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_archs(nvcc))
@@ -101,7 +111,9 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MIN_TORCH:
-    raise SystemExit(f"megagraph needs torch {'.'.join(map(str, MIN_TORCH))} or newer, found {torch.__version__}")
+    raise SystemExit(
+        f"megagraph needs torch {'.'.join(map(str, MIN_TORCH))} or newer, found {torch.__version__}"
+    )
 
 NVCC = find_nvcc()
 setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})

@@ -197,8 +197,7 @@ class Bank:
         while len(chain.skipped) < len(chain.specs):
             try:
                 by_slot = [
-                    self._capture_slot(chain, variant, slot, buffers[slot])
-                    for slot in range(chain.num_slots)
+                    self._capture_slot(chain, variant, slot, buffers[slot]) for slot in range(chain.num_slots)
                 ]
             except CaptureError as error:
                 self._skip(chain, error)
@@ -245,7 +244,10 @@ class Bank:
 
     def _metadata_buffers(self, chain: Chain, variant: VariantSpec) -> list[dict[str, Tensor]]:
         return [
-            {name: spec.example if spec.shared else spec.example.clone() for name, spec in variant.metadata.items()}
+            {
+                name: spec.example if spec.shared else spec.example.clone()
+                for name, spec in variant.metadata.items()
+            }
             for _ in range(chain.num_slots)
         ]
 

@@ -96,6 +96,21 @@ def _leaves_no_trace(sites: Sequence[SiteSpec]) -> Iterator[None]:
             setattr(param, flag, value)
 
 
+@contextlib.contextmanager
+def _unfilled() -> Iterator[None]:
+    """Lets `torch.empty` leave memory as it is in deterministic mode, too.
+
+    A static buffer is written before its graph is launched: a captured fill would overwrite it.
+    """
+    settings = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = filled
+
+
 def _line_of(error: BaseException) -> str:
     """Where the error came up, in code outside torch and this package if there is any."""
     frames = list(traceback.extract_tb(error.__traceback__))
@@ -148,7 +163,8 @@ class _Plan:
 
     def _empty_rows(self) -> Tensor:
         shape = (self._variant.rows, *self._variant.row_shape)
-        return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
+        with _unfilled():
+            return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
 
     def warm_up(self, rng: RngSources) -> None:
         """Runs every site once, forward and backward, on memory of its own."""
@@ -210,9 +226,10 @@ class _Plan:
             if captured.grad_output is None:
                 after = self._captured.get(rank + 1)
                 assert captured.output is not None
-                captured.grad_output = (
-                    torch.empty_like(captured.output) if after is None else after.grad_input
-                )
+                with _unfilled():
+                    captured.grad_output = (
+                        torch.empty_like(captured.output) if after is None else after.grad_input
+                    )
             x, y = self._open.pop(rank)
             with _swapped(swap), self._guard():
                 torch.autograd.backward(y, captured.grad_output)

@@ -183,7 +183,16 @@ def _integer(value: Any) -> int:
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     if str(value).lower() not in words:
         raise ValueError(f"expected true or false, got {value!r}")
     return words[str(value).lower()]

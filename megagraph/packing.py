@@ -19,7 +19,15 @@ from torch import Tensor
 from megagraph import ops
 from megagraph.dispatch import Capacity, PackShape
 
-__all__ = ["OffsetsRule", "PackForm", "PackedSequences", "TailConvention", "canonical_fields", "offsets_rules", "pack_shape"]
+__all__ = [
+    "OffsetsRule",
+    "PackForm",
+    "PackedSequences",
+    "TailConvention",
+    "canonical_fields",
+    "offsets_rules",
+    "pack_shape",
+]
 
 
 class PackedSequences(Protocol):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -27,6 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 _ENVIRONMENT_KEYS = ("commit", "device", "driver", "torch", "megatron_core", "command")
 _FIGURE_KEYS = ("name", "value", "unit", "bar", "holds", "rival", "rival_value", "floor")
 _COMPARISON_KEYS = ("bitwise_equal", "steps", "calls", "replays", "eager")
+_KIND_NAMES: dict[type, str] = {
+    str: "a string",
+    float: "a number",
+    int: "a whole number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +92,12 @@ class Figure:
             if number is not None and not math.isfinite(number):
                 raise ValueError(f"figure {self.name!r}, key {key!r}: expected a finite number, got {number}")
         if self.better not in ("lower", "higher"):
-            raise ValueError(f"figure {self.name!r}: expected better='lower' or 'higher', got {self.better!r}")
+            raise ValueError(
+                f"figure {self.name!r}: expected better='lower' or 'higher', got {self.better!r}"
+            )
         if self.rival is None and self.rival_value is not None:
             raise ValueError(
-                f"figure {self.name!r}, key 'rival': expected the name of what measured {self.rival_value}, got None"
+                f"figure {self.name!r}, key 'rival': expected what measured {self.rival_value}, got None"
             )
 
     @property
@@ -255,67 +266,61 @@ def _command() -> str:
 
 def _parse(record: Any) -> Result:
     if not isinstance(record, dict):
-        raise _unexpected("(whole file)", "an object", record)
+        raise ValueError(f"key '(whole file)': expected an object, got {_shown(record)}")
     compared = any(key in record for key in _COMPARISON_KEYS)
-    _check_keys(record, (*_ENVIRONMENT_KEYS, "figures", *(_COMPARISON_KEYS if compared else ())), where="")
-    environment = Environment(
-        commit=_text_or_none(record, "commit"),
-        device=_text(record, "device"),
-        driver=_text_or_none(record, "driver"),
-        torch=_text(record, "torch"),
-        megatron_core=_text_or_none(record, "megatron_core"),
-        command=_text(record, "command"),
-    )
-    if not isinstance(record["figures"], list):
-        raise _unexpected("figures", "a list", record["figures"])
-    figures = tuple(_parse_figure(item, f"figures[{i}]") for i, item in enumerate(record["figures"]))
+    _check_keys(record, (*_ENVIRONMENT_KEYS, "figures", *(_COMPARISON_KEYS if compared else ())))
     return Result(
-        environment=environment, figures=figures, comparison=_parse_comparison(record) if compared else None
+        environment=Environment(
+            commit=_take_or_none(record, "commit", str),
+            device=_take(record, "device", str),
+            driver=_take_or_none(record, "driver", str),
+            torch=_take(record, "torch", str),
+            megatron_core=_take_or_none(record, "megatron_core", str),
+            command=_take(record, "command", str),
+        ),
+        figures=tuple(
+            _parse_figure(figure, f"figures[{i}]") for i, figure in enumerate(_take(record, "figures", list))
+        ),
+        comparison=_parse_comparison(record) if compared else None,
     )
 
 
 def _parse_figure(record: Any, where: str) -> Figure:
     if not isinstance(record, dict):
-        raise _unexpected(where, "an object", record)
+        raise ValueError(f"key {where!r}: expected an object, got {_shown(record)}")
     where += "."
     _check_keys(record, _FIGURE_KEYS, where)
-    value, bar, holds = _number(record, "value", where), _number_or_none(record, "bar", where), record["holds"]
-    if (bar is None and holds is not None) or (bar is not None and not isinstance(holds, bool)):
-        raise _unexpected(f"{where}holds", "null" if bar is None else "true or false beside a bar", holds)
-    if bar is not None and value == bar and not holds:
-        raise _unexpected(f"{where}holds", "true where value equals bar", holds)
+    value, bar = _take(record, "value", float, where), _take_or_none(record, "bar", float, where)
+    holds = None
+    if bar is not None:
+        holds = _take(record, "holds", bool, where)
+    if record["holds"] is not holds or (value == bar and not holds):
+        expected = "null without a bar" if bar is None else "true where value equals bar"
+        raise ValueError(f"key {where + 'holds'!r}: expected {expected}, got {_shown(record['holds'])}")
     return Figure(
-        name=_text(record, "name", where),
+        name=_take(record, "name", str, where),
         value=value,
-        unit=_text(record, "unit", where),
+        unit=_take(record, "unit", str, where),
         bar=bar,
         better="lower" if bar is None or (value <= bar) == holds else "higher",
-        rival=_text_or_none(record, "rival", where),
-        rival_value=_number_or_none(record, "rival_value", where),
-        floor=_number_or_none(record, "floor", where),
+        rival=_take_or_none(record, "rival", str, where),
+        rival_value=_take_or_none(record, "rival_value", float, where),
+        floor=_take_or_none(record, "floor", float, where),
     )
 
 
 def _parse_comparison(record: dict[str, Any]) -> Comparison:
-    equal, eager = record["bitwise_equal"], record["eager"]
-    if not isinstance(equal, bool):
-        raise _unexpected("bitwise_equal", "true or false", equal)
-    if not isinstance(eager, dict):
-        raise _unexpected("eager", "an object", eager)
+    eager = _take(record, "eager", dict)
     return Comparison(
-        bitwise_equal=equal,
-        steps=_count(record, "steps"),
-        calls=_count(record, "calls"),
-        replays=_count(record, "replays"),
-        eager={reason: _count(eager, reason, "eager.") for reason in eager},
+        bitwise_equal=_take(record, "bitwise_equal", bool),
+        steps=_take(record, "steps", int),
+        calls=_take(record, "calls", int),
+        replays=_take(record, "replays", int),
+        eager={reason: _take(eager, reason, int, "eager.") for reason in eager},
     )
 
 
-def _unexpected(key: str, expected: str, got: object) -> ValueError:
-    return ValueError(f"key {key!r}: expected {expected}, got {json.dumps(got)[:80]}")
-
-
-def _check_keys(record: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _check_keys(record: dict[str, Any], keys: tuple[str, ...], where: str = "") -> None:
     for key in keys:
         if key not in record:
             raise ValueError(f"key {where + key!r}: expected it to be there, got nothing")
@@ -324,27 +329,19 @@ def _check_keys(record: dict[str, Any], keys: tuple[str, ...], where: str) -> No
             raise ValueError(f"key {where + key!r}: expected only {', '.join(keys)}, got it too")
 
 
-def _text(record: dict[str, Any], key: str, where: str = "") -> str:
-    if not isinstance(record[key], str):
-        raise _unexpected(where + key, "a string", record[key])
-    return str(record[key])
+def _take(record: dict[str, Any], key: str, kind: type[T], where: str = "") -> T:
+    value = record[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    # Exact, since True is also an int.
+    if type(value) is not kind:
+        raise ValueError(f"key {where + key!r}: expected {_KIND_NAMES[kind]}, got {_shown(value)}")
+    return value
 
 
-def _text_or_none(record: dict[str, Any], key: str, where: str = "") -> str | None:
-    return None if record[key] is None else _text(record, key, where)
+def _take_or_none(record: dict[str, Any], key: str, kind: type[T], where: str = "") -> T | None:
+    return None if record[key] is None else _take(record, key, kind, where)
 
 
-def _number(record: dict[str, Any], key: str, where: str) -> float:
-    if isinstance(record[key], bool) or not isinstance(record[key], (int, float)):
-        raise _unexpected(where + key, "a number", record[key])
-    return float(record[key])
-
-
-def _number_or_none(record: dict[str, Any], key: str, where: str) -> float | None:
-    return None if record[key] is None else _number(record, key, where)
-
-
-def _count(record: dict[str, Any], key: str, where: str = "") -> int:
-    if isinstance(record[key], bool) or not isinstance(record[key], int) or record[key] < 0:
-        raise _unexpected(where + key, "a count", record[key])
-    return int(record[key])
+def _shown(value: object) -> str:
+    return json.dumps(value)[:80]

@@ -69,7 +69,9 @@ class ChunkEntry:
     def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `TransformerBlock.forward`: pads the input, replays where decided, cuts the output."""
 
-        def forward(block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(
+            block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             graphs = self._graphs_of_block(block)
             batch = None if graphs is None else self._running.get(id(graphs))
             if graphs is None or batch is None:

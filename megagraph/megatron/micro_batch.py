@@ -80,9 +80,7 @@ class MicroBatch:
         """The canonical pack, for layers that run eager; made at the first request."""
         if self._canonical is None:
             assert self.capacity is not None and self.kind is not None
-            rules = offsets_rules(
-                self._tail, self.capacity.tokens, has_padded=self.kind.form.has_padded
-            )
+            rules = offsets_rules(self._tail, self.capacity.tokens, has_padded=self.kind.form.has_padded)
             given = {"actual": self.sources[0], "padded": self.sources[-1]}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets)

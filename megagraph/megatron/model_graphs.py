@@ -107,7 +107,9 @@ class ModelGraphs:
         self._device = device
         self._bank, self._chain = self._new_bank()
         if self.refusal is not None:
-            _log.warning("%s stays eager (%s): %s", self.name, self.refusal.reason.name, self.refusal.sentence)
+            _log.warning(
+                "%s stays eager (%s): %s", self.name, self.refusal.reason.name, self.refusal.sentence
+            )
 
     def _new_bank(self) -> tuple[Bank, Chain]:
         bank = Bank(self._device, trackers=_rng_trackers(), poison=self.config.poison, guard=capturing_flag)
@@ -342,7 +344,9 @@ class ModelGraphs:
         }
         _hidden, *tables = model._preprocess(**{k: v for k, v in given.items() if k in accepted})
         names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
-        self._rotary[key] = {name: value for name, value in zip(names, tables, strict=False) if value is not None}
+        self._rotary[key] = {
+            name: value for name, value in zip(names, tables, strict=False) if value is not None
+        }
         return {"attention_mask": None, "packed_seq_params": params, **self._rotary[key]}
 
     # -- life ------------------------------------------------------------------------------------
@@ -361,9 +365,7 @@ class ModelGraphs:
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        counters = {
-            name: count + self._past.get(name, 0) for name, count in self._bank.counters().items()
-        }
+        counters = {name: count + self._past.get(name, 0) for name, count in self._bank.counters().items()}
         eager = {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]}
         valid = int(self._valid_tokens.item())
         return {

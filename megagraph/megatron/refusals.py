@@ -65,7 +65,9 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
         return _unsupported("multimodal RoPE (position_embedding_type='mrope')")
     block: Any = model.decoder
     for module in block.layers.modules():
-        if type(module).__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine")):
+        if type(module).__module__.startswith(
+            ("megatron.core.extensions.transformer_engine", "transformer_engine")
+        ):
             return _unsupported(f"Transformer Engine ({type(module).__name__})")
     if getattr(config, "recompute_granularity", None) == "full":
         return Refusal(

@@ -79,7 +79,14 @@ SCHEDULES = tuple(
 GPT_FORWARD = Seam(
     module="megatron.core.models.gpt.gpt_model",
     path="GPTModel.forward",
-    parameters=("input_ids", "position_ids", "attention_mask", "decoder_input", "labels", "packed_seq_params"),
+    parameters=(
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "decoder_input",
+        "labels",
+        "packed_seq_params",
+    ),
 )
 BLOCK_FORWARD = Seam(
     module="megatron.core.transformer.transformer_block",
@@ -125,7 +132,8 @@ def check_core() -> str:
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]
     if problems:
         raise RuntimeError(
-            f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): " + "; ".join(problems)
+            f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): "
+            + "; ".join(problems)
         )
     if version not in SUPPORTED:
         _log.warning(

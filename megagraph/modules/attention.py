@@ -120,7 +120,5 @@ class VarlenAttention(nn.Module):
         length, batch, heads, dim = query.shape
         q, k, v = (t.transpose(0, 1).reshape(batch * length, -1, dim) for t in (query, key, value))
         offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        out = ops.varlen_attention(
-            q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal
-        )
+        out = ops.varlen_attention(q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal)
         return out.view(batch, length, heads * dim).transpose(0, 1).contiguous()

@@ -82,7 +82,9 @@ class LayerLoop:
         for layer, site in zip(self._layers, self._sites, strict=True):
             out = site(hidden_states)
             if out is NotImplemented:
-                out = self._run(layer, hidden_states if padded else self._eager_input(hidden_states), arguments)
+                out = self._run(
+                    layer, hidden_states if padded else self._eager_input(hidden_states), arguments
+                )
             hidden_states, padded = out, True
         return hidden_states, None
 
