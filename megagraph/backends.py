@@ -46,6 +46,10 @@ class Backend(Protocol):
         """Waits for the device and returns unused memory; once before and once after a capture."""
         ...
 
+    def pool_bytes(self) -> int:
+        """Device memory that all pools hold."""
+        ...
+
 
 class HostBackend:
     """Runs the body again on the static buffers, on the CPU. Claims no speed, shows no pool hazard."""
@@ -74,6 +78,9 @@ class HostBackend:
 
     def settle(self) -> None:
         pass
+
+    def pool_bytes(self) -> int:
+        return 0
 
 
 class CudaBackend:
@@ -134,6 +141,10 @@ class CudaBackend:
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def pool_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._pools)
 
 
 def backend_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Backend:

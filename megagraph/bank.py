@@ -313,6 +313,10 @@ class Bank:
         """`calls`, `replays` and the eager calls of each reason; replays + eager == calls."""
         return self.core.counters()
 
+    def pool_bytes(self) -> int:
+        """Device memory that the graphs' pools hold."""
+        return self.backend.pool_bytes()
+
     def release(self) -> None:
         """Drops every graph at once. Backward passes that are still pending raise from now on."""
         if self.state is not _C.BankState.RELEASED:

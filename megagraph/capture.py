@@ -14,6 +14,7 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,7 @@ def _unfilled() -> Iterator[None]:
 
     A static buffer is written before its graph is launched: a captured fill would overwrite it.
     """
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
     try:

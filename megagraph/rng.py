@@ -47,7 +47,7 @@ class RngSources:
     def snapshot(self) -> _Snapshot:
         """The state of every stream now."""
         states = [generator.get_state() for generator in [*self._defaults, *self.generators()]]
-        saved = [
+        saved: list[dict[str, Tensor | torch.Generator]] = [
             {name: stream for name, stream in tracker.get_states().items() if isinstance(stream, Tensor)}
             for tracker in self._trackers
         ]

@@ -87,8 +87,10 @@ class MicroBatch:
         return self._canonical
 
     def constant_params(self) -> Any:
-        """A pack with the canonical pack's constants and the offsets as given: what the code around
-        replayed layers needs, without any work on the device."""
+        """A pack with the canonical pack's constants and the offsets as given.
+
+        It is what the code around replayed layers needs, and costs no work on the device.
+        """
         return self._with_offsets({"actual": self.sources[0], "padded": self.params.cu_seqlens_q_padded})
 
     def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bank of one block of layers: captures its variants, notices what moved, counts.
+
+Does not decide which micro-batch replays, nor when to capture.
+"""
+
+import contextlib
+import inspect
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank import Bank, Chain, Progress
+from megagraph.dispatch import Capacity, EagerReason
+from megagraph.eligibility import ineligible_sites
+from megagraph.megatron import gradients
+from megagraph.megatron.micro_batch import Kind
+from megagraph.megatron.scopes.layer import layer_sites
+from megagraph.megatron.variants import variant_spec
+from megagraph.packing import TailConvention
+from megagraph.sites import VariantSpec
+
+__all__ = ["BlockBank"]
+
+_log = logging.getLogger("megagraph")
+
+
+@contextlib.contextmanager
+def _capturing_flag() -> Iterator[None]:
+    """Sets Megatron's own capturing flag, which silences the hooks of its DDP."""
+    from megatron.core.transformer import cuda_graphs
+
+    if cuda_graphs.is_graph_capturing():
+        yield
+        return
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def _rng_trackers() -> list[Any]:
+    from megatron.core import tensor_parallel
+
+    return [tensor_parallel.get_cuda_rng_tracker()]
+
+
+@contextlib.contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training or evaluation mode for a while; each submodule gets its own mode back."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+class BlockBank:
+    """Graphs of the layers of one GPTModel's block.
+
+    Args:
+        model: the GPTModel.
+        ddp: Megatron's DDP around it, or None.
+        tail: convention of the canonical offsets.
+        poison: fill freed slots with NaN.
+        progress: shown while capturing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ddp: nn.Module | None,
+        *,
+        tail: TailConvention,
+        poison: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._ddp = ddp
+        self._tail = tail
+        self._poison = poison
+        self._progress = progress
+        block: Any = model.decoder
+        self.layers: list[nn.Module] = list(block.layers)
+        self._specs = layer_sites(self.layers)
+        self._device = next(model.parameters()).device
+        self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._fingerprint: tuple[int, int] | None = None
+        self._past: dict[str, int] = {}
+        self._past_seconds = 0.0
+        # Rotary tables and the like that each variant was captured with.
+        self.constants: dict[Any, Mapping[str, Any]] = {}
+        self.failures: list[str] = []
+        self.bank, self.chain = self._new_bank()
+
+    def _new_bank(self) -> tuple[Bank, Chain]:
+        bank = Bank(self._device, trackers=_rng_trackers(), poison=self._poison, guard=_capturing_flag)
+        return bank, bank.add_chain(self._specs)
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
+        chunk = self.chain.chunk
+        if not chunk.all_free():
+            _log.warning("capture waits: %s", chunk.describe_holders())
+            return False
+        return True
+
+    def capture(
+        self,
+        capacities: Sequence[Capacity],
+        kinds: Iterable[Kind],
+        *,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        params_type: type[Any],
+    ) -> None:
+        """Captures each capacity for each kind. A failure is logged and leaves layers eager.
+
+        Args:
+            capacities: shapes.
+            kinds: packs and modes.
+            row_shape: of the hidden states, without their first dimension.
+            dtype: of the hidden states.
+            params_type: `PackedSeqParams`.
+        """
+        if self._fingerprint is None:
+            self._skip_ineligible()
+            gradients.listen(self.chain.chunk, self._ddp, self.layers)
+        variants = [
+            self._variant(capacity, kind, row_shape, dtype, params_type)
+            for kind in kinds
+            for capacity in capacities
+        ]
+        block: Any = self._model()
+        try:
+            for training in (True, False):
+                of_mode = [variant for variant in variants if variant.key[1].training == training]
+                if of_mode:
+                    with _mode(block.decoder, training):
+                        self.bank.capture({self.chain: of_mode}, self._progress)
+        except Exception as error:
+            _log.exception("capture failed; training goes on eager")
+            self._abandon(f"{type(error).__name__}: {error}")
+            return
+        self.failures += [str(failure) for failure in self.bank.failures]
+        self.bank.failures.clear()
+        self._fingerprint = _C.fingerprint(self._read_by_graphs())
+        _log.info(
+            "captured %d graphs in %.2f s for %s",
+            self.bank.num_graphs,
+            self.bank.capture_seconds,
+            "; ".join(str(capacity) for capacity in capacities),
+        )
+
+    def _abandon(self, why: str) -> None:
+        """Every layer stays eager from now on."""
+        self.failures.append(why)
+        self.start_anew()
+        for rank in range(len(self.layers)):
+            self.bank.skip(self.chain, rank, EagerReason.CAPTURE_FAILED)
+
+    def _skip_ineligible(self) -> None:
+        model = self._model()
+        assert model is not None
+        outside = [
+            param
+            for name, module in model.named_children()
+            if name != "decoder"
+            for param in module.parameters()
+        ]
+        found = ineligible_sites(
+            self._specs,
+            other_params=outside,
+            is_expected_hook=gradients.is_ddp_hook,
+            accumulator_hooks=gradients.hooks_per_parameter(self._ddp),
+        )
+        for rank, (reason, what) in found.items():
+            sentence = f"{self._specs[rank].name} stays eager ({reason.name}): {what}"
+            _log.warning(sentence)
+            self.failures.append(sentence)
+            self.bank.skip(self.chain, rank, reason)
+
+    def _variant(
+        self,
+        capacity: Capacity,
+        kind: Kind,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        params_type: type[Any],
+    ) -> VariantSpec:
+        def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
+            self.constants[capacity, kind] = self._tables(params, hidden)
+            return {"attention_mask": None, "packed_seq_params": params, **self.constants[capacity, kind]}
+
+        return variant_spec(
+            capacity,
+            kind,
+            tail=self._tail,
+            row_shape=row_shape,
+            dtype=dtype,
+            valid_tokens=self._valid_tokens,
+            params_type=params_type,
+            block_arguments=block_arguments,
+        )
+
+    def _tables(self, params: Any, hidden: Tensor) -> Mapping[str, Any]:
+        """What Megatron's own preprocessing hands to the layers beside a canonical pack."""
+        model: Any = self._model()
+        accepted = inspect.signature(model._preprocess).parameters
+        given = {
+            "input_ids": None,
+            "position_ids": None,
+            "decoder_input": hidden,
+            "packed_seq_params": params,
+        }
+        _hidden, *tables = model._preprocess(**{k: v for k, v in given.items() if k in accepted})
+        names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
+        named = zip(names, tables, strict=False)
+        return {name: value for name, value in named if value is not None}
+
+    # -- what graphs read ------------------------------------------------------------------------
+
+    def _read_by_graphs(self) -> list[Tensor]:
+        params = [param for layer in self.layers for param in layer.parameters()]
+        grads = [grad for param in params if (grad := getattr(param, "main_grad", None)) is not None]
+        return [*params, *grads]
+
+    def what_changed(self) -> EagerReason | None:
+        """Why the graphs must not be replayed any more, or None: moved addresses, other trainables."""
+        if self._fingerprint is None:
+            return None
+        addresses, flags = _C.fingerprint(self._read_by_graphs())
+        if addresses != self._fingerprint[0]:
+            return EagerReason.ADDRESS_MOVED
+        if flags != self._fingerprint[1]:
+            return EagerReason.PARAMETERS_CHANGED
+        return None
+
+    def start_anew(self) -> None:
+        """Releases every graph and begins another bank; the counters go on."""
+        for name, count in self.bank.counters().items():
+            self._past[name] = self._past.get(name, 0) + count
+        self._past_seconds += self.bank.capture_seconds
+        self.bank.release()
+        self.constants.clear()
+        self._fingerprint = None
+        self.bank, self.chain = self._new_bank()
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def count_eager(self, reason: EagerReason) -> None:
+        """Counts one micro-batch that runs eager: a call of every layer."""
+        self.bank.core.count_eager(int(reason), len(self.layers))
+
+    def counters(self) -> dict[str, int]:
+        """Calls, replays and eager calls by reason, over all banks so far."""
+        now = self.bank.counters()
+        return {name: count + self._past.get(name, 0) for name, count in now.items()}
+
+    def valid_tokens(self) -> int:
+        """Valid tokens of all replayed packs. Waits for the device."""
+        return int(self._valid_tokens.item())
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time spent capturing, over all banks so far."""
+        return self._past_seconds + self.bank.capture_seconds
