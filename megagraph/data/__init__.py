@@ -12,6 +12,7 @@ from megagraph.data.packers import (
     position_ids,
     stream_packs,
 )
+from megagraph.data.paragraphs import split_at_blank_lines
 
 __all__ = [
     "PACKERS",
@@ -25,5 +26,6 @@ __all__ = [
     "next_token_labels",
     "position_ids",
     "read_documents",
+    "split_at_blank_lines",
     "stream_packs",
 ]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models and packs that benchmarks measure."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megagraph.cli.trainer import ModelOptions
+from megagraph.data import (
+    Document,
+    Pack,
+    load_documents,
+    lognormal_lengths,
+    split_at_blank_lines,
+    stream_packs,
+)
+
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one stream of packs.
+
+    Args:
+        model: its shape.
+        max_packed_seqs: documents of each capacity; some packs hold more.
+        mean_length: of the lognormal document lengths, in tokens; None for real documents.
+    """
+
+    name: str
+    model: ModelOptions
+    max_packed_seqs: tuple[int, ...]
+    mean_length: int | None
+
+    def steps(self, count: int) -> list[list[Pack]]:
+        """The packs of each of the first `count` steps; the same at every call."""
+        packs = stream_packs(self._documents(), self.model.max_tokens)
+        return [list(itertools.islice(packs, MICRO_BATCHES)) for _ in range(count)]
+
+    def _documents(self) -> Iterator[Document]:
+        limit = self.model.max_tokens
+        if self.mean_length is None:
+            return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
+        lengths = lognormal_lengths(
+            20_000, mean=self.mean_length, sigma=1.5, minimum=limit // 64, maximum=limit, seed=7
+        )
+        generator = torch.Generator().manual_seed(11)
+        return (
+            Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
+            for i, length in enumerate(lengths.tolist())
+        )
+
+
+_LARGE = ModelOptions(layers=24, hidden=1024, heads=16, max_tokens=8192, bf16=True)
+_SMALL = ModelOptions(layers=24, hidden=512, heads=8, max_tokens=2048, bf16=True)
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="lognormal", model=_LARGE, max_packed_seqs=(8, 20), mean_length=1024),
+        Case(name="documents", model=_LARGE, max_packed_seqs=(32, 64), mean_length=None),
+        Case(name="host-limited", model=_SMALL, max_packed_seqs=(8, 20), mean_length=256),
+    )
+}

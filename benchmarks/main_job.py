@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on a GPU: bits, step time, memory, allocations and synchronisations.
+
+Each measurement runs in a process of its own (`python -m benchmarks.main_job CASE WHAT`), so that
+memory is that of one model. Timed runs use neither deterministic algorithms nor filled memory,
+eager and graphed alike; the comparison of bits uses deterministic algorithms.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.cases import CASES, MICRO_BATCHES, Case
+from megagraph import megatron, results
+from megagraph.cli.compare import compare_steps, time_steps
+from megagraph.cli.demo import quiet_megatron
+from megagraph.cli.trainer import Trainer, single_process_group
+from megagraph.config import GraphConfig
+from megagraph.megatron.install import installed_plugin
+
+COMPARED_STEPS = 104
+TIMED_STEPS = 20
+WARMUP_STEPS = 3
+REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
+
+# Runtime and driver calls that wait for the device.
+_WAITING = (
+    "StreamSynchronize",
+    "DeviceSynchronize",
+    "EventSynchronize",
+    "CtxSynchronize",
+    "cudaMalloc",
+    "cudaFree",
+)
+
+
+def _install(case: Case) -> None:
+    megatron.install(
+        GraphConfig(
+            cuda_graph_max_packed_seqs=case.max_packed_seqs,
+            max_seqlen_per_dp_cp_rank=case.model.max_tokens,
+            cuda_graph_warmup_steps=WARMUP_STEPS,
+            progress=False,
+        )
+    )
+
+
+def measure_bits(case: Case) -> dict[str, Any]:
+    """Trains eager and graphed from the same weights and compares every bit."""
+    torch.use_deterministic_algorithms(True)
+    eager, graphed = Trainer(case.model), Trainer(case.model)
+    agreement = compare_steps(eager, graphed, case.steps(COMPARED_STEPS))
+    report = megatron.report()[-1]
+    over = [reason for reason in report["eager"] if reason.startswith(("TOO_", "SEQUENCE_"))]
+    return {
+        "differences": agreement.differences,
+        "steps": agreement.steps,
+        "report": report,
+        "over_capacity": sum(report["eager"][reason] for reason in over) // report["layers"],
+    }
+
+
+def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
+    """Step time, memory and GPU time of one model."""
+    trainer = Trainer(case.model)
+    steps = case.steps(WARMUP_STEPS + 3 + TIMED_STEPS)
+    free_before = torch.cuda.mem_get_info()[0]
+    time_steps(trainer, steps[: WARMUP_STEPS + 3], graphs=graphs)
+    times = time_steps(trainer, steps[WARMUP_STEPS + 3 :], graphs=graphs)
+    figures = {
+        "median_ms": times.median_ms,
+        "fastest_ms": times.fastest_ms,
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_bytes": free_before - torch.cuda.mem_get_info()[0],
+        "report": megatron.report()[-1],
+    }
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
+        for packs in steps[-2:]:
+            time_steps(trainer, [packs], graphs=graphs)
+    kernels_us = sum(
+        event.device_time_total
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    figures["kernel_ms"] = kernels_us / 1e3 / 2
+    if graphs:
+        figures |= _measure_replays(trainer)
+    return figures
+
+
+def _measure_replays(trainer: Trainer) -> dict[str, Any]:
+    """Allocations and waits of the plugin alone: captured layers, forward and backward."""
+    plugin = installed_plugin()
+    assert plugin is not None
+    graphs = plugin.all_graphs()[0]
+    chain = graphs.block.chain
+    key = next(key for key in chain.variants if key[1].grad)
+    capacity = key[0]
+    hidden = torch.randn(
+        (capacity.tokens, 1, trainer.options.hidden), device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    grad = torch.randn_like(hidden)
+    offsets = torch.tensor([0, capacity.tokens], dtype=torch.int32, device="cuda")
+    trainer.model.zero_grad_buffer()
+
+    def replay() -> None:
+        with chain.micro_batch(key, [offsets]) as reason:
+            assert reason is None, reason
+            out = chain(hidden)
+        # Not into a leaf, which would clone its gradient.
+        torch.autograd.grad(out, hidden, grad)
+
+    replay()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(REPLAYED_MICRO_BATCHES):
+            replay()
+    waiting = [event.name for event in trace.events() if any(name in event.name for name in _WAITING)]
+    return {
+        "replays": REPLAYED_MICRO_BATCHES * 2 * len(chain.sites),
+        "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
+        # The profiler itself waits once, when it stops.
+        "synchronisations": max(0, len(waiting) - waiting.count("cudaDeviceSynchronize")),
+        "device_synchronise_calls": waiting.count("cudaDeviceSynchronize"),
+    }
+
+
+def _in_process(case: Case, what: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.main_job", case.name, what]
+    print("$", " ".join(command[1:]), flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def run() -> None:
+    """Measures every case and writes benchmarks/results/main_job.json."""
+    figures: list[results.Figure] = []
+    compared: list[dict[str, Any]] = []
+    for case in CASES.values():
+        bits = _in_process(case, "bits")
+        eager, graphed = _in_process(case, "eager"), _in_process(case, "graphed")
+        compared.append(bits)
+        figures += _figures(case.name, bits, eager, graphed)
+        for figure in figures[-9:]:
+            print(
+                f"  {figure.name}: {figure.value:.4g} {figure.unit} (rival {figure.rival_value})", flush=True
+            )
+    result = results.Result(
+        environment=results.describe_environment(),
+        figures=tuple(figures),
+        comparison=_comparison(compared),
+    )
+    path = Path(os.environ.get("OUT", Path(__file__).parent / "results"), "main_job.json")
+    result.write(path)
+    print(f"wrote {path}; bit-equal: {result.comparison.bitwise_equal if result.comparison else None}")
+
+
+def _comparison(compared: list[dict[str, Any]]) -> results.Comparison:
+    eager: dict[str, int] = {}
+    for bits in compared:
+        for reason, count in bits["report"]["eager"].items():
+            eager[reason] = eager.get(reason, 0) + count
+    return results.Comparison(
+        bitwise_equal=not any(bits["differences"] for bits in compared),
+        steps=sum(bits["steps"] for bits in compared),
+        calls=sum(bits["report"]["calls"] for bits in compared),
+        replays=sum(bits["report"]["replays"] for bits in compared),
+        eager=eager,
+    )
+
+
+def _figures(
+    name: str, bits: dict[str, Any], eager: dict[str, Any], graphed: dict[str, Any]
+) -> list[results.Figure]:
+    report = graphed["report"]
+
+    def figure(what: str, value: float, unit: str, **more: Any) -> results.Figure:
+        return results.Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
+
+    return [
+        figure("packs over the capacity, run eager", bits["over_capacity"], "packs", bar=3, better="higher"),
+        figure(
+            "forward and backward of a step, median",
+            graphed["median_ms"],
+            "ms",
+            bar=eager["median_ms"],
+            rival="eager",
+            rival_value=eager["median_ms"],
+            floor=graphed["kernel_ms"],
+        ),
+        figure(
+            "GPU busy share",
+            graphed["kernel_ms"] / graphed["median_ms"],
+            "1",
+            rival="eager",
+            rival_value=eager["kernel_ms"] / eager["median_ms"],
+        ),
+        figure(
+            "kernel time of a step",
+            graphed["kernel_ms"],
+            "ms",
+            bar=1.01 * eager["kernel_ms"],
+            rival="eager",
+            rival_value=eager["kernel_ms"],
+        ),
+        figure(
+            "peak memory reserved",
+            graphed["reserved_bytes"] / 2**20,
+            "MiB",
+            bar=1.05 * eager["reserved_bytes"] / 2**20,
+            rival="eager",
+            rival_value=eager["reserved_bytes"] / 2**20,
+        ),
+        figure("capture", 1e3 * report["capture_seconds"] / report["graphs"], "ms a graph", bar=40),
+        figure("padding share", report["padding_share"], "1"),
+        figure(f"allocations in {graphed['replays']} replays", graphed["allocations"], "allocations", bar=0),
+        figure(
+            f"synchronisations in {graphed['replays']} replays", graphed["synchronisations"], "calls", bar=0
+        ),
+    ]
+
+
+def _measure(case_name: str, what: str) -> None:
+    quiet_megatron()
+    case = CASES[case_name]
+    with single_process_group():
+        _install(case)
+        if what == "bits":
+            measured = measure_bits(case)
+        else:
+            measured = measure_time(case, graphs=what == "graphed")
+        megatron.uninstall()
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    _measure(*sys.argv[1:])

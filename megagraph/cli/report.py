@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megagraph report FILE`: what a run did."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from megagraph.report import read_report, report_table
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command."""
+    parser = commands.add_parser("report", help="show the report that a run left")
+    parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(options: argparse.Namespace) -> int:
+    reports = read_report(options.file)
+    if options.json:
+        print(json.dumps(reports, indent=2))
+    else:
+        Console().print(report_table(reports))
+    return 0
