@@ -11,11 +11,6 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-
-
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -28,6 +23,20 @@ def warnings_of_the_compiler() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(lambda x: x + 1, backend="aot_eager")(torch.zeros(1))
+
+
+@pytest.fixture
+def host_waits_for_nothing() -> Iterator[None]:
+    """Inside the test, a call that waits for the device is an error."""
+
+    def set_mode(mode: str) -> None:
+        with warnings.catch_warnings():  # the first call says that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(mode)
+
+    set_mode("error")
+    yield
+    set_mode("default")
 
 
 @pytest.fixture(autouse=True)

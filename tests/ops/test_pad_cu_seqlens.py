@@ -67,14 +67,11 @@ def test_upstream_face_pads_returns_the_same_object_or_none(device: str) -> None
 
 
 @pytest.mark.gpu
-def test_host_waits_for_nothing() -> None:
+def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     cu_seqlens = offsets([3, 0, 4], "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        pad_cu_seqlens(cu_seqlens, 5, 9)
-        pad_cu_seqlens_for_cuda_graph(cu_seqlens, 5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("host_waits_for_nothing")
+    pad_cu_seqlens(cu_seqlens, 5, 9)
+    pad_cu_seqlens_for_cuda_graph(cu_seqlens, 5)
 
 
 @pytest.mark.parametrize("end", [None, 9])

@@ -164,14 +164,11 @@ def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
 
 
 @pytest.mark.gpu
-def test_host_waits_for_nothing() -> None:
+def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     q, k, v, grad = (t.requires_grad_() for t in inputs(64, 4, 2, 64, "cuda"))
     cu_seqlens = offsets([20, 30], "cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.autograd.grad(varlen_attention(q, k, v, cu_seqlens, 32), (q, k, v), grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("host_waits_for_nothing")
+    torch.autograd.grad(varlen_attention(q, k, v, cu_seqlens, 32), (q, k, v), grad)
 
 
 @pytest.mark.parametrize("causal", [True, False])
