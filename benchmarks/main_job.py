@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES, MICRO_BATCHES, Case
+from benchmarks.cases import CASES, Case
 from megagraph import megatron, results
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
 from megagraph.cli.trainer import Trainer, single_process_group
 from megagraph.config import GraphConfig
-from megagraph.megatron.install import installed_plugin
+from megagraph.megatron.installation import installed_plugin
 
 COMPARED_STEPS = 104
 TIMED_STEPS = 20
@@ -56,7 +56,7 @@ def measure_bits(case: Case) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
     eager, graphed = Trainer(case.model), Trainer(case.model)
     agreement = compare_steps(eager, graphed, case.steps(COMPARED_STEPS))
-    report = megatron.report()[-1]
+    report = megatron.reports()[-1]
     over = [reason for reason in report["eager"] if reason.startswith(("TOO_", "SEQUENCE_"))]
     return {
         "differences": agreement.differences,
@@ -79,7 +79,7 @@ def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
         "fastest_ms": times.fastest_ms,
         "reserved_bytes": reserved,
         "reserved_with_eager_bytes": torch.cuda.max_memory_reserved(),
-        "report": megatron.report()[-1],
+        "report": megatron.reports()[-1],
     }
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         for packs in steps[-2:]:
@@ -240,10 +240,7 @@ def _measure(case_name: str, what: str) -> None:
     case = CASES[case_name]
     with single_process_group():
         _install(case)
-        if what == "bits":
-            measured = measure_bits(case)
-        else:
-            measured = measure_time(case, graphs=what == "graphed")
+        measured = measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
         megatron.uninstall()
     print(json.dumps(measured))
 

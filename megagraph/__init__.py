@@ -1,2 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs for Megatron training on packed sequences: the same bits as eager, or a counted reason."""
+"""CUDA graphs for Megatron training on packed sequences: the same bits as eager, or a counted reason.
+
+    import megagraph
+    megagraph.install(megagraph.GraphConfig(...))
+
+Importing it patches nothing and imports no Megatron. What is named here is the public interface;
+docs/architecture.md says where the rest lives.
+"""
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megagraph.bank import Bank as Bank
+    from megagraph.config import GraphConfig as GraphConfig
+    from megagraph.dispatch import Capacity as Capacity
+    from megagraph.dispatch import EagerReason as EagerReason
+    from megagraph.megatron import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
+    from megagraph.megatron import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
+    from megagraph.megatron import install as install
+    from megagraph.megatron import is_cuda_graph_skipped as is_cuda_graph_skipped
+    from megagraph.megatron import reports as reports
+    from megagraph.megatron import resume as resume
+    from megagraph.megatron import suspend as suspend
+    from megagraph.megatron import uninstall as uninstall
+    from megagraph.sites import VariantSpec as VariantSpec
+
+_HOME = {
+    "Bank": "megagraph.bank",
+    "GraphConfig": "megagraph.config",
+    "Capacity": "megagraph.dispatch",
+    "EagerReason": "megagraph.dispatch",
+    "VariantSpec": "megagraph.sites",
+    "disable_cuda_graphs_this_step": "megagraph.megatron",
+    "get_gpt_layer_varlen_spec": "megagraph.megatron",
+    "install": "megagraph.megatron",
+    "is_cuda_graph_skipped": "megagraph.megatron",
+    "reports": "megagraph.megatron",
+    "resume": "megagraph.megatron",
+    "suspend": "megagraph.megatron",
+    "uninstall": "megagraph.megatron",
+}
+__all__ = sorted(_HOME)
+
+logging.getLogger("megagraph").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Finds a public name on its floor at first use, so that importing megagraph stays quick."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'megagraph' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

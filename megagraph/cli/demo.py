@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace, steps: Sequence[Sequence[Pack]], console: 
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("training twice", total=options.steps)
             agreement = compare_steps(eager, graphed, steps[: options.steps], lambda: progress.advance(task))
-        report = megatron.report()[-1]
+        report = megatron.reports()[-1]
         times = _times(eager, graphed, steps[options.steps :]) if on_gpu else None
     finally:
         megatron.uninstall()

@@ -45,7 +45,7 @@ def _execute(options: argparse.Namespace) -> int:
         runpy.run_path(str(options.script), run_name="__main__")
     finally:
         sys.argv, sys.path[0] = outer
-        reports = megatron.report()
+        reports = megatron.reports()
         if reports:
             Console(stderr=True).print(report_table(reports))
         if config.report is not None:

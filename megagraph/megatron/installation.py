@@ -17,7 +17,7 @@ from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.progress import capture_progress
 from megagraph.megatron.rope import wrap_rope
 
-__all__ = ["install", "installed_plugin", "report", "resume", "suspend", "uninstall"]
+__all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
 _log = logging.getLogger("megagraph")
 
@@ -94,7 +94,7 @@ def installed_plugin() -> Plugin | None:
     return None if _installation is None else _installation.plugin
 
 
-def report() -> list[dict[str, Any]]:
+def reports() -> list[dict[str, Any]]:
     """What every model did so far: one entry for each. Waits for the device."""
     plugin = installed_plugin()
     return [] if plugin is None else [graphs.report() for graphs in plugin.all_graphs()]
