@@ -75,11 +75,18 @@ def _swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leaves_no_trace(sites: Sequence[SiteSpec]) -> Iterator[None]:
-    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside."""
+def _leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
+    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside.
+
+    Args:
+        sites: owners of the modules.
+        work_runs: the work inside really runs, so that contents change too.
+    """
     params = [param for site in sites for param in site.trainable()]
-    saved = [(grad, grad.clone()) for param in params if (grad := _main_grad(param)) is not None]
-    saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
+    saved: list[tuple[Tensor, Tensor]] = []
+    if work_runs:
+        saved += [(grad, grad.clone()) for param in params if (grad := _main_grad(param)) is not None]
+        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
     grads = [(param, param.grad) for param in params]
     flag = "grad_added_to_main_grad"
     flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
@@ -175,7 +182,7 @@ class _Plan:
         for rank in self._captured:
             site = self._sites[rank]
             before = rng.snapshot()
-            with self._named(rank, "warm-up"), _leaves_no_trace([site]), self._guard():
+            with self._named(rank, "warm-up"), _leaves_no_trace([site], work_runs=True), self._guard():
                 with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
                     y = site.call(x.detach().requires_grad_(training), **self._arguments)
                     if training:
@@ -292,8 +299,9 @@ def capture_variant(
         with backend.recording():
             plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
             plan.warm_up(rng)
+            backend.settle()  # or the warm-up's memory would stand beside the pool's
             traced = [site for rank, site in enumerate(sites) if rank not in skipped]
-            with _leaves_no_trace(traced if backend.runs_while_recording else []):
+            with _leaves_no_trace(traced, work_runs=backend.runs_while_recording):
                 return plan.record()
     finally:
         rng.restore(snapshot)
