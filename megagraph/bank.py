@@ -140,7 +140,7 @@ class Bank:
         sites = [
             module
             if isinstance(module, SiteSpec)
-            else SiteSpec(name=f"{rank}.{type(module).__name__}", module=module, call=module)
+            else SiteSpec(name=f"{rank}.{type(module).__name__}", module=module)
             for rank, module in enumerate(modules)
         ]
         chunk = self.core.add_chunk(len(sites))

@@ -4,6 +4,7 @@
 Holds no graph.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,19 +36,37 @@ class CaptureError(RuntimeError):
         self.detail = detail
 
 
-@dataclass(frozen=True, kw_only=True)
+def _call(module: nn.Module, hidden: Tensor, **arguments: Any) -> Tensor:
+    out: Tensor = module(hidden, **arguments)
+    return out
+
+
 class SiteSpec:
-    """One module call to graph.
+    """One module call to graph. Holds its module weakly: graphs must not keep a model alive.
 
     Args:
         name: for reports.
         module: owns the parameters and buffers that the call uses.
-        call: maps the hidden states (first argument) and the variant's arguments to one tensor.
+        forward: maps the module, the hidden states and the variant's arguments to one tensor of as
+            many rows; by default the module's own call.
     """
 
-    name: str
-    module: nn.Module
-    call: Callable[..., Tensor]
+    def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Tensor] = _call) -> None:
+        self.name = name
+        self._module = weakref.ref(module)
+        self._forward = forward
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Raises `RuntimeError` once it is gone."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"the module of site {self.name} does not exist any more")
+        return module
+
+    def call(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        """Runs the module eagerly."""
+        return self._forward(self.module, hidden, **arguments)
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get a gradient, each once."""

@@ -83,14 +83,14 @@ class BlockBank:
         poison: bool,
         progress: Progress | None,
     ) -> None:
+        # Both weakly: this lives as long as the model does, and must not keep it alive.
         self._model = weakref.ref(model)
-        self._ddp = ddp
+        self._ddp_ref = None if ddp is None else weakref.ref(ddp)
         self._tail = tail
         self._poison = poison
         self._progress = progress
         block: Any = model.decoder
-        self.layers: list[nn.Module] = list(block.layers)
-        self._specs = layer_sites(self.layers)
+        self._specs = layer_sites(list(block.layers))
         self._device = next(model.parameters()).device
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._fingerprint: tuple[int, int] | None = None
@@ -100,6 +100,19 @@ class BlockBank:
         self.constants: dict[Any, Mapping[str, Any]] = {}
         self.failures: list[str] = []
         self.bank, self.chain = self._new_bank()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The block's layers."""
+        return [spec.module for spec in self._specs]
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return len(self._specs)
+
+    def _ddp(self) -> nn.Module | None:
+        return None if self._ddp_ref is None else self._ddp_ref()
 
     def _new_bank(self) -> tuple[Bank, Chain]:
         bank = Bank(self._device, trackers=_rng_trackers(), poison=self._poison, guard=_capturing_flag)
@@ -135,7 +148,7 @@ class BlockBank:
         """
         if self._fingerprint is None:
             self._skip_ineligible()
-            gradients.listen(self.chain.chunk, self._ddp, self.layers)
+            gradients.listen(self.chain.chunk, self._ddp(), self.layers)
         variants = [
             self._variant(capacity, kind, row_shape, dtype, params_type)
             for kind in kinds
@@ -166,7 +179,7 @@ class BlockBank:
         """Every layer stays eager from now on."""
         self.failures.append(why)
         self.start_anew()
-        for rank in range(len(self.layers)):
+        for rank in range(self.num_layers):
             self.bank.skip(self.chain, rank, EagerReason.CAPTURE_FAILED)
 
     def _skip_ineligible(self) -> None:
@@ -182,7 +195,7 @@ class BlockBank:
             self._specs,
             other_params=outside,
             is_expected_hook=gradients.is_ddp_hook,
-            accumulator_hooks=gradients.hooks_per_parameter(self._ddp),
+            accumulator_hooks=gradients.hooks_per_parameter(self._ddp()),
         )
         for rank, (reason, what) in found.items():
             sentence = f"{self._specs[rank].name} stays eager ({reason.name}): {what}"
@@ -260,7 +273,7 @@ class BlockBank:
 
     def count_eager(self, reason: EagerReason) -> None:
         """Counts one micro-batch that runs eager: a call of every layer."""
-        self.bank.core.count_eager(int(reason), len(self.layers))
+        self.bank.core.count_eager(int(reason), self.num_layers)
 
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""

@@ -4,6 +4,7 @@
 The additions to `main_grad` themselves are captured (csrc/bank/main_grad_node.h).
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,13 +44,15 @@ def listen(chunk: _C.Chunk, ddp: nn.Module | None, layers: Sequence[nn.Module]) 
     if ddp is None or not ddp_config.overlap_grad_reduce:
         return
     groups: Any = ddp.param_to_bucket_group
+    ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
     params = [[p for p in layer.parameters() if p.requires_grad and p in groups] for layer in layers]
 
     def wants() -> bool:
         return any(groups[param].is_last_microbatch for site in params for param in site[:1])
 
     def done(rank: int) -> None:
+        module: Any = ddp_ref()
         for param in params[rank]:
-            groups[param].register_grad_ready(param, ddp.force_all_reduce)
+            groups[param].register_grad_ready(param, module.force_all_reduce)
 
     chunk.set_listener(wants, done)

@@ -97,7 +97,7 @@ def installed_plugin() -> Plugin | None:
 def reports() -> list[dict[str, Any]]:
     """What every model did so far: one entry for each. Waits for the device."""
     plugin = installed_plugin()
-    return [] if plugin is None else [graphs.report() for graphs in plugin.all_graphs()]
+    return [] if plugin is None else plugin.reports()
 
 
 def suspend() -> None:

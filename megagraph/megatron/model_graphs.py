@@ -205,7 +205,7 @@ class ModelGraphs:
         valid = self.block.valid_tokens()
         return {
             "model": self.name,
-            "layers": len(self.block.layers),
+            "layers": self.block.num_layers,
             "calls": counters["calls"],
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},

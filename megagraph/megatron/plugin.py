@@ -51,6 +51,7 @@ class Plugin:
         self._progress = progress
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
         self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
 
@@ -63,8 +64,17 @@ class Plugin:
             graphs = ModelGraphs(model, ddp, self.config, progress)
             self._graphs[model] = graphs
             self._of_block[model.decoder] = graphs  # type: ignore[index]
-            weakref.finalize(model, graphs.release)
+            weakref.finalize(model, self._retire, graphs).atexit = False
         return graphs
+
+    def _retire(self, graphs: ModelGraphs) -> None:
+        """A model is gone: its graphs go, its figures stay."""
+        self._retired.append(graphs.report())
+        graphs.release()
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What every model did so far, also those that are gone. Waits for the device."""
+        return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
 
     def graphs_of_block(self, block: nn.Module) -> ModelGraphs | None:
         """The graphs whose model owns a block."""

@@ -21,18 +21,16 @@ __all__ = ["LayerLoop", "layer_sites", "shadowed_layers"]
 def layer_sites(layers: Sequence[nn.Module]) -> list[SiteSpec]:
     """One site for each layer of a block."""
     return [
-        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, call=_hidden_states_of(layer))
+        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, forward=_hidden_states_of)
         for rank, layer in enumerate(layers)
     ]
 
 
-def _hidden_states_of(layer: nn.Module) -> Callable[..., Tensor]:
-    def call(hidden_states: Tensor, **arguments: Any) -> Tensor:
-        out, _context = layer(hidden_states=hidden_states, **arguments)
-        result: Tensor = out
-        return result
-
-    return call
+def _hidden_states_of(layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Tensor:
+    """The first thing that a layer returns; the other is the context of cross attention."""
+    out: Tensor
+    out, _context = layer(hidden_states=hidden_states, **arguments)
+    return out
 
 
 class LayerLoop:
@@ -89,9 +87,7 @@ class LayerLoop:
         return hidden_states, None
 
     def _run(self, layer: nn.Module, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        out, _context = layer(hidden_states=hidden_states, **{**arguments, **self._eager_arguments()})
-        result: Tensor = out
-        return result
+        return _hidden_states_of(layer, hidden_states, **{**arguments, **self._eager_arguments()})
 
 
 @contextlib.contextmanager
