@@ -9,6 +9,7 @@ docs/architecture.md says where the rest lives.
 """
 
 import importlib
+import importlib.metadata
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,27 @@ _HOME = {
 }
 __all__ = sorted(_HOME)
 
+
+def _check_torch() -> None:
+    """Says in one sentence what is wrong, where the compiled core could not even be loaded."""
+    try:
+        found = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError("megagraph needs PyTorch, and none is installed: install torch first") from None
+    try:
+        built: str = importlib.import_module("megagraph._build_info").TORCH_VERSION
+    except ModuleNotFoundError:
+        raise ImportError(
+            "megagraph's core is not built: run `pip install --no-build-isolation .` in its folder"
+        ) from None
+    if built.split(".")[:2] != found.split(".")[:2]:
+        raise ImportError(
+            f"megagraph was built against torch {built}, and torch {found} is installed: reinstall it with "
+            "`pip install --no-build-isolation --force-reinstall --no-deps .`"
+        )
+
+
+_check_torch()
 logging.getLogger("megagraph").addHandler(logging.NullHandler())
 
 

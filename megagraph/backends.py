@@ -4,6 +4,8 @@
 Knows nothing of sites and plans.
 """
 
+from __future__ import annotations  # a CPU-only build has no PoolHold
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
