@@ -49,6 +49,8 @@ class Chain:
         self.sites = tuple(chunk.site(rank) for rank in range(len(sites)))
         self.skipped: dict[int, EagerReason] = {}
         self.variants: dict[Hashable, int] = {}
+        # Variants of which no site could be captured, and why the first one could not.
+        self.uncapturable: dict[Hashable, EagerReason] = {}
         self.first_pool = first_pool
         self.num_slots = num_slots
 
@@ -71,7 +73,7 @@ class Chain:
         """Leases a slot, or answers why not; `chunk.end()` ends what this began."""
         index = self.variants.get(key)
         if index is None:
-            return EagerReason.CAPTURE_FAILED if self.skipped else EagerReason.WARMING_UP
+            return self.uncapturable.get(key, EagerReason.WARMING_UP)
         code = self.chunk.begin(index, sources)
         return None if code < 0 else EagerReason(code)
 
@@ -131,7 +133,8 @@ class Bank:
         """Adds a chain of modules, before anything is captured.
 
         Args:
-            modules: in execution order; a plain module is called with the hidden states alone.
+            modules: in execution order; a plain module is called with the hidden states and the variant's
+                arguments.
             num_slots: micro-batches of this chain that may be in flight at once.
             holds_collectives: the graphs contain collectives, so that no rank may fall back alone.
         """
@@ -204,6 +207,7 @@ class Bank:
                 continue
             self._add_variant(chain, variant, buffers, by_slot)
             return
+        chain.uncapturable[variant.key] = chain.skipped[0]
 
     def _capture_slot(
         self, chain: Chain, variant: VariantSpec, slot: int, buffers: Mapping[str, Tensor]

@@ -109,12 +109,15 @@ class GraphConfig:
         )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], *, source: str) -> "GraphConfig":
+    def from_mapping(
+        cls, values: Mapping[str, Any], *, source: str, base: "GraphConfig | None" = None
+    ) -> "GraphConfig":
         """Builds a config from named values, as TOML or the environment spell them.
 
         Args:
             values: the documented keys; `cuda_graph_scope` is taken as `cuda_graph_modules`.
             source: named in errors.
+            base: what the values go before; by default the defaults.
 
         Raises:
             ValueError: for an unknown key or a value of the wrong kind, naming both and the source.
@@ -129,7 +132,15 @@ class GraphConfig:
             if key not in known:
                 raise ValueError(f"{source}: {key!r} is no option; there are {', '.join(sorted(known))}")
         try:
-            return cls(**{key: _PARSERS[key](value) for key, value in values.items()})
+            parsed = {key: _PARSERS[key](value) for key, value in values.items()}
+            if base is None:
+                return cls(**parsed)
+            # One way of naming capacities takes the place of the other.
+            if "capacities" in parsed:
+                parsed = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **parsed}
+            elif any(key in parsed for key in _SHORT_FORM):
+                parsed = {"capacities": (), **parsed}
+            return dataclasses.replace(base, **parsed)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{source}: {error}") from error
 
@@ -154,13 +165,10 @@ class GraphConfig:
             for name, value in environ.items()
             if name.startswith(_PREFIX) and name not in _NOT_OPTIONS
         }
-        given = cls.from_mapping(values, source="environment")
-        if base is None:
-            return given
-        names = {"cuda_graph_modules" if name == "cuda_graph_scope" else name for name in values}
-        return dataclasses.replace(base, **{name: getattr(given, name) for name in names})
+        return cls.from_mapping(values, source="environment", base=base)
 
 
+_SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
 # Variables with our prefix that other parts of the project own: tests and recorded results.
 _NOT_OPTIONS = frozenset({"MEGAGRAPH_COMMIT", "MEGAGRAPH_TEST_CORE"})
 

@@ -8,7 +8,8 @@ namespace megagraph {
 namespace {
 
 struct Holder {
-  Holder(std::shared_ptr<Slot> slot, int rank) : slot_(std::move(slot)), rank_(rank) {
+  Holder(std::shared_ptr<Slot> slot, int rank, at::Tensor boundary)
+      : slot_(std::move(slot)), rank_(rank), boundary_(std::move(boundary)) {
     slot_->retain_tensor(rank_);
   }
   ~Holder() { slot_->release_tensor(rank_); }
@@ -17,6 +18,7 @@ struct Holder {
 
   const std::shared_ptr<Slot> slot_;
   const int rank_;
+  const at::Tensor boundary_;  // outlives the bank, as the slot's pool does
 };
 
 // May run on any thread, with or without the GIL.
@@ -28,7 +30,7 @@ at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>&
                         std::optional<int64_t> rows) {
   size_t bytes = boundary.nbytes();
   if (rows) bytes = bytes / boundary.size(0) * *rows;
-  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(slot, rank), &drop_holder,
+  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(slot, rank, boundary), &drop_holder,
                     boundary.device());
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),

@@ -9,7 +9,7 @@
 //   - a backward of rank i runs only when i == max(live),
 //   - any member may be dropped without a backward,
 //   - the variant changes only when live is empty.
-// tests/test_nesting_rule.py checks this against a random allocator. A forward that would break the
+// tests/bank/test_nesting_rule.py checks this against a random allocator. A forward that would break the
 // rule runs eager; a backward that would break it raises, since its saved tensors are gone.
 #pragma once
 

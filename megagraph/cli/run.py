@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megagraph.config import GraphConfig
-from megagraph.report import report_table, write_report
+from megagraph.report import report_table
 
 __all__ = ["add_parser"]
 
@@ -48,8 +48,6 @@ def _execute(options: argparse.Namespace) -> int:
         reports = megatron.reports()
         if reports:
             Console(stderr=True).print(report_table(reports))
-        if config.report is not None:
-            write_report(reports, config.report)
         megatron.uninstall()
     return 0
 

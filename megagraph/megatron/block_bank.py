@@ -163,7 +163,7 @@ class BlockBank:
                         self.bank.capture({self.chain: of_mode}, self._progress)
         except Exception as error:
             _log.exception("capture failed; training goes on eager")
-            self._abandon(f"{type(error).__name__}: {error}")
+            self._abandon(f"{type(error).__name__}: {error}", variants)
             return
         self.failures += [str(failure) for failure in self.bank.failures]
         self.bank.failures.clear()
@@ -175,12 +175,12 @@ class BlockBank:
             "; ".join(str(capacity) for capacity in capacities),
         )
 
-    def _abandon(self, why: str) -> None:
-        """Every layer stays eager from now on."""
+    def _abandon(self, why: str, variants: Iterable[VariantSpec]) -> None:
+        """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.start_anew()
-        for rank in range(self.num_layers):
-            self.bank.skip(self.chain, rank, EagerReason.CAPTURE_FAILED)
+        for variant in variants:
+            self.chain.uncapturable[variant.key] = EagerReason.CAPTURE_FAILED
 
     def _skip_ineligible(self) -> None:
         model = self._model()

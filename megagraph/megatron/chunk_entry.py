@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megagraph.megatron.micro_batch import MicroBatch
-from megagraph.megatron.model_graphs import ModelGraphs
+from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.scopes.layer import shadowed_layers
 
 __all__ = ["ChunkEntry"]
@@ -22,20 +22,11 @@ class ChunkEntry:
     """The wrapped forwards of one release.
 
     Args:
-        graphs_of_model: finds or makes the graphs of a GPTModel.
-        graphs_of_block: finds the graphs that own a block; None for any other block.
-        is_skipped: whether graphs are switched off for the running step.
+        plugin: knows the graphs of every model.
     """
 
-    def __init__(
-        self,
-        graphs_of_model: Callable[[nn.Module], ModelGraphs],
-        graphs_of_block: Callable[[nn.Module], ModelGraphs | None],
-        is_skipped: Callable[[], bool],
-    ) -> None:
-        self._graphs_of_model = graphs_of_model
-        self._graphs_of_block = graphs_of_block
-        self._is_skipped = is_skipped
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
         self._running: dict[int, MicroBatch] = {}  # by the id of its graphs
 
     def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,22 +38,23 @@ class ChunkEntry:
             given = bound.arguments
             if given.get("inference_context") is not None or given.get("inference_params") is not None:
                 return original(model, *args, **kwargs)
-            graphs = self._graphs_of_model(model)
-            batch = graphs.decide(
-                given.get("packed_seq_params"),
-                _num_tokens(given),
-                training=model.training,
-                is_skipped=self._is_skipped(),
-            )
-            if batch.capacity is not None:
-                replays = batch.reason is None
-                params = batch.constant_params() if replays else batch.canonical_params()
-                given["packed_seq_params"] = params
-            self._running[id(graphs)] = batch
-            try:
-                return original(*bound.args, **bound.kwargs)
-            finally:
-                del self._running[id(graphs)]
+            graphs = self._plugin.graphs_of_model(model)
+            with self._plugin.call_of(graphs):
+                batch = graphs.decide(
+                    given.get("packed_seq_params"),
+                    _num_tokens(given),
+                    training=model.training,
+                    is_skipped=is_cuda_graph_skipped(),
+                )
+                if batch.capacity is not None:
+                    replays = batch.reason is None
+                    params = batch.constant_params() if replays else batch.canonical_params()
+                    given["packed_seq_params"] = params
+                self._running[id(graphs)] = batch
+                try:
+                    return original(*bound.args, **bound.kwargs)
+                finally:
+                    del self._running[id(graphs)]
 
         return forward
 
@@ -72,7 +64,7 @@ class ChunkEntry:
         def forward(
             block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            graphs = self._graphs_of_block(block)
+            graphs = self._plugin.graphs_of_block(block)
             batch = None if graphs is None else self._running.get(id(graphs))
             if graphs is None or batch is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)

@@ -4,6 +4,7 @@
 import atexit
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
 from megagraph.megatron.chunk_entry import ChunkEntry
-from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
+from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
 from megagraph.megatron.rope import wrap_rope
+from megagraph.report import write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
@@ -28,7 +30,7 @@ class _Installation:
     def __init__(self, plugin: Plugin) -> None:
         self.plugin = plugin
         self._originals: list[tuple[seams.Seam, Any]] = []
-        entry = ChunkEntry(plugin.graphs_of_model, plugin.graphs_of_block, is_cuda_graph_skipped)
+        entry = ChunkEntry(plugin)
         for schedule in seams.SCHEDULES:
             self._wrap(schedule, plugin.schedule)
         self._wrap(seams.GPT_FORWARD, entry.model_forward)
@@ -46,7 +48,13 @@ class _Installation:
         for seam, original in reversed(self._originals):
             setattr(seam.owner(), seam.name, original)
         self._originals.clear()
+        self._write_report()
         self.plugin.release()
+
+    def _write_report(self) -> None:
+        path = self.plugin.config.report
+        if path is not None and int(os.environ.get("RANK", "0")) == 0:
+            write_report(self.plugin.reports(), path)
 
 
 _installation: _Installation | None = None
@@ -82,11 +90,14 @@ def install(config: GraphConfig | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Restores every function of Megatron by identity and drops all graphs. Does nothing if not installed."""
+    """Restores every function of Megatron by identity, writes the report, drops all graphs.
+
+    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes.
+    """
     global _installation
     if _installation is not None:
-        _installation.remove()
-        _installation = None
+        installation, _installation = _installation, None
+        installation.remove()
 
 
 def installed_plugin() -> Plugin | None:

@@ -119,14 +119,20 @@ class ModelGraphs:
             self.block.count_eager(batch.reason)
             return None
         assert batch.capacity is not None
-        self._replayed_tokens += batch.capacity.tokens
+        tokens = batch.capacity.tokens
+        self._replayed_tokens += tokens
+
+        def refuse() -> None:
+            self._replayed_tokens -= tokens
+            self.block.count_eager(EagerReason.SIGNATURE_CHANGED)
+
         return LayerLoop(
             self.block.layers,
             self.block.chain.sites,
             constants=self.block.constants[batch.key],
             eager_input=batch.pad,
             eager_arguments=lambda: {"attention_mask": None, "packed_seq_params": batch.canonical_params()},
-            refuse=lambda: self.block.count_eager(EagerReason.SIGNATURE_CHANGED),
+            refuse=refuse,
         )
 
     def end(self) -> None:

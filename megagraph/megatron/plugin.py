@@ -53,6 +53,7 @@ class Plugin:
         self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
+        self._is_in_step = False
         self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
 
     def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
@@ -101,7 +102,8 @@ class Plugin:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
-            outer, self._step_models = self._step_models, models
+            outer, self._step_models = (self._step_models, self._is_in_step), models
+            self._is_in_step = True
             try:
                 for graphs in self._graphs_inside(models):
                     graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
@@ -110,9 +112,19 @@ class Plugin:
                     graphs.after_step()
                 return result
             finally:
-                self._step_models = outer
+                self._step_models, self._is_in_step = outer
 
         return forward_backward
+
+    @contextlib.contextmanager
+    def call_of(self, graphs: ModelGraphs) -> Iterator[None]:
+        """Around each call of a model. Outside of any schedule, a call is a step of its own."""
+        if self._is_in_step:
+            yield
+            return
+        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        yield
+        graphs.after_step()
 
     def release(self) -> None:
         """Drops every graph of every model."""

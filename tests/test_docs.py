@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation is true where a program can tell: examples run, lists are whole, links lead."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagraph.config import GraphConfig
+from megagraph.dispatch import EagerReason
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+# A path in the tree: in backticks, with a folder of ours in front or as a file of the root.
+FOLDERS = "benchmarks|csrc|docs|megagraph|tests"
+PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*|Makefile|README\.md|pyproject\.toml|setup\.py)`")
+# Written by commands; not in every tree.
+WRITTEN = ("benchmarks/results/", "megagraph/_build_info.py")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(read(path)) if found == language]
+
+
+def prose(path: Path) -> str:
+    """The text without its code blocks."""
+    return FENCE.sub("", read(path))
+
+
+def anchors(path: Path) -> set[str]:
+    """Headings as GitHub spells their anchors."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+GENERIC = ROOT / "docs" / "generic.md"
+EXAMPLES = blocks(GENERIC, "python")
+
+
+def test_the_generic_page_has_examples() -> None:
+    assert len(EXAMPLES) >= 1
+
+
+@pytest.mark.parametrize("index", range(len(EXAMPLES)))
+def test_an_example_of_the_generic_page_runs_by_itself(index: int, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[index], encoding="utf-8")
+    environment = {
+        **os.environ,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", DOCS, ids=named)
+def test_every_python_block_is_python(path: Path) -> None:
+    for code in blocks(path, "python"):
+        compile(code, named(path), "exec")
+
+
+def _rows(path: Path, heading: str) -> dict[str, list[str]]:
+    """Rows of the first table whose first column is called `heading`: first cell to the others."""
+    rows: dict[str, list[str]] = {}
+    inside = False
+    for line in prose(path).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and cells[0] == heading and not rows:
+            inside = True
+        elif not cells:
+            inside = False
+        elif inside and set(cells[0]) != {"-"}:
+            rows[cells[0].strip("`")] = cells[1:]
+    return rows
+
+
+def test_the_table_of_options_is_the_config_in_its_order() -> None:
+    fields = {field.name: field for field in dataclasses.fields(GraphConfig)}
+    rows = _rows(ROOT / "docs" / "configuration.md", "key")
+    assert list(rows) == list(fields)
+    for name, (variable, *_rest) in rows.items():
+        assert variable == f"`MEGAGRAPH_{name.upper()}`"
+
+
+def test_the_table_of_options_tells_the_defaults() -> None:
+    spelled = {(): "empty", None: "none", True: "true", False: "false"}
+    rows = _rows(ROOT / "docs" / "configuration.md", "key")
+    for field in dataclasses.fields(GraphConfig):
+        default = getattr(field.default, "value", field.default)
+        told = rows[field.name][2].strip("`")
+        assert told == (str(default) if type(default) in (int, str) else spelled[default]), field.name
+
+
+def test_the_toml_examples_are_accepted(tmp_path: Path) -> None:
+    examples = blocks(ROOT / "docs" / "configuration.md", "toml")
+    assert examples
+    for number, text in enumerate(examples):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(text, encoding="utf-8")
+        assert GraphConfig.from_toml(file).all_capacities()
+
+
+def test_the_readme_explains_every_eager_reason_in_order() -> None:
+    assert list(_rows(ROOT / "README.md", "reason")) == [reason.name for reason in EagerReason]
+
+
+def test_every_benchmark_that_a_page_names_exists() -> None:
+    for path in DOCS:
+        for name in re.findall(r"python -m benchmarks (\w+)", read(path)):
+            assert (ROOT / "benchmarks" / f"{name}.py").is_file(), f"{named(path)}: {name}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=named)
+def test_every_file_that_a_page_names_exists(path: Path) -> None:
+    told = PATH.findall(prose(path))
+    missing = [name for name in told if not name.startswith(WRITTEN) and not (ROOT / name).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=named)
+def test_every_link_leads_to_a_page_and_a_heading(path: Path) -> None:
+    broken = []
+    for link in LINK.findall(prose(path)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        page = (path.parent / target).resolve() if target else path
+        if not page.is_file() or (anchor and anchor not in anchors(page)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in LINK.findall(prose(ROOT / "README.md"))}
+    assert {named(path) for path in DOCS if path.parent.name == "docs"} <= linked
