@@ -14,7 +14,7 @@ from megagraph import _C
 from megagraph.dispatch import EagerReason
 from megagraph.sites import SiteSpec
 
-__all__ = ["ineligible_sites"]
+__all__ = ["HookWatch", "ineligible_sites"]
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,6 +38,33 @@ def _carries_foreign_hook(
         if param.requires_grad and _C.count_accumulator_hooks(param) > accumulator_hooks:
             return f"hook on the gradient accumulator of parameter {name}"
     return None
+
+
+class HookWatch:
+    """Notices, cheaply, that hooks of some modules came or went.
+
+    Args:
+        modules: whose hooks, submodules and parameters included.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = [child for module in modules for child in module.modules()]
+        self._tables: list[Mapping[int, Any]] = [
+            getattr(owner, name) for owner in owners for name in _MODULE_HOOKS
+        ]
+        self._params = [param for owner in owners for param in owner.parameters(recurse=False)]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[tuple[int, ...]], int, int]:
+        # Handles are numbered through, so that keys tell hooks apart.
+        keys = [tuple(table) for table in self._tables if table]
+        on_tensors = sum(len(param._backward_hooks or ()) for param in self._params)
+        on_accumulators = sum(map(_C.count_accumulator_hooks, self._params))
+        return keys, on_tensors, on_accumulators
+
+    def has_changed(self) -> bool:
+        """Whether there are other hooks than when this watch was made."""
+        return self._look() != self._seen
 
 
 def ineligible_sites(

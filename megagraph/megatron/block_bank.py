@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.bank import Bank, Chain, Progress
 from megagraph.dispatch import Capacity, EagerReason
-from megagraph.eligibility import ineligible_sites
+from megagraph.eligibility import HookWatch, ineligible_sites
 from megagraph.megatron import gradients
 from megagraph.megatron.micro_batch import Kind
+from megagraph.megatron.refusals import Refusal, refusal_of
 from megagraph.megatron.scopes.layer import layer_sites
 from megagraph.megatron.variants import variant_spec
 from megagraph.packing import TailConvention
@@ -94,10 +95,14 @@ class BlockBank:
         self._device = next(model.parameters()).device
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._fingerprint: tuple[int, int] | None = None
+        self._ineligible: Mapping[int, tuple[EagerReason, str]] = {}
+        self._hooks: HookWatch | None = None
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
         # Rotary tables and the like that each variant was captured with.
         self.constants: dict[Any, Mapping[str, Any]] = {}
+        # Equal tensors that Megatron made later.
+        self.twins: dict[Any, dict[str, Tensor]] = {}
         self.failures: list[str] = []
         self.bank, self.chain = self._new_bank()
 
@@ -113,6 +118,24 @@ class BlockBank:
 
     def _ddp(self) -> nn.Module | None:
         return None if self._ddp_ref is None else self._ddp_ref()
+
+    def find_ddp(self, models: Sequence[nn.Module]) -> bool:
+        """Looks for the DDP around the model where none is known; whether it was found now."""
+        model = self._model()
+        if self._ddp() is not None or model is None:
+            return False
+        ddp = gradients.find_ddp(models, model)
+        if ddp is None:
+            return False
+        self._ddp_ref = weakref.ref(ddp)
+        self.start_anew()
+        return True
+
+    def refusal(self) -> Refusal | None:
+        """Why no layer can be graphed, from the model and its DDP."""
+        model = self._model()
+        assert model is not None
+        return refusal_of(model, self._ddp())
 
     def _new_bank(self) -> tuple[Bank, Chain]:
         bank = Bank(self._device, trackers=_rng_trackers(), poison=self._poison, guard=_capturing_flag)
@@ -147,7 +170,9 @@ class BlockBank:
             params_type: `PackedSeqParams`.
         """
         if self._fingerprint is None:
-            self._skip_ineligible()
+            self._ineligible = self._find_ineligible()
+            self._skip(self._ineligible)
+            self._hooks = HookWatch(self.layers)
             gradients.listen(self.chain.chunk, self._ddp(), self.layers)
         variants = [
             self._variant(capacity, kind, row_shape, dtype, params_type)
@@ -182,7 +207,7 @@ class BlockBank:
         for variant in variants:
             self.chain.uncapturable[variant.key] = EagerReason.CAPTURE_FAILED
 
-    def _skip_ineligible(self) -> None:
+    def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
         model = self._model()
         assert model is not None
         outside = [
@@ -191,12 +216,14 @@ class BlockBank:
             if name != "decoder"
             for param in module.parameters()
         ]
-        found = ineligible_sites(
+        return ineligible_sites(
             self._specs,
             other_params=outside,
             is_expected_hook=gradients.is_ddp_hook,
             accumulator_hooks=gradients.hooks_per_parameter(self._ddp()),
         )
+
+    def _skip(self, found: Mapping[int, tuple[EagerReason, str]]) -> None:
         for rank, (reason, what) in found.items():
             sentence = f"{self._specs[rank].name} stays eager ({reason.name}): {what}"
             _log.warning(sentence)
@@ -257,7 +284,10 @@ class BlockBank:
             return EagerReason.ADDRESS_MOVED
         if flags != self._fingerprint[1]:
             return EagerReason.PARAMETERS_CHANGED
-        return None
+        if self._hooks is None or not self._hooks.has_changed():
+            return None
+        changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
+        return min((reason for _rank, (reason, _what) in changed), default=None)
 
     def start_anew(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
@@ -266,6 +296,7 @@ class BlockBank:
         self._past_seconds += self.bank.capture_seconds
         self.bank.release()
         self.constants.clear()
+        self.twins.clear()
         self._fingerprint = None
         self.bank, self.chain = self._new_bank()
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One micro-batch on its way through a model chunk: what was given, what was decided."""
 
+import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from megagraph import ops
 from megagraph.dispatch import Capacity, EagerReason
 from megagraph.packing import PackForm, TailConvention, canonical_fields, offsets_rules
 
-__all__ = ["Kind", "MicroBatch"]
+__all__ = ["Kind", "MicroBatch", "new_params"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,17 @@ class Kind:
     form: PackForm
     grad: bool
     training: bool
+
+
+@functools.cache
+def _fields_of(params_type: type[Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(params_type).parameters)
+
+
+def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
+    """`PackedSeqParams` of these fields, less those that the release does not have."""
+    known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
+    return params_type(**{name: value for name, value in fields.items() if name in known})
 
 
 class MicroBatch:
@@ -96,7 +109,7 @@ class MicroBatch:
     def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
         assert self.capacity is not None and self.kind is not None
         fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
-        return type(self.params)(**fields)
+        return new_params(type(self.params), fields)
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""

@@ -5,6 +5,7 @@ Patches nothing; the seams call it.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,8 +112,9 @@ class ModelGraphs:
 
         Counts an eager micro-batch. `end()` ends one that replays.
         """
-        self._hidden = tuple(hidden_states.shape[1:]), hidden_states.dtype
-        self._params_type = type(batch.params)
+        if batch.reason is not EagerReason.NO_PACK_METADATA:
+            self._hidden = tuple(hidden_states.shape[1:]), hidden_states.dtype
+            self._params_type = type(batch.params)
         if batch.reason is None:
             batch.reason = self.block.chain.begin(batch.key, batch.sources)
         if batch.reason is not None:
@@ -130,6 +132,7 @@ class ModelGraphs:
             self.block.layers,
             self.block.chain.sites,
             constants=self.block.constants[batch.key],
+            twins=self.block.twins.setdefault(batch.key, {}),
             eager_input=batch.pad,
             eager_arguments=lambda: {"attention_mask": None, "packed_seq_params": batch.canonical_params()},
             refuse=refuse,
@@ -140,6 +143,23 @@ class ModelGraphs:
         self.block.chain.chunk.end()
 
     # -- steps -----------------------------------------------------------------------------------
+
+    def find_ddp(self, models: Sequence[nn.Module]) -> None:
+        """Finds the DDP around the model, which a forward before its first step could not know."""
+        if self.block.find_ddp(models):
+            self.refusal = self.refusal or self.block.refusal()
+            self._captured.clear()
+
+    def at_bare_call(self) -> None:
+        """Before a forward inside another model's step: looks for changes, captures nothing."""
+        if self.refusal is None and not self._is_suspended and self.config.mode == "graph":
+            self._look_for_changes()
+
+    def _look_for_changes(self) -> None:
+        self._step_reason = self.block.what_changed()
+        if self._step_reason is not None:
+            self.block.start_anew()
+            self._captured.clear()
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due.
@@ -154,10 +174,8 @@ class ModelGraphs:
             self._learn()
         if is_skipped or self.config.mode != "graph":
             return
-        self._step_reason = self.block.what_changed()
+        self._look_for_changes()
         if self._step_reason is not None:
-            self.block.start_anew()
-            self._captured.clear()
             return
         due -= self._captured
         if due and self.block.is_idle():

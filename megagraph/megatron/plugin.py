@@ -53,7 +53,7 @@ class Plugin:
         self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
-        self._is_in_step = False
+        self._step_graphs: weakref.WeakSet[ModelGraphs] = weakref.WeakSet()  # whose step it is
         self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
 
     def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
@@ -66,6 +66,8 @@ class Plugin:
             self._graphs[model] = graphs
             self._of_block[model.decoder] = graphs  # type: ignore[index]
             weakref.finalize(model, self._retire, graphs).atexit = False
+            if any(graphs is other for other in self._graphs_inside(self._step_models)):
+                self._step_graphs.add(graphs)
         return graphs
 
     def _retire(self, graphs: ModelGraphs) -> None:
@@ -102,29 +104,38 @@ class Plugin:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
-            outer, self._step_models = (self._step_models, self._is_in_step), models
-            self._is_in_step = True
+            outer = self._step_models, self._step_graphs
+            inside = self._graphs_inside(models)
+            self._step_models, self._step_graphs = models, weakref.WeakSet(inside)
             try:
-                for graphs in self._graphs_inside(models):
+                for graphs in inside:
+                    graphs.find_ddp(models)
                     graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 result = original(*args, **kwargs)
                 for graphs in self._graphs_inside(models):
                     graphs.after_step()
                 return result
             finally:
-                self._step_models, self._is_in_step = outer
+                self._step_models, self._step_graphs = outer
 
         return forward_backward
 
     @contextlib.contextmanager
     def call_of(self, graphs: ModelGraphs) -> Iterator[None]:
-        """Around each call of a model. Outside of any schedule, a call is a step of its own."""
-        if self._is_in_step:
+        """Around each call of a model.
+
+        Outside of any schedule, a call is a step of its own. Inside another model's step, changes are
+        looked for, but nothing is captured.
+        """
+        if graphs in self._step_graphs:
             yield
-            return
-        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
-        yield
-        graphs.after_step()
+        elif self._step_models:
+            graphs.at_bare_call()
+            yield
+        else:
+            graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+            yield
+            graphs.after_step()
 
     def release(self) -> None:
         """Drops every graph of every model."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megagraph import _C
 from megagraph.dispatch import Capacity, PackShape
-from megagraph.megatron.micro_batch import Kind
+from megagraph.megatron.micro_batch import Kind, new_params
 from megagraph.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
 from megagraph.sites import MetadataSpec, VariantSpec
 
@@ -44,7 +44,7 @@ def variant_spec(
     row_shape: tuple[int, ...],
     dtype: torch.dtype,
     valid_tokens: Tensor,
-    params_type: Callable[..., Any],
+    params_type: type[Any],
     block_arguments: Callable[[Any, Tensor], Mapping[str, Any]],
 ) -> VariantSpec:
     """Describes one variant.
@@ -73,7 +73,7 @@ def variant_spec(
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         fields = canonical_fields(buffers, kind.form, tail, capacity)
         hidden = torch.empty((capacity.tokens, *row_shape), dtype=dtype, device="meta")
-        return block_arguments(params_type(**fields), hidden)
+        return block_arguments(new_params(params_type, fields), hidden)
 
     return VariantSpec(
         key=(capacity, kind),

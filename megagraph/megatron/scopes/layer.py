@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -40,6 +41,7 @@ class LayerLoop:
         layers: the block's own.
         sites: their sites, in order.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
+        twins: the last tensor that equalled a constant, by name; kept up here.
         eager_input: pads the hidden states for a layer that runs eager first.
         eager_arguments: the canonical pack's arguments, for a layer that runs eager.
         refuse: counts a whole micro-batch that runs eager, since its arguments differ.
@@ -50,6 +52,7 @@ class LayerLoop:
         layers: Sequence[nn.Module],
         sites: Sequence[_C.Site],
         constants: Mapping[str, Any],
+        twins: dict[str, Tensor],
         eager_input: Callable[[Tensor], Tensor],
         eager_arguments: Callable[[], Mapping[str, Any]],
         refuse: Callable[[], None],
@@ -57,6 +60,7 @@ class LayerLoop:
         self._layers = layers
         self._sites = sites
         self._constants = constants
+        self._twins = twins
         self._eager_input = eager_input
         self._eager_arguments = eager_arguments
         self._refuse = refuse
@@ -70,7 +74,7 @@ class LayerLoop:
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
-        if any(value is not self._constants.get(name) for name, value in arguments.items()):
+        if not all(self._is_constant(name, value) for name, value in arguments.items()):
             self._refuse()
             hidden_states = self._eager_input(hidden_states)
             for layer in self._layers:
@@ -86,8 +90,26 @@ class LayerLoop:
             hidden_states, padded = out, True
         return hidden_states, None
 
+    def _is_constant(self, name: str, value: Any) -> bool:
+        """Whether an argument is what the graphs were captured with.
+
+        Megatron keeps 32 rotary tables, over all models, and makes one that it dropped anew: an equal
+        tensor is compared once, which waits for the device, and known from then on.
+        """
+        known = self._constants.get(name)
+        if value is known or value is self._twins.get(name):
+            return True
+        if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
+            return False
+        if value.shape != known.shape or value.dtype != known.dtype or not torch.equal(value, known):
+            return False
+        self._twins[name] = value
+        return True
+
     def _run(self, layer: nn.Module, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        return _hidden_states_of(layer, hidden_states, **{**arguments, **self._eager_arguments()})
+        out = _hidden_states_of(layer, hidden_states, **{**arguments, **self._eager_arguments()})
+        # Megatron adds residuals with gradients switched on, also where the caller has them off.
+        return out if torch.is_grad_enabled() else out.detach()
 
 
 @contextlib.contextmanager

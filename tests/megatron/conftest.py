@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests of the Megatron floor share: one process group, deterministic bits, a clean plugin."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
+
+import pytest
+import torch
+from megatron_rig import graph_config
+
+import megagraph
+from megagraph.cli.trainer import single_process_group
+from megagraph.config import GraphConfig
+from megagraph.megatron.cpu import megatron_on_cpu
+
+# What megatron-core says of its own options when a config is made; ours are errors still.
+_CORE_WARNINGS = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        for core_warning in _CORE_WARNINGS:
+            item.add_marker(pytest.mark.filterwarnings(core_warning))
+
+
+@pytest.fixture(scope="session")
+def process_group() -> Iterator[None]:
+    """torch.distributed and Megatron's groups of one process, for the whole session."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.distributed's own, of a group on the CPU
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        with megatron_on_cpu():
+            group = single_process_group()
+            group.__enter__()
+    yield
+    with megatron_on_cpu():
+        group.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron(process_group: None) -> Iterator[None]:
+    """Megatron on the CPU where there is no GPU; only for the tests of this folder.
+
+    On one thread: such small models only wait for a second one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with megatron_on_cpu():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """Deterministic algorithms, and fresh memory full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def uninstalled() -> Iterator[None]:
+    """Whatever a test installed is gone afterwards."""
+    yield
+    megagraph.uninstall()
+
+
+@pytest.fixture
+def install() -> Callable[..., GraphConfig]:
+    """Installs the plugin with the options of `graph_config()`, changed by keyword."""
+
+    def with_options(**changes: object) -> GraphConfig:
+        config = graph_config(**changes)
+        megagraph.install(config)
+        return config
+
+    return with_options

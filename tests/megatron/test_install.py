@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Installing and uninstalling: what is patched, what is put back, what is refused."""
+
+import gc
+import logging
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, graph_config, report_of, step
+
+import megagraph
+from megagraph import _C
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+from megagraph.megatron import seams
+from megagraph.megatron.installation import installed_plugin
+
+pytestmark = pytest.mark.megatron
+
+SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, seams.ATTENTION_ROPE)
+
+
+def _held() -> dict[str, Any]:
+    """The very objects that the owners hold, without any binding."""
+    return {seam.path: vars(seam.owner())[seam.name] for seam in SEAMS}
+
+
+def _namespaces() -> dict[str, set[str]]:
+    return {seam.path: set(vars(seam.owner())) for seam in SEAMS}
+
+
+def test_uninstall_puts_back_the_very_functions_of_every_seam() -> None:
+    before, names = _held(), _namespaces()
+    megagraph.install(graph_config())
+    patched = _held()
+    assert all(patched[path] is not function for path, function in before.items())
+    megagraph.uninstall()
+    after = _held()
+    assert all(after[path] is function for path, function in before.items())
+    assert _namespaces() == names
+
+
+def test_a_patched_function_keeps_its_name_and_signature() -> None:
+    import inspect
+
+    before = {seam.path: inspect.signature(seam.function()) for seam in SEAMS}
+    megagraph.install(graph_config())
+    for seam in SEAMS:
+        assert seam.function().__name__ == seam.name
+        assert inspect.signature(seam.function()) == before[seam.path]
+        assert seam.problem() is None
+
+
+def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
+    def attributes(model: torch.nn.Module) -> dict[str, set[str]]:
+        found = {f"module {name}": set(vars(module)) for name, module in model.named_modules()}
+        return found | {f"parameter {name}": set(vars(param)) for name, param in model.named_parameters()}
+
+    twin = Trainer(OPTIONS)  # trained alike, without the plugin
+    step(twin, [Micro(lengths=(9, 20))])
+    evaluate(twin, [Micro(lengths=(9, 20))])
+    megagraph.install(graph_config())
+    trainer = Trainer(OPTIONS)
+    for _ in range(3):
+        step(trainer, [Micro(lengths=(9, 20))])
+        evaluate(trainer, [Micro(lengths=(9, 20))])
+    assert report_of(trainer)["replays"] > 0
+    megagraph.uninstall()
+    left = attributes(trainer.model)
+    for where, names in attributes(twin.model).items():
+        assert left[where] == names, where
+    assert list(trainer.chunk.decoder.layers) == list(trainer.chunk.decoder._modules["layers"])
+
+
+def test_a_model_trains_on_unpatched_after_uninstall_and_replays_again_after_another_install() -> None:
+    micros = [Micro(lengths=(9, 20))]
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        megagraph.install(graph_config())
+        for _ in range(3):
+            replayed = step(trainer, micros, update=False)
+        assert report_of(trainer)["replays"] == 2 * LAYERS
+        megagraph.uninstall()
+        assert megagraph.reports() == []
+        assert replayed.grads.keys() == {name for name, _ in trainer.named_main_grads()}
+
+
+def test_a_second_install_is_refused() -> None:
+    megagraph.install(graph_config())
+    with pytest.raises(RuntimeError, match=r"installed already; uninstall\(\) first"):
+        megagraph.install(graph_config())
+    megagraph.uninstall()
+    megagraph.install(graph_config())
+
+
+def test_a_refused_second_install_changes_nothing() -> None:
+    megagraph.install(graph_config())
+    before, installed = _held(), installed_plugin()
+    with pytest.raises(RuntimeError):
+        megagraph.install(graph_config(mode="eager"))
+    assert _held() == before and installed_plugin() is installed
+
+
+def test_uninstall_without_install_does_nothing() -> None:
+    before = _held()
+    megagraph.uninstall()
+    assert _held() == before
+
+
+def test_mode_off_patches_nothing() -> None:
+    before = _held()
+    megagraph.install(graph_config(mode="off"))
+    assert _held() == before
+    assert installed_plugin() is None and megagraph.reports() == []
+
+
+def test_without_options_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAGRAPH_MODE", "off")
+    before = _held()
+    megagraph.install()
+    assert _held() == before
+    monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
+    megagraph.install()
+    installed = installed_plugin()
+    assert installed is not None and installed.config.mode == "eager"
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
+    seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(seam.owner(), seam.name)
+    others = [other for other in SEAMS if other is not seam]
+    before = [other.function() for other in others]
+    with pytest.raises(RuntimeError, match=rf"does not fit.*{seam.module}\.{seam.path} (is missing|has no)"):
+        megagraph.install(graph_config())
+    assert [other.function() for other in others] == before
+    assert installed_plugin() is None
+
+
+def test_every_seam_that_changed_is_named_with_the_parameter_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seams.BLOCK_FORWARD.owner(), "forward", lambda self, hidden_states: None)
+    monkeypatch.setattr(seams.ATTENTION_ROPE.owner(), "apply_rotary_pos_emb", lambda t, freqs, config: t)
+    with pytest.raises(RuntimeError) as error:
+        megagraph.install(graph_config())
+    assert "TransformerBlock.forward has no parameter attention_mask, rotary_pos_emb" in str(error.value)
+    assert "apply_rotary_pos_emb has no parameter cu_seqlens, mscale, cp_group" in str(error.value)
+
+
+def test_an_unknown_release_whose_seams_fit_is_tried_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        megagraph.install(graph_config())
+    assert "megatron-core 0.99.0 is untested" in caplog.text
+    assert installed_plugin() is not None
+
+
+def test_a_supported_release_is_installed_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        megagraph.install(graph_config())
+    assert caplog.text == ""
+
+
+def test_a_build_without_a_compiler_is_refused_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_C, "WITH_CUDA", False)
+    before = _held()
+    with pytest.raises(RuntimeError, match=r"built without a CUDA compiler.*nvcc"):
+        megagraph.install(graph_config())
+    assert _held() == before
+
+
+def test_importing_the_package_patches_nothing_and_imports_no_megatron() -> None:
+    script = (
+        "import sys, importlib, pkgutil, megagraph\n"
+        "names = [m.name for m in pkgutil.walk_packages(megagraph.__path__, 'megagraph.')]\n"
+        "for name in names:\n"
+        "    if not name.endswith('__main__') and name != 'megagraph._C': importlib.import_module(name)\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine')]\n"
+        "assert 'megagraph.megatron.installation' in sys.modules and not bad, bad\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
+    mode: str, overlap: bool, install: Callable[..., GraphConfig]
+) -> None:
+    install(mode=mode)
+    trainer = Trainer(OPTIONS, ddp={"overlap_grad_reduce": overlap})
+    for _ in range(3):
+        step(trainer, [Micro(lengths=(9, 20))])
+    before = report_of(trainer)
+    chunk = weakref.ref(trainer.chunk)
+    del trainer
+    gc.collect()
+    assert chunk() is None
+    (after,) = megagraph.reports()
+    assert after["calls"] == before["calls"] == 3 * LAYERS and after["replays"] == before["replays"]
+
+
+def test_uninstall_lets_go_of_every_model(install: Callable[..., GraphConfig]) -> None:
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(3):
+        step(trainer, [Micro(lengths=(9, 20))])
+    layer = weakref.ref(trainer.chunk.decoder.layers[0])
+    megagraph.uninstall()
+    del trainer
+    gc.collect()
+    assert layer() is None

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import Micro, Twins, assert_same_run, graph_config, report_of, step, train
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+LAYERS = 3
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+Install = Callable[..., GraphConfig]
+
+
+def _mlp(trainer: Trainer, rank: int = 1) -> Any:
+    return trainer.chunk.decoder.layers[rank].mlp
+
+
+def _scale(module: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return output[0] * 1.5, output[1]
+
+
+_HOOKS: dict[str, Callable[[Trainer], Any]] = {
+    "forward hook": lambda trainer: _mlp(trainer).register_forward_hook(_scale),
+    "forward pre-hook": lambda trainer: _mlp(trainer).register_forward_pre_hook(lambda module, args: None),
+    "backward hook": lambda trainer: _mlp(trainer).register_full_backward_hook(lambda *args: None),
+    "gradient hook": lambda trainer: _mlp(trainer).linear_fc1.weight.register_hook(lambda grad: grad * 2),
+    "accumulation hook": lambda trainer: _mlp(trainer).linear_fc1.weight.register_post_accumulate_grad_hook(
+        lambda param: None
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", _HOOKS)
+def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str, install: Install) -> None:
+    install()
+    twins = Twins(layers=LAYERS)
+    for trainer in twins.both:
+        _HOOKS[hook](trainer)
+    twins.step(ONE, TWO, times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 2 * 2}
+    assert report["replays"] == 2 * 2 * (LAYERS - 1)
+    (failure,) = report["failures"]
+    assert "layer 1" in failure and "FOREIGN_HOOK" in failure and "hook" in failure
+
+
+def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(install: Install) -> None:
+    """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
+    install()
+    twins = Twins(layers=LAYERS)
+    for trainer in twins.both:
+        for rank in range(LAYERS):
+            _mlp(trainer, rank).register_forward_hook(_scale)
+    twins.step(ONE, times=3)
+    assert twins.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
+
+
+def test_a_hook_that_comes_after_the_capture_is_obeyed(install: Install) -> None:
+    """Bug: hooks were looked for at the capture only, and one set later never ran."""
+    install()
+    twins = Twins(layers=LAYERS)
+    twins.step(ONE, times=2)
+    hooks = [_mlp(trainer).register_forward_hook(_scale) for trainer in twins.both]
+    twins.step(ONE, times=3)
+    assert twins.report()["eager"]["FOREIGN_HOOK"] > 0
+    for hook in hooks:
+        hook.remove()
+    twins.step(TWO, times=3)
+    assert twins.report()["replays"] >= (1 + 1) * LAYERS
+
+
+def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel.__init__
+
+    def tied(model: Any, *args: object, **kwargs: object) -> None:
+        original(model, *args, **kwargs)
+        layers = model.decoder.layers
+        layers[2].mlp.linear_fc1.weight = layers[1].mlp.linear_fc1.weight
+
+    monkeypatch.setattr(GPTModel, "__init__", tied)
+    install()
+    twins = Twins(layers=LAYERS)
+    twins.step(ONE, TWO, times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
+    assert report["replays"] == 2 * 2
+
+
+def _breaks(trainer: Trainer, when: Callable[[], bool], rank: int = 1) -> None:
+    """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
+    mlp = _mlp(trainer, rank)
+    original = mlp.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if when():
+            raise ArithmeticError("an injected failure")
+        return original(*args, **kwargs)
+
+    mlp.forward = forward
+
+
+def _is_capturing() -> bool:
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return is_graph_capturing()
+
+
+@pytest.mark.parametrize("rank", range(LAYERS))
+def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
+    rank: int, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    twins = Twins(layers=LAYERS)
+    _breaks(twins.graphed, _is_capturing, rank)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        twins.step(ONE, TWO, times=4)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
+    assert report["replays"] == 3 * 2 * (LAYERS - 1)
+    (failure,) = report["failures"]
+    assert f"layer {rank}" in failure and "an injected failure" in failure and __file__ in failure
+    assert "CAPTURE_FAILED" in caplog.text
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if _is_capturing():
+            raise ArithmeticError("an injected failure")
+        return grad
+
+
+def test_a_layer_whose_backward_fails_to_capture_stays_eager_and_no_bit_changes(install: Install) -> None:
+    install()
+    twins = Twins(layers=LAYERS)
+    mlp = _mlp(twins.graphed)
+    original = mlp.forward
+    mlp.forward = lambda x, *args, **kwargs: original(_FailsBackward.apply(x), *args, **kwargs)
+    twins.step(ONE, TWO, times=3)
+    assert twins.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2}
+
+
+def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel._preprocess
+
+    def preprocess(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if input_ids is None:
+            raise ArithmeticError("an injected failure")
+        return original(model, input_ids, *args, **kwargs)
+
+    install()
+    twins = Twins(layers=LAYERS)
+    monkeypatch.setattr(GPTModel, "_preprocess", preprocess)
+    twins.step(ONE, TWO, times=4)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2 * LAYERS}
+    assert report["failures"] == ["ArithmeticError: an injected failure"]
+
+
+def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: Install) -> None:
+    install()
+    twins = Twins(layers=LAYERS)
+    _breaks(twins.graphed, lambda: _is_capturing() and not torch.is_grad_enabled())
+    twins.step(ONE, times=2)
+    twins.evaluate(ONE)
+    twins.step(ONE)
+    twins.evaluate(ONE)
+    twins.step(TWO)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 1}
+    assert report["replays"] == 3 * LAYERS + (LAYERS - 1)
+
+
+def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
+    install()
+    twins = Twins(layers=LAYERS)
+    mlp = _mlp(twins.graphed)
+    original = mlp.forward
+
+    def draws(*args: Any, **kwargs: Any) -> Any:
+        tracker.states_["test"] = tracker.states_["test"] + 1
+        return original(*args, **kwargs)
+
+    mlp.forward = draws
+    twins.step(ONE, TWO, times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}
+    assert tracker.states_["test"].unique().tolist() == [3 * 2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
+def test_an_error_of_a_layer_at_replay_is_raised_and_the_next_steps_are_right(install: Install) -> None:
+    install()
+    twins = Twins(layers=LAYERS)
+    broken = [False]
+    for trainer in twins.both:
+        _breaks(trainer, lambda: broken[0])
+    twins.step(ONE, times=2)
+    broken[0] = True
+    for trainer in twins.both:
+        with pytest.raises(ArithmeticError, match="an injected failure"):
+            step(trainer, [TWO], eager=trainer is twins.eager)
+    broken[0] = False
+    twins.step(ONE, TWO, times=2)
+    assert set(twins.report()["eager"]) == {"WARMING_UP"}
+
+
+def test_a_run_with_a_failed_capture_leaves_the_random_streams_of_one_that_never_captured() -> None:
+    def run(eager: bool) -> Any:
+        return train(graph_config(), [[ONE, TWO]] * 4, eager=eager, transformer={"hidden_dropout": 0.1})
+
+    assert_same_run(run(False), run(True))
+
+
+def test_two_layers_may_fail_for_different_reasons_and_both_are_reported(install: Install) -> None:
+    install()
+    trainer = Trainer(Twins(layers=LAYERS).graphed.options)
+    _mlp(trainer, 0).register_forward_hook(_scale)
+    _breaks(trainer, _is_capturing, 2)
+    for _ in range(3):
+        step(trainer, [ONE])
+    report = report_of(trainer)
+    assert report["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2, "CAPTURE_FAILED": 2}
+    assert ["layer 0" in report["failures"][0], "layer 2" in report["failures"][1]] == [True, True]
+    assert not megagraph.is_cuda_graph_skipped()

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: a training run on packs that change every micro-batch has the bits of its eager twin."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, Run, assert_same_run, graph_config, train
+
+from megagraph.config import GraphConfig
+from megagraph.dispatch import Capacity
+from megagraph.packing import TailConvention
+
+pytestmark = pytest.mark.megatron
+
+STEPS, MICROS, WARM_UP = 32, 3, 3
+CAPACITY = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
+
+
+def _cut(rng: random.Random, tokens: int, documents: int) -> tuple[int, ...]:
+    """`documents` lengths that add up to `tokens`."""
+    cuts = sorted(rng.sample(range(1, tokens), documents - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
+
+
+def _fitting(rng: random.Random) -> tuple[int, ...]:
+    while True:
+        lengths = _cut(rng, rng.randint(6, 64), rng.randint(1, 4))
+        if max(lengths) <= CAPACITY.max_seqlen:
+            return lengths
+
+
+def _job(steps: int = STEPS, *, seed: int = 0, misfits: float = 0.3) -> list[list[Micro]]:
+    """Packs that all differ; a share of `misfits` is too large, each kind as often."""
+    rng = random.Random(seed)
+
+    def lengths() -> tuple[int, ...]:
+        if rng.random() >= misfits:
+            return _fitting(rng)
+        return rng.choice(
+            [
+                lambda: _cut(rng, rng.randint(65, 80), 3),
+                lambda: _cut(rng, rng.randint(20, 64), rng.randint(5, 6)),
+                lambda: (rng.randint(49, 60), 2),
+            ]
+        )()
+
+    return [
+        [Micro(lengths=lengths(), seed=rng.randrange(1 << 30)) for _ in range(MICROS)] for _ in range(steps)
+    ]
+
+
+def _why_not(micro: Micro) -> str | None:
+    """By hand: why a pack does not fit `CAPACITY`."""
+    if micro.physical > 64:
+        return "TOO_MANY_TOKENS"
+    if len(micro.lengths) > 4:
+        return "TOO_MANY_SEQUENCES"
+    return "SEQUENCE_TOO_LONG" if micro.longest > 48 else None
+
+
+def _config(**changes: object) -> GraphConfig:
+    return graph_config(**{"capacities": (CAPACITY,), "cuda_graph_warmup_steps": WARM_UP, **changes})
+
+
+@pytest.fixture(scope="module")
+def graphed(megatron: None) -> Run:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    run = train(_config(), _job())
+    torch.use_deterministic_algorithms(before)
+    return run
+
+
+def test_a_graphed_run_has_the_bits_of_its_eager_twin(graphed: Run) -> None:
+    eager = train(_config(), _job(), eager=True)
+    assert eager.report["replays"] == eager.report["graphs"] == 0
+    assert_same_run(graphed, eager)
+
+
+def test_a_run_in_eager_mode_has_the_bits_of_a_graphed_run(graphed: Run) -> None:
+    reference = train(_config(mode="eager"), _job())
+    assert reference.report["replays"] == reference.report["graphs"] == 0
+    assert_same_run(graphed, reference)
+
+
+def test_a_graphed_run_repeats_itself(graphed: Run) -> None:
+    assert_same_run(graphed, train(_config(), _job()))
+
+
+def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: Run) -> None:
+    expected: Counter[str] = Counter()
+    for index, micros in enumerate(_job()):
+        for micro in micros:
+            why = _why_not(micro) or ("WARMING_UP" if index < WARM_UP else "replays")
+            expected[why] += LAYERS
+    replays = expected.pop("replays")
+    assert graphed.report["calls"] == STEPS * MICROS * LAYERS
+    assert graphed.report["replays"] == replays > 0
+    assert graphed.report["eager"] == dict(expected)
+    assert set(expected) == {"WARMING_UP", "TOO_MANY_TOKENS", "TOO_MANY_SEQUENCES", "SEQUENCE_TOO_LONG"}
+
+
+def test_padding_share_is_that_of_a_hand_count(graphed: Run) -> None:
+    replayed = [m for micros in _job()[WARM_UP:] for m in micros if _why_not(m) is None]
+    valid = sum(sum(micro.lengths) for micro in replayed)
+    assert graphed.report["padding_share"] == pytest.approx(1 - valid / (64 * len(replayed)), abs=1e-12)
+
+
+def test_an_untroubled_run_reports_no_failure_and_both_passes_of_every_layer(graphed: Run) -> None:
+    assert graphed.report["failures"] == []
+    assert graphed.report["graphs"] == 2 * LAYERS
+
+
+def _compare(config: GraphConfig, steps: Sequence[Sequence[Micro]]) -> Run:
+    run = train(config, steps)
+    assert_same_run(run, train(config, steps, eager=True))
+    return run
+
+
+def test_a_bank_of_several_capacities_pads_each_pack_to_the_smallest_that_holds_it() -> None:
+    bank = tuple(Capacity(tokens=t, num_seqs=n, max_seqlen=t) for t, n in ((32, 2), (64, 2), (64, 4)))
+    steps = _job(10, seed=1, misfits=0.0)
+    run = _compare(_config(capacities=bank, cuda_graph_warmup_steps=1), steps)
+    rows = valid = 0
+    for micro in (micro for micros in steps[1:] for micro in micros):
+        fitting = [c for c in bank if micro.physical <= c.tokens and len(micro.lengths) <= c.num_seqs]
+        rows += min(capacity.tokens for capacity in fitting)
+        valid += sum(micro.lengths)
+    assert run.report["replays"] == 9 * MICROS * LAYERS
+    assert run.report["graphs"] == 2 * LAYERS * len(bank)
+    assert run.report["padding_share"] == pytest.approx(1 - valid / rows, abs=1e-12)
+
+
+def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there() -> None:
+    steps = _job(10, seed=2, misfits=0.0)
+    run = _compare(_config(capacities=()), steps)
+    learned = run.report["capacities"]
+    warm_up = [micro for micros in steps[:WARM_UP] for micro in micros]
+    assert {c["tokens"] for c in learned} == {max(micro.physical for micro in warm_up)}
+
+    def fits(micro: Micro) -> bool:
+        return any(
+            micro.physical <= c["tokens"]
+            and len(micro.lengths) <= c["num_seqs"]
+            and micro.longest <= c["max_seqlen"]
+            for c in learned
+        )
+
+    assert all(map(fits, warm_up))
+    later = [micro for micros in steps[WARM_UP:] for micro in micros]
+    assert run.report["replays"] == LAYERS * sum(map(fits, later)) > 0
+    assert run.report["eager"]["WARMING_UP"] == LAYERS * len(warm_up)
+
+
+def test_capacities_learned_in_eager_mode_are_those_of_graph_mode() -> None:
+    steps = _job(6, seed=2, misfits=0.0)
+    graph, eager = (train(_config(capacities=(), mode=mode), steps) for mode in ("graph", "eager"))
+    assert graph.report["capacities"] == eager.report["capacities"] != []
+    assert_same_run(graph, eager)
+
+
+_PLAIN = [[Micro(lengths=(5 + i, 7, 20 - i), seed=i), Micro(lengths=(3 * i + 2,), seed=-i)] for i in range(6)]
+_PADDED = [
+    [
+        Micro(lengths=(5 + i, 7, 20), padded=(8 + i, 8, 24), seed=i),
+        Micro(lengths=(9, 11 + i), padded=(12, 24), tail=4, seed=-i),
+    ]
+    for i in range(6)
+]
+_MIXED = [[plain[0], padded[1]] for plain, padded in zip(_PLAIN, _PADDED, strict=True)]
+_TAILED = [
+    [Micro(lengths=(5 + i, 7), seed=i, tail=9 + i), Micro(lengths=(30 + i,), tail=34 - i)] for i in range(6)
+]
+
+
+@pytest.mark.parametrize("tail", TailConvention)
+@pytest.mark.parametrize(
+    "steps", [_PLAIN, _PADDED, _MIXED, _TAILED], ids=["plain", "padded", "both", "with-a-tail"]
+)
+def test_every_tail_convention_and_form_of_pack_has_eager_bits(
+    tail: TailConvention, steps: Sequence[Sequence[Micro]]
+) -> None:
+    capacity = Capacity(tokens=64, num_seqs=5, max_seqlen=64)
+    run = _compare(_config(tail=tail, capacities=(capacity,), cuda_graph_warmup_steps=1), steps)
+    assert run.report["replays"] == 2 * 5 * LAYERS
+    assert run.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
+    runs = [
+        train(graph_config(tail=tail), _PADDED[:3], eager=True).steps[0].losses for tail in TailConvention
+    ]
+    for losses in runs[1:]:
+        for one, other in zip(runs[0], losses, strict=True):
+            bound = 2**-7 if OPTIONS.bf16 else 1e-5
+            assert (one - other).abs().max() <= bound * one.abs().max()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(64,), (1,), (16, 16, 16, 16), (1, 1, 1, 1), (0, 20, 0, 5)],
+    ids=["full", "one-token", "all-documents", "shortest", "empty-documents"],
+)
+def test_a_pack_at_an_edge_of_its_capacity_replays_with_eager_bits(lengths: tuple[int, ...]) -> None:
+    capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
+    steps = [[Micro(lengths=(9, 9)), Micro(lengths=lengths, seed=i)] for i in range(3)]
+    run = _compare(_config(capacities=(capacity,), cuda_graph_warmup_steps=1), steps)
+    assert run.report["replays"] == 2 * 2 * LAYERS

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a whole model eager, each by its name; and models without Megatron's DDP."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Twins,
+    evaluate,
+    grads,
+    report_of,
+    schedule,
+    step,
+)
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+from megagraph.dispatch import EagerReason
+from megagraph.megatron.refusals import refusal_of
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+Install = Callable[..., GraphConfig]
+
+_BY_CONFIG = {
+    "fp8": ("hybrid", "fp8"),
+    "fp4": ("e2m1", "fp4"),
+    "mtp_num_layers": (1, "multi-token prediction"),
+    "num_moe_experts": (4, "mixture of experts"),
+    "multi_latent_attention": (True, "multi-latent attention"),
+    "cpu_offloading": (True, "CPU activation offload"),
+    "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
+    "tensor_model_parallel_size": (2, "tensor parallelism"),
+    "pipeline_model_parallel_size": (2, "pipeline parallelism"),
+    "context_parallel_size": (2, "context parallelism"),
+    "sequence_parallel": (True, "sequence parallelism"),
+    "hybrid_context_parallel": (True, "hybrid context parallelism"),
+    "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(megatron: None) -> Trainer:
+    return Trainer(OPTIONS)
+
+
+def test_a_plain_model_is_not_refused(trainer: Trainer) -> None:
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    assert refusal_of(trainer.chunk, None) is None
+
+
+@pytest.mark.parametrize("option", _BY_CONFIG)
+def test_an_option_that_is_not_built_is_refused_by_name(
+    option: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, name = _BY_CONFIG[option]
+    monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
+    refusal = refusal_of(trainer.chunk, trainer.model)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence == f"{name} ({option}={value!r}) is not built yet"
+
+
+@pytest.mark.parametrize("option", ["use_megatron_fsdp", "overlap_param_gather"])
+def test_an_option_of_ddp_that_is_not_built_is_refused_by_name(option: str, trainer: Trainer) -> None:
+    ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(**{option: True}))
+    refusal = refusal_of(trainer.chunk, ddp)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert "FSDP" in refusal.sentence or option in refusal.sentence
+
+
+def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
+    refusal = refusal_of(trainer.chunk, None)
+    assert refusal is not None and "multimodal RoPE" in refusal.sentence
+
+
+def test_a_module_of_transformer_engine_is_refused_by_name(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = type("TENorm", (nn.Identity,), {"__module__": "transformer_engine.pytorch.module"})
+    monkeypatch.setitem(trainer.chunk.decoder.layers[1]._modules, "input_layernorm", norm())
+    refusal = refusal_of(trainer.chunk, None)
+    assert refusal is not None and "Transformer Engine (TENorm)" in refusal.sentence
+
+
+def test_full_recompute_is_a_reason_of_its_own(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.chunk.config, "recompute_granularity", "full")
+    refusal = refusal_of(trainer.chunk, None)
+    assert refusal is not None and refusal.reason is EagerReason.RECOMPUTING
+
+
+def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    install()
+    # In evaluation: Megatron's checkpoint itself needs a GPU.
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        full, plain = Trainer(OPTIONS, config=recompute), Trainer(OPTIONS)
+        for _ in range(3):
+            evaluate(full, [ONE])
+            evaluate(plain, [ONE])
+    reports = megagraph.reports()
+    assert reports[0]["eager"] == {"RECOMPUTING": 3 * LAYERS}
+    assert reports[1]["replays"] == 2 * LAYERS
+    assert "GPTModel stays eager (RECOMPUTING): full recompute" in caplog.text
+
+
+def test_a_mixture_of_experts_trains_eager_under_its_reason(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    from megagraph.modules import VarlenAttention
+
+    spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+    spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+    # 0.16 reads this name where it could not import it.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    moe = {"num_moe_experts": 2, "moe_router_topk": 2, "add_bias_linear": False}
+    install()
+    trainer = Trainer(OPTIONS, config=moe, spec=spec)
+    for _ in range(3):
+        left = step(trainer, [ONE, TWO])
+    assert not any(grad.isnan().any() for grad in left.grads.values())
+    assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * LAYERS}
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_megatrons_own_graphs_beside_ours_are_an_error(impl: str, install: Install) -> None:
+    install()
+    trainer = Trainer(OPTIONS)
+    trainer.chunk.config.cuda_graph_impl = impl
+    with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*got '{impl}'"):
+        step(trainer, [ONE])
+
+
+def test_the_old_name_of_megatrons_own_graphs_is_an_error_too(install: Install) -> None:
+    install()
+    trainer = Trainer(OPTIONS)
+    trainer.chunk.config.enable_cuda_graph = True
+    with pytest.raises(ValueError, match="expected cuda_graph_impl 'none'"):
+        step(trainer, [ONE])
+
+
+def test_a_micro_batch_without_packed_sequences_runs_eager(install: Install) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Unpacked(Micro):
+        def params(self, device: torch.device) -> Any:
+            return None
+
+    install()
+    twins = Twins()
+    twins.step(ONE, Unpacked(lengths=(30,)), times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NO_PACK_METADATA": 3 * LAYERS}
+    assert report["replays"] == 2 * LAYERS
+
+
+def test_queries_and_keys_with_offsets_of_their_own_run_eager(install: Install) -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Split(Micro):
+        def params(self, device: torch.device) -> Any:
+            params = super().params(device)
+            params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
+            return params
+
+    install()
+    twins = Twins()
+    twins.step(ONE, Split(lengths=(30,)), times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+    assert report["replays"] == 2 * LAYERS
+
+
+def _plain_model() -> tuple[nn.Module, nn.Module, torch.device]:
+    """A GPTModel that no DDP has seen, and what is called in its place."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(7)
+    dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=OPTIONS.hidden,
+        num_attention_heads=OPTIONS.heads,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=OPTIONS.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    model: nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=megagraph.get_gpt_layer_varlen_spec(),
+        vocab_size=OPTIONS.vocab,
+        max_sequence_length=OPTIONS.max_tokens,
+        position_embedding_type="rope",
+    ).to(device)
+    return model, Float16Module(config, model) if OPTIONS.bf16 else model, device
+
+
+def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: Install) -> None:
+    install()
+    left: list[list[tuple[list[Tensor], dict[str, Tensor]]]] = []
+    for eager in (True, False):
+        model, called, device = _plain_model()
+        left.append([])
+        for index in range(4):
+            for param in model.parameters():
+                # Gradients of the first two steps add up.
+                param.grad = param.grad if index == 1 else None
+            if eager:
+                with megagraph.disable_cuda_graphs_this_step():
+                    losses = schedule(called, [ONE, TWO], 2, device)
+            else:
+                losses = schedule(called, [ONE, TWO], 2, device)
+            left[-1].append((losses, grads(model)))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.1 * param.grad
+        if not eager:
+            report = megagraph.reports()[-1]
+            assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+            assert report["replays"] == 3 * 2 * LAYERS
+    for (losses, found), (others, expected) in zip(*left, strict=True):
+        assert all(map(torch.equal, losses, others))
+        assert found.keys() == expected.keys() == {name for name, _ in model.named_parameters()}
+        assert all(torch.equal(grad, expected[name]) for name, grad in found.items())

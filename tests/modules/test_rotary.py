@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+import gc
+import importlib
+import itertools
+import warnings
+import weakref
+from itertools import accumulate
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megagraph.modules import RotaryTables
+
+
+def frequencies(positions: int = 32, rotary_dim: int = 8) -> Tensor:
+    """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary_dim] in float32."""
+    inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+    return torch.cat((angles, angles), -1)[:, None, None, :]
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+# -- how long tables live ------------------------------------------------------------------------
+
+
+def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
+    tables, both = RotaryTables(), [frequencies(), frequencies()]
+    seen: dict[int, tuple[object, ...]] = {}
+    keys = list(itertools.product(range(2), (torch.float32, torch.bfloat16), (1.0, 1.2)))
+    for index, dtype, mscale in keys * 2:
+        cos, sin = tables.tables(both[index], dtype, mscale)
+        for table in (cos, sin):
+            assert seen.setdefault(id(table), (index, dtype, mscale, table)) == (index, dtype, mscale, table)
+    assert len(seen) == 2 * len(keys)
+
+
+def test_layers_share_one_pair_of_tables() -> None:
+    """Queries and keys of every layer come with the same frequencies."""
+    tables, freqs, cu_seqlens = RotaryTables(), frequencies(), offsets([5])
+    tables.rotate(torch.randn(5, 2, 8), freqs, cu_seqlens)
+    made = tables.tables(freqs, torch.float32, 1.0)
+    tables.rotate(torch.randn(5, 1, 8), freqs, cu_seqlens)
+    for now, then in zip(tables.tables(freqs, torch.float32, 1.0), made, strict=True):
+        assert now is then
+
+
+def test_two_objects_keep_tables_of_their_own() -> None:
+    freqs = frequencies()
+    first, second = (RotaryTables().tables(freqs, torch.float32, 1.0) for _ in range(2))
+    assert first[0] is not second[0]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]])
+def test_tables_die_with_the_frequencies(dtypes: list[torch.dtype]) -> None:
+    tables, freqs, others = RotaryTables(), frequencies(), frequencies()
+    kept = weakref.ref(tables.tables(others, torch.float32, 1.0)[0])
+    dying = [weakref.ref(table) for dtype in dtypes for table in tables.tables(freqs, dtype, 1.0)]
+    gc.disable()
+    try:
+        del freqs
+        assert all(table() is None for table in dying)
+    finally:
+        gc.enable()
+    assert kept() is not None
+
+
+def test_frequencies_at_a_dead_ones_place_get_tables_of_their_own() -> None:
+    """Python hands a dead object's id to a new one."""
+    tables, ids, repeated = RotaryTables(), set(), False
+    for step in range(1, 200):
+        freqs = torch.full((4, 1, 1, 2), float(step))
+        repeated |= id(freqs) in ids
+        ids.add(id(freqs))
+        cos, _ = tables.tables(freqs, torch.float32, 1.0)
+        assert torch.equal(cos, freqs.flatten(1).cos())
+        del freqs
+    assert repeated
+
+
+def test_tables_keep_neither_the_frequencies_nor_the_object_alive() -> None:
+    tables, freqs = RotaryTables(), frequencies()
+    tables.tables(freqs, torch.float32, 1.0)
+    dying = weakref.ref(freqs), weakref.ref(tables)
+    del freqs, tables
+    gc.collect()
+    assert [ref() for ref in dying] == [None, None]
+
+
+def test_the_object_may_die_before_the_frequencies() -> None:
+    tables, freqs = RotaryTables(), frequencies()
+    cos, _ = tables.tables(freqs, torch.float32, 1.0)
+    del tables
+    gc.collect()
+    del freqs
+    assert cos.shape == (32, 8)
+
+
+# -- what tables hold ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mscale", [1.0, 1.2079])
+def test_tables_are_rounded_once_from_float32(dtype: torch.dtype, mscale: float) -> None:
+    freqs = frequencies().requires_grad_()
+    cos, sin = RotaryTables().tables(freqs, dtype, mscale)
+    flat = freqs.detach()[:, 0, 0]
+    assert torch.equal(cos, (flat.cos() * mscale).to(dtype))
+    assert torch.equal(sin, (flat.sin() * mscale).to(dtype))
+    for table in (cos, sin):
+        assert table.is_contiguous()
+        assert not table.requires_grad
+
+
+def test_rows_past_the_last_document_are_zero_in_both_passes() -> None:
+    t = torch.randn(9, 2, 8)
+    t[5:] = torch.nan
+    t.requires_grad_()
+    out = RotaryTables().rotate(t, frequencies(), offsets([2, 3]))
+    grad = torch.ones_like(out)
+    grad[5:] = torch.nan
+    out.backward(grad)
+    assert t.grad is not None
+    assert not out[5:].any()
+    assert not t.grad[5:].any()
+    assert out[:5].isfinite().all()
+
+
+# -- Megatron's bits -----------------------------------------------------------------------------
+
+
+class Rank:
+    """Stands in for a context-parallel process group."""
+
+    def __init__(self, cp_size: int, cp_rank: int) -> None:
+        self.cp_size, self.cp_rank = cp_size, cp_rank
+
+    def size(self) -> int:
+        return self.cp_size
+
+    def rank(self) -> int:
+        return self.cp_rank
+
+
+@pytest.fixture(scope="module")
+def rope_utils() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
+        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mscale", [1.0, 1.2079])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (16, 6)])
+def test_rotation_has_the_bits_of_megatrons_unfused_path(
+    rope_utils: ModuleType,
+    dtype: torch.dtype,
+    mscale: float,
+    interleaved: bool,
+    head_dim: int,
+    rotary_dim: int,
+) -> None:
+    """Through its public function, forward and backward, as queries and as keys of several layers."""
+    config = SimpleNamespace(
+        apply_rope_fusion=False, rotary_interleaved=interleaved, multi_latent_attention=False
+    )
+    tables, freqs, cu_seqlens = RotaryTables(), frequencies(32, rotary_dim), offsets([5, 1, 11])
+    for heads in (4, 2, 4, 2):
+        ours = torch.randn(17, heads, head_dim).to(dtype).requires_grad_()
+        theirs = ours.detach().clone().requires_grad_()
+        grad = torch.randn_like(ours)
+        expected = rope_utils.apply_rotary_pos_emb(
+            theirs, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=Rank(1, 0)
+        )
+        actual = tables.rotate(ours, freqs, cu_seqlens, interleaved=interleaved, mscale=mscale)
+        expected.backward(grad)
+        actual.backward(grad)
+        assert ours.grad is not None
+        assert torch.equal(actual, expected)
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_every_rank_has_the_bits_of_megatrons_unfused_path(rope_utils: ModuleType, cp_size: int) -> None:
+    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+    tables, freqs, cu_seqlens = RotaryTables(), frequencies(64), offsets([2 * cp_size, 6 * cp_size])
+    for rank in range(cp_size):
+        t = torch.randn(8, 2, 8)
+        expected = rope_utils.apply_rotary_pos_emb(
+            t, freqs, config, cu_seqlens=cu_seqlens, cp_group=Rank(cp_size, rank)
+        )
+        assert torch.equal(tables.rotate(t, freqs, cu_seqlens, cp_size=cp_size, cp_rank=rank), expected)
+
+
+@pytest.mark.megatron
+def test_frequencies_come_once_from_megatrons_embedding_and_so_do_the_tables(rope_utils: ModuleType) -> None:
+    """`RotaryEmbedding` caches its result, which is what makes the tables last over layers and steps."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megagraph.megatron.cpu import megatron_on_cpu
+
+    group = Rank(1, 0)
+    with megatron_on_cpu():
+        embedding = RotaryEmbedding(kv_channels=8, rotary_percent=1.0, use_cpu_initialization=True)
+        first, second = (embedding(32, packed_seq=True, cp_group=group) for _ in range(2))
+    tables = RotaryTables()
+    once = tables.tables(first, torch.bfloat16, 1.0)
+    assert tables.tables(second, torch.bfloat16, 1.0)[0] is once[0]
+    assert torch.equal(first.cpu(), frequencies())
