@@ -238,6 +238,8 @@ class Bank:
 
     def _skip(self, chain: Chain, error: CaptureError) -> None:
         _log.warning("stays eager (%s): %s", error.reason.name, error)
+        # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
+        error.__cause__ = error.__context__ = error.__traceback__ = None
         self.failures.append(error)
         self.skip(chain, error.rank, error.reason)
 
@@ -267,7 +269,7 @@ class Bank:
                 spec.kind, [slot[name] for slot in buffers], spec.source, spec.fill, spec.extend_last
             )
             for name, spec in variant.metadata.items()
-            if spec.source >= 0 or spec.shared
+            if spec.source >= 0 or spec.kind is _C.SegmentKind.MASK
         ]
         index = chain.chunk.add_variant(variant.training, metadata, variant.end_source)
         for slot, captured in enumerate(by_slot):

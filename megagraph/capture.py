@@ -87,6 +87,7 @@ def _leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[
     if work_runs:
         saved += [(grad, grad.clone()) for param in params if (grad := _main_grad(param)) is not None]
         saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
+    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
     grads = [(param, param.grad) for param in params]
     flag = "grad_added_to_main_grad"
     flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
@@ -102,6 +103,13 @@ def _leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[
             param.grad = grad
         for param, value in flags:
             setattr(param, flag, value)
+        rebound = any(
+            table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
+        )
+        for table, before in tables:
+            table.update(before)
+    if rebound:
+        raise ValueError("a buffer was assigned anew; a graph updates buffers in place only")
 
 
 @contextlib.contextmanager
@@ -151,7 +159,11 @@ class _Plan:
         self._captured = {r: CapturedSite(rank=r) for r in range(len(sites)) if r not in skipped}
         # (leaf, output) of each site between its forward and its backward.
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
-        self._trace = _C.OpTrace()
+        self._trace: _C.OpTrace | None = _C.OpTrace()
+
+    def end(self) -> None:
+        """Stops watching ops: executables of the host backend keep this plan for their bodies."""
+        self._trace = None
 
     @contextlib.contextmanager
     def _named(self, rank: int, phase: str) -> Iterator[None]:
@@ -165,7 +177,7 @@ class _Plan:
                 site=self._sites[rank].name,
                 rank=rank,
                 reason=EagerReason.CAPTURE_FAILED,
-                detail=f"{phase} failed at {_line_of(error)}, last op {self._trace.last_op or 'none'}: "
+                detail=f"{phase} failed at {_line_of(error)}, last op {(self._trace and self._trace.last_op) or 'none'}: "
                 f"{type(error).__name__}: {error}",
             ) from error
 
@@ -295,13 +307,14 @@ def capture_variant(
         CaptureError: naming the site, the op and the line. Everything has been undone.
     """
     snapshot = rng.snapshot()
+    plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
     try:
         with backend.recording():
-            plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
             plan.warm_up(rng)
             backend.settle()  # or the warm-up's memory would stand beside the pool's
             traced = [site for rank, site in enumerate(sites) if rank not in skipped]
             with _leaves_no_trace(traced, work_runs=backend.runs_while_recording):
                 return plan.record()
     finally:
+        plan.end()
         rng.restore(snapshot)

@@ -34,6 +34,7 @@ class RngSources:
 
     def __init__(self, device: torch.device, trackers: Sequence[RngTracker] = ()) -> None:
         self._trackers = list(trackers)
+        self._is_host_drawn = device.type == "cpu"  # the host backend draws from it anew in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
@@ -64,7 +65,10 @@ class RngSources:
 
     def drew_unsafely(self, snapshot: _Snapshot) -> bool:
         """Whether a stream that no graph can advance has moved since `snapshot`."""
-        for before, after in zip(snapshot[1], self.snapshot()[1], strict=True):
+        now = self.snapshot()
+        if not self._is_host_drawn and not torch.equal(snapshot[0][0], now[0][0]):
+            return True
+        for before, after in zip(snapshot[1], now[1], strict=True):
             for name, state in after.items():
                 old = before.get(name)
                 if isinstance(old, Tensor) and isinstance(state, Tensor) and not torch.equal(old, state):

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace megagraph {
@@ -27,6 +28,10 @@ void Chunk::set_slots(int num_slots, const std::vector<std::shared_ptr<void>>& p
 int Chunk::add_variant(Variant variant) {
   TORCH_CHECK(slots_ != nullptr, "set_slots() comes before the first variant");
   for (const MetadataBuffer& buffer : variant.metadata) {
+    TORCH_CHECK_VALUE(buffer.kind != SegmentKind::kMask || variant.end_source >= 0,
+                      "a mask needs the pack's end: set the variant's end_source");
+    TORCH_CHECK_VALUE(buffer.kind == SegmentKind::kMask || buffer.source >= 0,
+                      "only a mask needs no source");
     TORCH_CHECK_VALUE(static_cast<int>(buffer.by_slot.size()) == num_slots(), "expected ",
                       num_slots(), " buffers, one for each slot, got ", buffer.by_slot.size());
   }
@@ -61,6 +66,12 @@ std::optional<EagerReason> Chunk::begin(int variant, const std::vector<at::Tenso
   if (!(NumericSettings::current(device_.type()) == wanted.numerics)) {
     return EagerReason::kNumericsChanged;
   }
+  int num_sources = wanted.end_source + 1;
+  for (const MetadataBuffer& buffer : wanted.metadata) {
+    num_sources = std::max(num_sources, buffer.source + 1);
+  }
+  TORCH_CHECK_VALUE(static_cast<int>(sources.size()) >= num_sources, "expected ", num_sources,
+                    " metadata sources, got ", sources.size());
   for (const MetadataBuffer& buffer : wanted.metadata) check_source(buffer, sources);
   current_ = slots_->acquire(variant, wanted.training);
   if (current_ == nullptr) {
@@ -97,8 +108,9 @@ void Chunk::append_metadata(SegmentList& segments) {
     segment.src = source ? source->const_data_ptr() : nullptr;
     segment.dst = target.mutable_data_ptr();
     const bool in_bytes = buffer.kind == SegmentKind::kCopy;
-    segment.src_size = source ? (in_bytes ? source->nbytes() : source->numel()) : 0;
     segment.dst_size = in_bytes ? target.nbytes() : target.numel();
+    segment.src_size = segment.dst_size;  // a mask without a source: only the pack's end counts
+    if (source) segment.src_size = in_bytes ? source->nbytes() : source->numel();
     segment.end = end;
     segment.fill = buffer.fill;
     segment.extend_last = buffer.extend_last;

@@ -8,17 +8,18 @@ namespace megagraph {
 namespace {
 
 struct Holder {
-  Holder(std::shared_ptr<Slot> slot, int rank, at::Tensor boundary)
-      : slot_(std::move(slot)), rank_(rank), boundary_(std::move(boundary)) {
-    slot_->retain_tensor(rank_);
+  Holder(const at::Tensor& boundary, std::shared_ptr<Slot> slot, int rank, LeaseKind kind)
+      : boundary_(boundary), slot_(std::move(slot)), rank_(rank), kind_(kind) {
+    slot_->retain_tensor(rank_, kind_);
   }
-  ~Holder() { slot_->release_tensor(rank_); }
+  ~Holder() { slot_->release_tensor(rank_, kind_); }
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
 
+  const at::Tensor boundary_;  // the host backend's buffers have no other owner after a release
   const std::shared_ptr<Slot> slot_;
   const int rank_;
-  const at::Tensor boundary_;  // outlives the bank, as the slot's pool does
+  const LeaseKind kind_;
 };
 
 // May run on any thread, with or without the GIL.
@@ -27,10 +28,10 @@ void drop_holder(void* holder) { delete static_cast<Holder*>(holder); }
 }  // namespace
 
 at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>& slot, int rank,
-                        std::optional<int64_t> rows) {
+                        LeaseKind kind, std::optional<int64_t> rows) {
   size_t bytes = boundary.nbytes();
   if (rows) bytes = bytes / boundary.size(0) * *rows;
-  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(slot, rank, boundary), &drop_holder,
+  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(boundary, slot, rank, kind), &drop_holder,
                     boundary.device());
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),

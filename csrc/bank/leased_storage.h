@@ -20,6 +20,6 @@ namespace megagraph {
 // A detached tensor over the first `rows` rows of `boundary` (all of them by default). `boundary`
 // must be contiguous.
 at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>& slot, int rank,
-                        std::optional<int64_t> rows = std::nullopt);
+                        LeaseKind kind, std::optional<int64_t> rows = std::nullopt);
 
 }  // namespace megagraph

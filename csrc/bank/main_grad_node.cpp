@@ -84,10 +84,4 @@ std::vector<at::Tensor> AccumulatorSwap::take_kept_grads() {
   return grads;
 }
 
-int64_t count_accumulator_hooks(const at::Tensor& param) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-  if (accumulator == nullptr) return 0;
-  return static_cast<int64_t>(accumulator->post_hooks().size() + accumulator->pre_hooks().size());
-}
-
 }  // namespace megagraph

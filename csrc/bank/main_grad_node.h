@@ -53,8 +53,4 @@ class AccumulatorSwap {
   bool installed_ = false;
 };
 
-// Hooks on a parameter's gradient accumulator, which a site would bypass. DDP's own counts as one;
-// hooks on the tensor itself are not counted.
-int64_t count_accumulator_hooks(const at::Tensor& param);
-
 }  // namespace megagraph

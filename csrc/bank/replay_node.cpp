@@ -2,6 +2,7 @@
 #include "csrc/bank/replay_node.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -92,6 +93,8 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   TORCH_CHECK(pending_, "site ", rank_,
               " was asked for a second backward, but its graph's saved tensors live for one: run "
               "the forward again, or keep this call out of graphs");
+  TORCH_CHECK(!at::GradMode::is_enabled(), "site ", rank_, " was asked for a gradient of its gradient "
+              "(create_graph=True), which no graph has: keep this call out of graphs");
   TORCH_CHECK(!graph_->released, "the bank was released between the forward and the backward of "
               "site ", rank_);
   TORCH_CHECK(slot_->leave(rank_), "backward of site ", rank_,
@@ -112,13 +115,18 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   for (; edge < edge_inputs_.size(); ++edge) {
     if (!task_should_compute_output(edge)) continue;
     const size_t input = edge_inputs_[edge];
-    result[edge] = lease_tensor(graph_->grad_inputs[input], slot_, rank_, input_rows_[input]);
+    result[edge] = lease_tensor(graph_->grad_inputs[input], slot_, rank_, LeaseKind::kGradient,
+                                input_rows_[input]);
     // A leaf would keep the tensor, and with it the slot, as its .grad.
     if (is_leaf_edge(next_edge(edge))) result[edge] = result[edge].clone();
   }
-  // Here the graph's own reference makes AccumulateGrad clone.
+  // Here the graph's own reference makes AccumulateGrad clone. torch.autograd.grad() would hand the
+  // buffer itself to its caller.
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  const bool is_partial = wanted != nullptr && !wanted->empty();
   for (size_t i = 0; i < graph_->params.size(); ++i) {
-    if (task_should_compute_output(edge + i)) result[edge + i] = graph_->param_grads[i];
+    if (!task_should_compute_output(edge + i)) continue;
+    result[edge + i] = is_partial ? graph_->param_grads[i].clone() : graph_->param_grads[i];
   }
   if (listener_ != nullptr && slot_->wants_notice(listener_->wants)) listener_->done(rank_);
   return result;

@@ -42,6 +42,9 @@ void Site::set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph) {
   auto& place = graphs_.at(variant).at(slot);
   TORCH_CHECK(place == nullptr, "site ", rank_, " has captured variant ", variant, ", slot ", slot,
               " already");
+  const SiteGraph* before = rank_ == 0 ? nullptr : chunk_.site(rank_ - 1).graph(variant, slot);
+  graph->is_chained = before != nullptr && before->outputs.front().const_data_ptr() ==
+                                               graph->inputs.front().const_data_ptr();
   place = std::move(graph);
 }
 
@@ -72,10 +75,20 @@ std::optional<EagerReason> Site::replay(const std::vector<at::Tensor>& inputs,
                                         std::vector<at::Tensor>& outputs) {
   const std::shared_ptr<Slot>& slot = chunk_.current();
   TORCH_CHECK(slot != nullptr, "site ", rank_, " was called outside a micro-batch of its chunk");
+  if (chunk_.bank()->state.load() == BankState::kReleased) {
+    chunk_.bank()->counters.count_eager(EagerReason::kReleased, 1);
+    return EagerReason::kReleased;
+  }
   const int variant = slot->variant();
   const std::shared_ptr<SiteGraph>& graph = graphs_.at(variant)[slot->index()];
   const bool training = chunk_.variant(variant).training;
   std::optional<EagerReason> reason = refuse(graph.get(), training, inputs);
+  // Staging another tensor into a chained input would overwrite the previous site's output, which
+  // its backward or its reader may still need.
+  if (!reason && graph->is_chained && slot->is_held(rank_ - 1) &&
+      inputs.front().const_data_ptr() != graph->inputs.front().const_data_ptr()) {
+    reason = EagerReason::kNesting;
+  }
   if (!reason && !slot->enter(rank_)) reason = EagerReason::kNesting;
   if (reason) {
     chunk_.bank()->counters.count_eager(*reason, 1);
@@ -96,7 +109,7 @@ std::optional<EagerReason> Site::replay(const std::vector<at::Tensor>& inputs,
 
   const size_t first = outputs.size();
   for (const at::Tensor& boundary : graph->outputs) {
-    outputs.push_back(lease_tensor(boundary, slot, rank_));
+    outputs.push_back(lease_tensor(boundary, slot, rank_, LeaseKind::kOutput));
   }
   if (node != nullptr) {
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(first), outputs.end()});

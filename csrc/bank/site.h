@@ -30,6 +30,8 @@ struct SiteGraph {
   std::vector<at::Tensor> params, param_grads;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
+  // The input is the previous site's output buffer.
+  bool is_chained = false;
   bool released = false;
 
   void poison();

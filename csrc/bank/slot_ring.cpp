@@ -13,7 +13,8 @@ Slot::Slot(int index, int num_sites, std::function<void(int)> on_free,
     : index_(index),
       on_free_(std::move(on_free)),
       keep_alive_(std::move(keep_alive)),
-      tensors_(num_sites, 0),
+      outputs_(num_sites, 0),
+      gradients_(num_sites, 0),
       nodes_(num_sites, 0) {}
 
 bool Slot::lease(int variant, bool training) {
@@ -43,6 +44,7 @@ void Slot::end_micro_batch() {
 bool Slot::enter(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!live_.empty() && rank <= live_.back()) return false;
+  if (num_gradients_ > 0 || rank <= top_output_) return false;
   live_.push_back(rank);
   if (training_) {
     ++nodes_[rank];
@@ -72,20 +74,37 @@ void Slot::node_done(int rank) {
   release_holder(lock);
 }
 
-void Slot::retain_tensor(int rank) {
+void Slot::retain_tensor(int rank, LeaseKind kind) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++tensors_[rank];
   ++holders_;
+  if (kind == LeaseKind::kGradient) {
+    ++gradients_[rank];
+    ++num_gradients_;
+    return;
+  }
+  ++outputs_[rank];
+  top_output_ = std::max(top_output_, rank);
 }
 
-void Slot::release_tensor(int rank) {
+void Slot::release_tensor(int rank, LeaseKind kind) {
   std::unique_lock<std::mutex> lock(mutex_);
-  --tensors_[rank];
+  if (kind == LeaseKind::kGradient) {
+    --gradients_[rank];
+    --num_gradients_;
+    return release_holder(lock);
+  }
+  --outputs_[rank];
+  while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
   // Without a backward, a site is live while somebody may read its output.
-  if (!training_ && tensors_[rank] == 0) {
+  if (!training_ && outputs_[rank] == 0) {
     live_.erase(std::remove(live_.begin(), live_.end(), rank), live_.end());
   }
   release_holder(lock);
+}
+
+bool Slot::is_held(int rank) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return nodes_[rank] > 0 || outputs_[rank] > 0 || gradients_[rank] > 0;
 }
 
 bool Slot::is_free() const {
@@ -102,9 +121,9 @@ std::string Slot::describe_holders() const {
     text += std::to_string(count) + " " + what + (count == 1 ? "" : "s") + " of site " +
             std::to_string(rank);
   };
-  for (size_t rank = 0; rank < tensors_.size(); ++rank) {
+  for (size_t rank = 0; rank < nodes_.size(); ++rank) {
     add(nodes_[rank], "pending backward", rank);
-    add(tensors_[rank], "tensor", rank);
+    add(outputs_[rank] + gradients_[rank], "tensor", rank);
   }
   return text.empty() ? "a micro-batch that has not ended" : text;
 }

@@ -8,7 +8,9 @@
 //   - a forward of rank j runs only when j > max(live),
 //   - a backward of rank i runs only when i == max(live),
 //   - any member may be dropped without a backward,
-//   - the variant changes only when live is empty.
+//   - the variant changes only when live is empty,
+// and if nothing that was allocated after a forward, and that somebody may still read, is there when
+// it runs: no output of this or a later site, no gradient.
 // tests/bank/test_nesting_rule.py checks this against a random allocator. A forward that would break the
 // rule runs eager; a backward that would break it raises, since its saved tensors are gone.
 #pragma once
@@ -21,6 +23,9 @@
 #include <vector>
 
 namespace megagraph {
+
+// What a tensor over a boundary buffer is.
+enum class LeaseKind : uint8_t { kOutput, kGradient };
 
 // One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds the
 // lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
@@ -49,8 +54,10 @@ class Slot {
   void drop(int rank);
   void node_done(int rank);
 
-  void retain_tensor(int rank);
-  void release_tensor(int rank);
+  void retain_tensor(int rank, LeaseKind kind);
+  void release_tensor(int rank, LeaseKind kind);
+  // Whether the backward of `rank` is to come, or somebody may read a tensor of it.
+  bool is_held(int rank) const;
 
   bool is_free() const;
   // "2 tensors of site 3, 1 pending backward of site 4", for errors.
@@ -73,7 +80,9 @@ class Slot {
   bool training_ = false;
   int64_t holders_ = 0;
   std::vector<int> live_;  // ranks, ascending
-  std::vector<int32_t> tensors_, nodes_;  // holders by rank
+  std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by rank
+  int64_t num_gradients_ = 0;
+  int top_output_ = -1;  // the last rank whose output is held
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
 

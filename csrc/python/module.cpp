@@ -4,13 +4,17 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -111,6 +115,30 @@ at::Tensor unowned_alias(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
 }
 
+// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known by
+// name only: libtorch_python does not export it.
+template <typename PythonHook, typename Hooks>
+int64_t count_hooks(const Hooks& hooks, std::string_view name) {
+  int64_t count = 0;
+  for (const auto& hook : hooks) {
+    const auto& type = typeid(*hook);
+    const bool is_python = std::string_view(type.name()).find(name) != std::string_view::npos;
+    count += is_python ? PyDict_Size(static_cast<const PythonHook&>(*hook).dict) : 1;
+  }
+  return count;
+}
+
+// Hooks on a parameter's gradient accumulator, which a site would bypass; those on the tensor itself
+// are not counted.
+int64_t count_accumulator_hooks(const at::Tensor& param) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  if (accumulator == nullptr) return 0;
+  return count_hooks<torch::autograd::PyFunctionPostHook>(accumulator->post_hooks(),
+                                                          "PyFunctionPostHook") +
+         count_hooks<torch::autograd::PyFunctionPreHook>(accumulator->pre_hooks(),
+                                                         "PyFunctionPreHook");
+}
+
 std::map<std::string, int64_t> counters_of(GraphBank& bank) {
   std::map<std::string, int64_t> result;
   const Counters& counters = bank.counters();
@@ -131,12 +159,16 @@ using Pools = std::vector<std::shared_ptr<Slot>>;
 
 void set_slots(Chunk& chunk, int num_slots, const Pools& pools, bool poison,
                bool holds_collectives) {
+  TORCH_CHECK_VALUE(num_slots >= 1, "a chunk needs at least one slot, got ", num_slots);
   std::vector<std::shared_ptr<void>> held(pools.begin(), pools.end());
   if (held.empty()) held.resize(num_slots);
   chunk.set_slots(num_slots, held, poison, holds_collectives);
 }
 
 void bind_slot(py::module_& m) {
+  py::enum_<LeaseKind>(m, "LeaseKind")
+      .value("OUTPUT", LeaseKind::kOutput)
+      .value("GRADIENT", LeaseKind::kGradient);
   py::class_<Slot, std::shared_ptr<Slot>>(m, "Slot")
       .def(py::init([](int index, int num_sites) {
              return std::make_shared<Slot>(index, num_sites, nullptr, nullptr);
@@ -148,8 +180,10 @@ void bind_slot(py::module_& m) {
       .def("leave", &Slot::leave, py::arg("rank"))
       .def("drop", &Slot::drop, py::arg("rank"))
       .def("node_done", &Slot::node_done, py::arg("rank"))
-      .def("retain_tensor", &Slot::retain_tensor, py::arg("rank"))
-      .def("release_tensor", &Slot::release_tensor, py::arg("rank"))
+      .def("retain_tensor", &Slot::retain_tensor, py::arg("rank"),
+           py::arg("kind") = LeaseKind::kOutput)
+      .def("release_tensor", &Slot::release_tensor, py::arg("rank"),
+           py::arg("kind") = LeaseKind::kOutput)
       .def_property_readonly("is_free", &Slot::is_free)
       .def("describe_holders", &Slot::describe_holders);
 }

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams: a replay advances them as eager does, a capture not at all."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from bank_twin import WIDTH, Twin, assert_same_bits, blocks, run_eager, variant
+from torch import Tensor, nn
+
+from megagraph.dispatch import EagerReason
+
+
+def rng_states(device: str) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def with_dropout(num_layers: int = 3) -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Dropout(0.2)) for _ in range(num_layers)
+    ]
+
+
+class Tracker:
+    """Named streams: generators of their own, or saved states of the default one, as Megatron's."""
+
+    def __init__(self, device: str, *, graph_safe: bool) -> None:
+        self.device = device
+        self.states: dict[str, Tensor | torch.Generator] = {
+            "dropout": torch.Generator(device).manual_seed(7) if graph_safe else rng_states(device)[-1]
+        }
+
+    def get_states(self) -> Mapping[str, Tensor | torch.Generator]:
+        return dict(self.states)
+
+    def set_states(self, states: Mapping[str, Tensor | torch.Generator]) -> None:
+        self.states = dict(states)
+
+    def content(self) -> Tensor:
+        state = self.states["dropout"]
+        return state.clone() if isinstance(state, Tensor) else state.get_state()
+
+    def set_content(self, content: Tensor) -> None:
+        state = self.states["dropout"]
+        if isinstance(state, torch.Generator):
+            state.set_state(content)
+        else:
+            self.states["dropout"] = content.clone()
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[torch.Generator]:
+        """The generator to draw from."""
+        state = self.states["dropout"]
+        if isinstance(state, torch.Generator):
+            yield state
+            return
+        default = torch.default_generator if self.device == "cpu" else torch.cuda.default_generators[0]
+        outside = default.get_state()
+        default.set_state(state)
+        try:
+            yield default
+        finally:
+            self.states["dropout"] = default.get_state()
+            default.set_state(outside)
+
+
+class Noisy(nn.Module):
+    """Multiplies by noise from a tracker's stream."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.tracker = [tracker]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Noisy":
+        copied = Noisy(self.tracker[0])  # both sides draw from one stream
+        return copied.to(self.scale.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with self.tracker[0].fork() as generator:
+            noise = torch.rand(hidden.shape, device=hidden.device, generator=generator)
+        return hidden * self.scale * noise
+
+
+def step_both_under_one_seed(twin: Twin, seed: int) -> None:
+    hidden, grad = twin.input(), twin.input()
+    sides, states = [], []
+    for graphed in (True, False):
+        torch.manual_seed(seed)
+        x = hidden.clone().requires_grad_()
+        if graphed:
+            with twin.chain.micro_batch("train") as reason:
+                assert reason is None
+                out = twin.chain(x)
+        else:
+            out = run_eager(twin.eager_layers, x)
+        states.append(rng_states(twin.device))
+        out.backward(grad)
+        sides.append((out.detach().clone(), x.grad))
+        del out
+    assert_same_bits(sides[0][0], sides[1][0], "output")
+    assert_same_bits(sides[0][1], sides[1][1], "gradient of the input")
+    for got, want in zip(*states, strict=True):
+        assert torch.equal(got, want), "the streams were not advanced as eager does"
+    twin.check_state()
+
+
+def test_dropout_has_the_bits_that_eager_draws_under_the_same_seed(device: str) -> None:
+    twin = Twin(device, with_dropout()).capture()
+    for step in range(5):
+        step_both_under_one_seed(twin, step)
+    assert twin.bank.counters()["replays"] == 15
+
+
+def test_every_replay_draws_anew(device: str) -> None:
+    twin = Twin(device, [nn.Dropout(0.5)]).capture(variant(training=False))
+    ones = torch.ones(6, WIDTH, device=device)
+    outputs = []
+    with torch.no_grad():
+        for _ in range(4):
+            with twin.chain.micro_batch("train") as reason:
+                assert reason is None
+                outputs.append(twin.chain(ones).clone())
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outputs))
+
+
+@pytest.mark.parametrize("graph_safe", [True, False])
+def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool) -> None:
+    tracker = Tracker(device, graph_safe=graph_safe)
+    twin = Twin(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[tracker])
+    before, content = rng_states(device), tracker.content()
+    twin.capture(variant(), variant("eval", training=False))
+    for got, want in zip(rng_states(device), before, strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(tracker.content(), content)
+
+
+def test_a_tracker_of_generators_is_captured_and_advanced(device: str) -> None:
+    tracker = Tracker(device, graph_safe=True)
+    twin = Twin(device, [Noisy(tracker), nn.Tanh(), Noisy(tracker)], trackers=[tracker]).capture()
+    check_draws(twin, tracker)
+    assert twin.bank.counters()["replays"] == 4 * 3
+
+
+def test_a_tracker_of_saved_states_leaves_its_site_eager(device: str) -> None:
+    tracker = Tracker(device, graph_safe=False)
+    twin = Twin(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[tracker]).capture()
+    (failure,) = twin.bank.failures
+    assert (failure.rank, failure.reason) == (1, EagerReason.RNG_NOT_GRAPH_SAFE)
+    check_draws(twin, tracker)
+    assert twin.eager_calls() == {"RNG_NOT_GRAPH_SAFE": 4}
+    assert twin.bank.counters()["replays"] == 4 * 2
+
+
+def check_draws(twin: Twin, tracker: Tracker) -> None:
+    """Both sides draw the same numbers from the tracker's stream and leave it at the same place."""
+    for _ in range(4):
+        before = tracker.content()
+        with twin.chain.micro_batch("train") as reason:
+            assert reason is None
+            hidden = twin.input()
+            x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
+            out = twin.chain(x)
+        after = tracker.content()
+        assert not torch.equal(before, after)
+        tracker.set_content(before)
+        eager = run_eager(twin.eager_layers, eager_x)
+        assert torch.equal(tracker.content(), after)
+        assert_same_bits(out, eager, "output")
+        out.sum().backward()
+        eager.sum().backward()
+        assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
+        twin.check_state()
+        del out

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A capture that fails is undone: it names where, and training goes on with the same bits."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bank_twin import WIDTH, Block, Twin, variant
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.dispatch import EagerReason
+
+TOO_MANY = 1 << 46
+Trouble = Callable[[Tensor], object]
+
+
+class OnBackward(torch.autograd.Function):
+    """The identity, whose backward calls `action`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, action: Trouble) -> Tensor:
+        ctx.action = action
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.action(grad)
+        return grad.clone(), None
+
+
+class Troubled(nn.Module):
+    """Gets into trouble in its n-th pass (1: the warm-up, 2: the capture), once it is armed."""
+
+    def __init__(self, trouble: Trouble, *, in_backward: bool = False, at_pass: int = 2) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.trouble, self.in_backward, self.at_pass = trouble, in_backward, at_pass
+        self.passes_left = 0
+
+    def arm(self) -> None:
+        self.passes_left = self.at_pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Troubled":
+        copied = Troubled(self.trouble)  # never armed
+        copied.scale = copy.deepcopy(self.scale, memo)
+        return copied
+
+    def count(self, tensor: Tensor) -> None:
+        self.passes_left -= 1
+        if self.passes_left == 0:
+            self.trouble(tensor)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.in_backward:
+            hidden = OnBackward.apply(hidden, self.count)
+        else:
+            self.count(hidden)
+        return hidden * self.scale
+
+
+def raises(_: Tensor) -> None:
+    raise ValueError("from the layer")
+
+
+def interrupts(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def synchronises(tensor: Tensor) -> None:
+    tensor.sum().item()
+
+
+def allocates_too_much(tensor: Tensor) -> None:
+    torch.empty(TOO_MANY, device=tensor.device)
+
+
+def leaves_a_stream_unjoined(tensor: Tensor) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tensor + 1
+
+
+def contents(twin: Twin) -> list[Tensor]:
+    """Everything that a capture has to leave as it was."""
+    found = [torch.get_rng_state()]
+    if twin.device == "cuda":
+        found.append(torch.cuda.get_rng_state())
+    for layer in twin.layers:
+        found += [buffer.clone() for buffer in layer.buffers()]
+        for param in layer.parameters():
+            found += [param.detach().clone(), getattr(param, "main_grad", param.detach()).clone()]
+            found += [] if param.grad is None else [param.grad.clone()]
+    return found
+
+
+def twin_with(device: str, troubled: Troubled, *, main_grad: bool = True, num_slots: int = 1) -> Twin:
+    """Has trained for some steps already."""
+    layers = [Block(), nn.BatchNorm1d(WIDTH), troubled, nn.Sequential(Block(), nn.Dropout(0.0))]
+    twin = Twin(device, layers, main_grad=main_grad, num_slots=num_slots)
+    for _ in range(2):
+        assert twin.step() is EagerReason.WARMING_UP
+    return twin
+
+
+def check_goes_on(twin: Twin) -> None:
+    """The site is eager, the others replay, and no bit differs from a run that never captured."""
+    counted = twin.bank.counters()
+    for _ in range(3):
+        assert twin.step() is None
+        twin.update_weights()
+    counters = twin.bank.counters()
+    assert counters["CAPTURE_FAILED"] - counted["CAPTURE_FAILED"] == 3
+    assert counters["replays"] - counted["replays"] == 9
+    twin.capture(variant("more", rows=4))  # a later capture in the same process
+    assert twin.step(twin.input(4), "more") is None
+    assert twin.step() is None
+    other = Twin(twin.device, [Block()]).capture()
+    assert other.step() is None and not other.bank.failures
+
+
+def check_failure(
+    device: str,
+    troubled: Troubled,
+    phase: str,
+    what: list[str],
+    *,
+    main_grad: bool = True,
+    num_slots: int = 1,
+) -> None:
+    twin = twin_with(device, troubled, main_grad=main_grad, num_slots=num_slots)
+    before = contents(twin)
+    troubled.arm()
+    twin.capture()
+    (failure,) = twin.bank.failures
+    assert (failure.site, failure.rank) == ("2.Troubled", 2)
+    assert failure.reason is EagerReason.CAPTURE_FAILED
+    message = str(failure)
+    assert message.startswith(f"2.Troubled: {phase} failed at ")
+    for expected in what:
+        assert expected in message
+    assert twin.bank.state == _C.BankState.SEALED
+    after = contents(twin)
+    assert len(after) == len(before)
+    for got, want in zip(after, before, strict=True):
+        assert torch.equal(got, want), "the failed capture left a trace"
+    assert twin.chain.chunk.all_free()
+    check_goes_on(twin)
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    ("in_backward", "at_pass", "phase"),
+    [
+        pytest.param(False, 1, "warm-up", id="warm-up"),
+        pytest.param(True, 1, "warm-up", id="backward of the warm-up"),
+        pytest.param(False, 2, "capture of the forward", id="forward"),
+        pytest.param(True, 2, "capture of the backward", id="backward"),
+    ],
+)
+def test_a_layer_that_raises_stays_eager_and_leaves_no_trace(
+    device: str, in_backward: bool, at_pass: int, phase: str, main_grad: bool
+) -> None:
+    troubled = Troubled(raises, in_backward=in_backward, at_pass=at_pass)
+    where = f"{__file__}:{raises.__code__.co_firstlineno + 1} in raises"
+    expected = [where, "last op ", "ValueError: from the layer"]
+    check_failure(device, troubled, phase, expected, main_grad=main_grad)
+
+
+@pytest.mark.parametrize("at_pass", [3, 4])
+def test_a_layer_that_raises_for_the_second_slot_is_eager_in_both(device: str, at_pass: int) -> None:
+    phase = "warm-up" if at_pass == 3 else "capture of the forward"
+    check_failure(device, Troubled(raises, at_pass=at_pass), phase, ["from the layer"], num_slots=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("trouble", "what"),
+    [
+        pytest.param(synchronises, [f"{__file__}:", "aten::_local_scalar_dense"], id="item"),
+        pytest.param(allocates_too_much, [f"{__file__}:", "OutOfMemoryError"], id="out of memory"),
+        pytest.param(leaves_a_stream_unjoined, [".py:"], id="unjoined stream"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_undone(trouble: Trouble, in_backward: bool, what: list[str]) -> None:
+    phase = "capture of the backward" if in_backward else "capture of the forward"
+    check_failure("cuda", Troubled(trouble, in_backward=in_backward), phase, what)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trouble", [raises, synchronises, allocates_too_much, leaves_a_stream_unjoined])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: bool) -> None:
+    def attempt() -> None:
+        troubled = Troubled(trouble, in_backward=in_backward)
+        twin = Twin("cuda", [Block(), troubled])
+        troubled.arm()
+        twin.capture()
+        assert len(twin.bank.failures) == 1
+        twin.bank.release()
+
+    attempt()  # loads kernels, makes workspaces
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(3):
+        attempt()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_a_failure_is_logged_once_with_its_reason(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    troubled = Troubled(raises)
+    twin = twin_with(device, troubled)
+    troubled.arm()
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        twin.capture()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("stays eager (CAPTURE_FAILED): 2.Troubled: capture of the forward")
+
+
+def test_where_every_site_fails_everything_is_eager(device: str) -> None:
+    troubled = [Troubled(raises), Troubled(raises)]
+    twin = Twin(device, troubled)
+    for layer in troubled:
+        layer.arm()
+    twin.capture()
+    assert len(twin.bank.failures) == 2
+    assert twin.bank.state == _C.BankState.SEALED
+    assert twin.step() is EagerReason.CAPTURE_FAILED
+    assert twin.eager_calls() == {"CAPTURE_FAILED": 2}
+
+
+def test_an_earlier_variant_survives_the_failure_of_a_later_one(device: str) -> None:
+    troubled = Troubled(raises)
+    twin = twin_with(device, troubled).capture()
+    troubled.arm()
+    twin.capture(variant("more", rows=4))
+    assert len(twin.bank.failures) == 1
+    for _ in range(3):
+        assert twin.step() is None
+        assert twin.step(twin.input(4), "more") is None
+    assert twin.eager_calls() == {"WARMING_UP": 8, "CAPTURE_FAILED": 3}
+
+
+def test_an_interrupt_ends_the_capture_and_can_be_tried_again(device: str) -> None:
+    troubled = Troubled(interrupts)
+    twin = twin_with(device, troubled)
+    before = contents(twin)
+    troubled.arm()
+    with pytest.raises(KeyboardInterrupt):
+        twin.capture()
+    assert twin.bank.state == _C.BankState.SEALED and not twin.bank.failures
+    assert all(torch.equal(got, want) for got, want in zip(contents(twin), before, strict=True))
+    assert twin.step() is EagerReason.WARMING_UP
+    twin.capture()
+    assert twin.step() is None
+
+
+def test_progress_is_told_and_may_raise(device: str) -> None:
+    twin = Twin(device, [Block()])
+    told: list[tuple[int, int, str]] = []
+
+    def progress(done: int, total: int, what: str) -> None:
+        told.append((done, total, what))
+        if what == "variant small":
+            raise RuntimeError("of the callback")
+
+    large, small = variant("large", rows=9), variant("small", rows=2)
+    with pytest.raises(RuntimeError, match=r"^of the callback$"):
+        twin.bank.capture({twin.chain: [small, large]}, progress)
+    assert twin.bank.state == _C.BankState.SEALED
+    assert told == [(0, 2, "variant large"), (1, 2, "variant small")]
+    assert twin.step(twin.input(9), "large") is None
+    assert twin.step(twin.input(2), "small") is EagerReason.WARMING_UP
+    twin.bank.capture({twin.chain: [variant("tiny", rows=1)]}, progress)
+    assert told[2:] == [(0, 1, "variant tiny"), (1, 1, "done")]
+    assert twin.step(twin.input(1), "tiny") is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        pytest.param(nn.Flatten(0), r"expected an output of 6 rows, got \(48,\)", id="rows"),
+        pytest.param(nn.Embedding(3, WIDTH), r"warm-up failed at", id="dtype"),
+    ],
+)
+def test_a_layer_of_another_shape_is_named(device: str, layer: nn.Module, expected: str) -> None:
+    twin = Twin(device, [Block(), layer])
+    twin.capture()
+    (failure,) = twin.bank.failures
+    assert failure.rank == 1
+    with pytest.raises(RuntimeError, match=expected):
+        raise failure
