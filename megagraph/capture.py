@@ -177,9 +177,12 @@ class _Plan:
                 site=self._sites[rank].name,
                 rank=rank,
                 reason=EagerReason.CAPTURE_FAILED,
-                detail=f"{phase} failed at {_line_of(error)}, last op {(self._trace and self._trace.last_op) or 'none'}: "
+                detail=f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
                 f"{type(error).__name__}: {error}",
             ) from error
+
+    def _last_op(self) -> str:
+        return (self._trace.last_op if self._trace is not None else "") or "none"
 
     def _empty_rows(self) -> Tensor:
         shape = (self._variant.rows, *self._variant.row_shape)

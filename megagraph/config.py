@@ -77,18 +77,18 @@ class GraphConfig:
         self._check_capacities()
 
     def _check_capacities(self) -> None:
-        short = (self.cuda_graph_max_packed_seqs, self.max_seqlen_per_dp_cp_rank)
-        if self.capacities and (any(short) or self.max_seqlen):
+        counts, tokens = self.cuda_graph_max_packed_seqs, self.max_seqlen_per_dp_cp_rank
+        if self.capacities and (counts or tokens is not None or self.max_seqlen is not None):
             raise ValueError(
                 "capacities: expected either this or cuda_graph_max_packed_seqs with "
                 "max_seqlen_per_dp_cp_rank, got both"
             )
-        if bool(short[0]) != bool(short[1]):
+        if bool(counts) != (tokens is not None):
             raise ValueError(
                 "cuda_graph_max_packed_seqs and max_seqlen_per_dp_cp_rank: expected both or neither, got "
                 f"{self.cuda_graph_max_packed_seqs or None} and {self.max_seqlen_per_dp_cp_rank}"
             )
-        if self.max_seqlen and not short[0]:
+        if self.max_seqlen is not None and not counts:
             raise ValueError("max_seqlen: expected together with cuda_graph_max_packed_seqs")
         for capacity in self.all_capacities():
             if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens:
@@ -103,7 +103,11 @@ class GraphConfig:
             return tuple(sorted(self.capacities))
         tokens = self.max_seqlen_per_dp_cp_rank
         return tuple(
-            Capacity(tokens=tokens, num_seqs=num_seqs, max_seqlen=self.max_seqlen or tokens * cp_size)
+            Capacity(
+                tokens=tokens,
+                num_seqs=num_seqs,
+                max_seqlen=tokens * cp_size if self.max_seqlen is None else self.max_seqlen,
+            )
             for num_seqs in sorted(set(self.cuda_graph_max_packed_seqs))
             if tokens is not None
         )
@@ -132,7 +136,7 @@ class GraphConfig:
             if key not in known:
                 raise ValueError(f"{source}: {key!r} is no option; there are {', '.join(sorted(known))}")
         try:
-            parsed = {key: _PARSERS[key](value) for key, value in values.items()}
+            parsed = {key: _parse(key, value) for key, value in values.items()}
             if base is None:
                 return cls(**parsed)
             # One way of naming capacities takes the place of the other.
@@ -151,7 +155,7 @@ class GraphConfig:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: expected TOML, {error}") from error
-        if "megagraph" not in document:
+        if not isinstance(document.get("megagraph"), dict):
             raise ValueError(f"{path}: expected a table [megagraph], found {', '.join(document) or 'none'}")
         return cls.from_mapping(document["megagraph"], source=str(path))
 
@@ -171,6 +175,19 @@ class GraphConfig:
 _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
 # Variables with our prefix that other parts of the project own: tests and recorded results.
 _NOT_OPTIONS = frozenset({"MEGAGRAPH_COMMIT", "MEGAGRAPH_TEST_CORE"})
+
+
+def _parse(option: str, value: Any) -> Any:
+    try:
+        return _PARSERS[option](value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def _path(value: Any) -> Path | None:
+    if not isinstance(value, str | Path):
+        raise TypeError(f"expected a path, got {value!r}")
+    return Path(value) if str(value) else None
 
 
 def _split(value: Any) -> list[Any]:
@@ -214,7 +231,7 @@ def _capacity(value: Any) -> Capacity:
         return Capacity(**value)
     parts = [_integer(part) for part in str(value).split(":")]
     if len(parts) not in (2, 3):
-        raise ValueError(f"a capacity: expected tokens:num_seqs[:max_seqlen], got {value!r}")
+        raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
     return Capacity(tokens=parts[0], num_seqs=parts[1], max_seqlen=parts[-1] if len(parts) == 3 else parts[0])
 
 
@@ -223,7 +240,7 @@ def _tail(value: Any) -> TailConvention:
     if isinstance(value, TailConvention):
         return value
     if value not in names:
-        raise ValueError(f"tail: expected one of {', '.join(names)}, got {value!r}")
+        raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
     return TailConvention(value)
 
 
@@ -239,5 +256,5 @@ _PARSERS: dict[str, Any] = {
     "tail": _tail,
     "progress": _boolean,
     "poison": _boolean,
-    "report": Path,
+    "report": _path,
 }

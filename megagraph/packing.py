@@ -137,7 +137,7 @@ class OffsetsRule:
 
     def apply(self, offsets: Tensor, num_seqs: int) -> Tensor:
         """Offsets of `num_seqs` documents, int32 [num_seqs + 1], on the device of `offsets`."""
-        if self.extend_last:
+        if self.extend_last and offsets.numel() > 1:
             end = offsets.new_full((1,), self.fill)
             offsets = torch.cat([offsets[:-1], end])
         return ops.pad_cu_seqlens(offsets, num_seqs, None if self.fill < 0 else self.fill)

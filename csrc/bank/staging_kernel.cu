@@ -41,7 +41,7 @@ __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64
     }
     case SegmentKind::kOffsets: {
       const auto* in = static_cast<const int32_t*>(s.src);
-      const int64_t kept = s.src_size - (s.extend_last ? 1 : 0);
+      const int64_t kept = s.src_size - (s.extend_last && s.src_size > 1 ? 1 : 0);
       for (int64_t i = thread; i < s.dst_size; i += threads) {
         const int32_t rest = s.fill >= 0 ? s.fill : in[s.src_size - 1];
         static_cast<int32_t*>(s.dst)[i] = i < kept ? in[i] : rest;

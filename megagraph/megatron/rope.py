@@ -5,6 +5,7 @@ Megatron's own THD path reads the offsets on the host, which no graph can do.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     path continues them where the table happens to be as long as the pack.
     """
     tables = RotaryTables()
+    # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
+    by_config = "mla_rotary_interleaved" not in inspect.signature(original).parameters
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(
@@ -40,7 +43,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
             freqs,
             cu_seqlens,
             interleaved=config.rotary_interleaved,
-            mla_interleaved=config.multi_latent_attention,
+            mla_interleaved=by_config and config.multi_latent_attention,
             mscale=mscale,
             cp_size=1 if cp_group is None else cp_group.size(),
             cp_rank=0 if cp_group is None else cp_group.rank(),

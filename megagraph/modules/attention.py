@@ -62,6 +62,7 @@ class VarlenAttention(nn.Module):
         if config.apply_query_key_layer_scaling:
             raise ValueError("VarlenAttention: expected apply_query_key_layer_scaling False, got True")
         self.softmax_scale = softmax_scale
+        self._mask_name: str = attn_mask_type.name
         self.is_causal = self._causal(attn_mask_type)
 
     @staticmethod
@@ -100,7 +101,13 @@ class VarlenAttention(nn.Module):
             raise ValueError("VarlenAttention: expected no attention_bias, got one")
         causal = self.is_causal if attn_mask_type is None else self._causal(attn_mask_type)
         if packed_seq_params is None:
+            mask = self._mask_name if attn_mask_type is None else attn_mask_type.name
+            if attention_mask is not None and mask.startswith("padding"):
+                raise ValueError(f"VarlenAttention: a {mask} mask is taken as a pack only, got a tensor")
             return self._unpacked(query, key, value, causal)
+        cp_size = getattr(packed_seq_params, "local_cp_size", None)
+        if cp_size not in (None, 1):
+            raise ValueError(f"VarlenAttention: expected local_cp_size 1, got {cp_size}")
         padded = packed_seq_params.cu_seqlens_q_padded
         if padded is not None and not causal:
             raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")

@@ -136,7 +136,6 @@ def test_padding_in_a_pack_without_a_causal_mask_is_refused() -> None:
         attention()(*inputs(12), None, attn_mask_type=Mask.padding, packed_seq_params=pack)
 
 
-@pytest.mark.xfail(reason="what a pack says of its own ranks is not looked at")
 def test_a_pack_that_several_ranks_share_is_refused() -> None:
     """Under dynamic context parallelism the config says 1 and each pack says its own size."""
     pack = pack_of([8], local_cp_size=2)
@@ -146,7 +145,6 @@ def test_a_pack_that_several_ranks_share_is_refused() -> None:
         attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))
 
 
-@pytest.mark.xfail(reason="an unpacked batch's padding mask is not looked at")
 @pytest.mark.parametrize("mask", [Mask.padding, Mask.padding_causal])
 def test_a_padding_mask_outside_packs_is_refused(mask: Mask) -> None:
     """It was ignored: rows attended to the padding that the mask hides."""
