@@ -2,6 +2,7 @@
 """A capture that fails is undone: it names where, and training goes on with the same bits."""
 
 import copy
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -206,11 +207,13 @@ def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: b
         twin.bank.release()
 
     attempt()  # loads kernels, makes workspaces
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(3):
         attempt()
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() == allocated

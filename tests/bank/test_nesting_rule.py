@@ -1,158 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nesting rule of csrc/bank/slot_ring.h against a model of the pool that all graphs of a slot share.
-
-The model captures as megagraph/capture.py does: forwards in order, then backwards in reverse, each
-pass allocating from one pool. A graph replays with the addresses that its capture was given, so the
-capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
-"""
+"""The nesting rule of csrc/bank/slot_ring.h against a model of the pool that a slot's graphs share."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 import pytest
+from pool_model import Graphs, Kind, Replay, captured_in_plan_order, captured_layer_by_layer
 
 from megagraph import _C
 
 NUM_POOLS = 400
 SEQUENCES_PER_POOL = 300
-
-Block = tuple[int, int]  # first unit, number of units
-Pick = Callable[[list[Block], random.Random], Block]
-
-PICKS: dict[str, Pick] = {
-    "best fit": lambda fitting, _: min(fitting, key=lambda block: (block[1], block[0])),
-    "first fit": lambda fitting, _: min(fitting),
-    "last freed": lambda fitting, _: fitting[-1],
-    "any": lambda fitting, rng: rng.choice(fitting),
-}
-
-
-@dataclass
-class Pool:
-    """Memory that grows at its end; freed blocks are split, merged and handed out again."""
-
-    pick: Pick
-    rng: random.Random
-    end: int = 0
-    free_blocks: list[Block] = field(default_factory=list)  # the last freed one last
-
-    def allocate(self) -> Block:
-        size = self.rng.choice((1, 1, 2, 3, 4, 6, 8))
-        fitting = [block for block in self.free_blocks if block[1] >= size]
-        if not fitting:
-            self.end += size
-            return self.end - size, size
-        start, available = chosen = self.pick(fitting, self.rng)
-        self.free_blocks.remove(chosen)
-        if available > size:
-            self.free_blocks.append((start + size, available - size))
-        return start, size
-
-    def free(self, blocks: Sequence[Block]) -> None:
-        for start, size in blocks:
-            for neighbour in [b for b in self.free_blocks if b[0] + b[1] == start or start + size == b[0]]:
-                self.free_blocks.remove(neighbour)
-                start, size = min(start, neighbour[0]), size + neighbour[1]
-            self.free_blocks.append((start, size))
-
-
-def mask(blocks: Sequence[Block]) -> int:
-    return sum(((1 << size) - 1) << start for start, size in blocks)
-
-
-@dataclass
-class Graphs:
-    """What the captured passes of each site touch, as masks; `saved` is what its backward reads."""
-
-    forward_writes: list[int]
-    backward_writes: list[int]
-    saved: list[int]
-    input: list[int]
-
-    @property
-    def num_sites(self) -> int:
-        return len(self.saved)
-
-
-class Capture:
-    """One capture into a fresh pool, pass by pass."""
-
-    def __init__(self, num_sites: int, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
-        # Boundaries stay allocated until the last capture: a site's output is the next one's input.
-        self.boundary = [self.pool.allocate()]
-        zeros = [0] * num_sites
-        self.graphs = Graphs(list(zeros), list(zeros), list(zeros), list(zeros))
-        self.kept: list[list[Block]] = [[] for _ in zeros]
-
-    def _some(self, most: int) -> list[Block]:
-        return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
-
-    def forward(self, site: int) -> None:
-        temporaries, self.kept[site], later = self._some(3), self._some(3), self._some(2)
-        self.boundary.append(self.pool.allocate())
-        self.pool.free(self.rng.sample(temporaries + later, len(temporaries + later)))
-        written = [*temporaries, *self.kept[site], *later, self.boundary[site + 1]]
-        self.graphs.forward_writes[site] = mask(written)
-        self.graphs.input[site] = mask([self.boundary[site]])
-        self.graphs.saved[site] = mask([*self.kept[site], *self.boundary[site : site + 2]])
-
-    def backward(self, site: int) -> None:
-        temporaries, grad_input = self._some(4), self.pool.allocate()  # the gradient is a boundary too
-        self.pool.free(self.rng.sample(temporaries + self.kept[site], len(temporaries + self.kept[site])))
-        self.graphs.backward_writes[site] = mask([*temporaries, grad_input])
-
-
-def captured_in_plan_order(num_sites: int, seed: int) -> Graphs:
-    capture = Capture(num_sites, seed)
-    for site in range(num_sites):
-        capture.forward(site)
-    for site in reversed(range(num_sites)):
-        capture.backward(site)
-    return capture.graphs
-
-
-def captured_layer_by_layer(num_sites: int, seed: int) -> Graphs:
-    capture = Capture(num_sites, seed)
-    for site in range(num_sites):
-        capture.forward(site)
-        capture.backward(site)
-    return capture.graphs
-
-
-class Replay:
-    """Replays passes; remembers which sites wait for a backward and whose saved tensors were hit."""
-
-    def __init__(self, graphs: Graphs) -> None:
-        self.graphs = graphs
-        self.live: set[int] = set()
-        self.hit: set[int] = set()
-
-    def _write(self, units: int) -> None:
-        saved = self.graphs.saved
-        for site in self.live:
-            if saved[site] & units:
-                self.hit.add(site)
-
-    def forward(self, site: int) -> None:
-        if site - 1 not in self.live:  # what came before ran eager: its result is staged
-            self._write(self.graphs.input[site])
-        self._write(self.graphs.forward_writes[site])
-        self.live.add(site)
-        self.hit.discard(site)
-
-    def backward(self, site: int) -> bool:
-        """Whether the saved tensors were intact."""
-        intact = site not in self.hit
-        self.drop(site)
-        self._write(self.graphs.backward_writes[site])
-        return intact
-
-    def drop(self, site: int) -> None:
-        self.live.discard(site)
-        self.hit.discard(site)
 
 
 def is_corrupt(graphs: Graphs, passes: str) -> bool:
@@ -188,21 +46,45 @@ def wishes(num_sites: int, rng: random.Random) -> Iterator[tuple[str, int]]:
         yield rng.choice("FFFFBBBD"), rng.randrange(num_sites)
 
 
+class Readers:
+    """Somebody who goes on reading outputs and gradients for a while, each at most once."""
+
+    def __init__(self, replay: Replay, slot: _C.Slot, rng: random.Random) -> None:
+        self.replay, self.slot, self.rng = replay, slot, rng
+
+    def take(self, kind: Kind, site: int) -> None:
+        if self.rng.random() < 0.5 and (kind, site) not in self.replay.held:
+            self.slot.retain_tensor(site, kind)
+            self.replay.hold(kind, site)
+
+    def leave(self, probability: float = 1) -> None:
+        for kind, site in list(self.replay.held):
+            if self.rng.random() < probability:
+                assert (kind, site) not in self.replay.hit_held, f"a held {kind} of {site} was overwritten"
+                del self.replay.held[kind, site]
+                self.slot.release_tensor(site, kind)
+
+
 def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) -> tuple[int, int]:
     """One lease. Returns how many backwards read their saved tensors, and how many wishes were refused."""
     replay, reads, refused = Replay(graphs), 0, 0
+    readers = Readers(replay, slot, rng)
     assert slot.lease(0, True)
 
     def backward(site: int) -> None:
         nonlocal reads
         assert replay.backward(site), f"the saved tensors of site {site} were overwritten"
+        readers.take(Kind.GRADIENT, site)
         slot.node_done(site)
         reads += 1
 
     for kind, site in wishes(graphs.num_sites, rng):
         if kind == "F":
+            if (Kind.OUTPUT, site - 1) in replay.held and site - 1 not in replay.live:
+                continue  # the site itself refuses to stage into an output that is still read
             if slot.enter(site):
                 replay.forward(site)
+                readers.take(Kind.OUTPUT, site)
             else:
                 refused += 1
         elif site not in replay.live:
@@ -215,15 +97,18 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
         else:
             refused += 1
         assert not replay.hit, f"saved tensors of sites {replay.hit} were overwritten"
+        assert not replay.hit_held, f"{replay.hit_held} were overwritten"
+        readers.leave(0.4)
     slot.end_micro_batch()
     for site in sorted(replay.live, reverse=True):
         assert slot.leave(site)
         backward(site)
+    readers.leave()
     assert slot.is_free
     return reads, refused
 
 
-def test_every_replay_order_that_the_rule_allows_keeps_saved_tensors_intact() -> None:
+def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact() -> None:
     rng = random.Random(0)
     sequences = reads = refused = 0
     for seed in range(NUM_POOLS):
@@ -267,6 +152,35 @@ def test_sound_orders_are_allowed(passes: str) -> None:
 def test_what_the_rule_refuses_would_corrupt(passes: str, corrupt_at_least: float) -> None:
     assert not is_allowed(4, passes)
     assert share_of_corrupt_pools(passes) >= corrupt_at_least
+
+
+@pytest.mark.parametrize(
+    ("passes", "held"),
+    [
+        pytest.param("F2 F3 B3", (Kind.GRADIENT, 3), id="a gradient"),
+        pytest.param("F2 F3 B3 B2", (Kind.OUTPUT, 3), id="the output of a later site"),
+    ],
+)
+def test_a_forward_would_overwrite_what_later_passes_left_for_somebody(
+    passes: str, held: tuple[Kind, int]
+) -> None:
+    kind, site = held
+    slot = _C.Slot(0, 4)
+    assert slot.lease(0, True)
+    slot.retain_tensor(site, kind)
+    assert not slot.enter(1)
+    slot.release_tensor(site, kind)
+    assert slot.enter(1)
+
+    overwritten = 0
+    for seed in range(NUM_POOLS):
+        replay = Replay(captured_in_plan_order(4, seed))
+        for step in passes.split():
+            (replay.forward if step[0] == "F" else replay.backward)(int(step[1:]))
+        replay.hold(kind, site)
+        replay.forward(1)
+        overwritten += bool(replay.hit_held)
+    assert overwritten / NUM_POOLS > 0.2
 
 
 def test_capture_layer_by_layer_corrupts_even_the_plain_order() -> None:
