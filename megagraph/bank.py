@@ -204,9 +204,10 @@ class Bank:
                 ]
             except CaptureError as error:
                 self._skip(chain, error)
-                continue
-            self._add_variant(chain, variant, buffers, by_slot)
-            return
+            else:
+                self._add_variant(chain, variant, buffers, by_slot)
+                return
+            gc.collect()  # frames of the failed attempt hold its memory in cycles
         chain.uncapturable[variant.key] = chain.skipped[0]
 
     def _capture_slot(

@@ -22,7 +22,8 @@ void Chunk::set_slots(int num_slots, const std::vector<std::shared_ptr<void>>& p
   poison_ = poison;
   holds_collectives_ = holds_collectives;
   slots_ = std::make_unique<SlotRing>(
-      num_slots, num_sites(), [this](int slot, int variant) { on_slot_free(slot, variant); }, pools);
+      num_slots, num_sites(), [this](int slot, int variant) { on_slot_free(slot, variant); },
+      pools);
 }
 
 int Chunk::add_variant(Variant variant) {
@@ -51,9 +52,8 @@ void Chunk::check_source(const MetadataBuffer& buffer,
                         source.scalar_type() == type && source.numel() >= 1,
                     "metadata source ", buffer.source, ": expected contiguous ", type, " on ",
                     device_, ", got ", source.scalar_type(), " on ", source.device());
-  TORCH_CHECK_VALUE(counted || source.numel() <= target.numel(), "metadata source ",
-                    buffer.source, ": expected up to ", target.numel(), " entries, got ",
-                    source.numel());
+  TORCH_CHECK_VALUE(counted || source.numel() <= target.numel(), "metadata source ", buffer.source,
+                    ": expected up to ", target.numel(), " entries, got ", source.numel());
 }
 
 std::optional<EagerReason> Chunk::begin(int variant, const std::vector<at::Tensor>& sources) {
@@ -75,8 +75,10 @@ std::optional<EagerReason> Chunk::begin(int variant, const std::vector<at::Tenso
   for (const MetadataBuffer& buffer : wanted.metadata) check_source(buffer, sources);
   current_ = slots_->acquire(variant, wanted.training);
   if (current_ == nullptr) {
-    TORCH_CHECK(!holds_collectives_, "no slot is free, and these graphs hold collectives, so this "
-                "rank cannot run eager alone. Still held: ", describe_holders());
+    TORCH_CHECK(!holds_collectives_,
+                "no slot is free, and these graphs hold collectives, so this "
+                "rank cannot run eager alone. Still held: ",
+                describe_holders());
     return EagerReason::kNoFreeSlot;
   }
   sources_ = sources;

@@ -42,8 +42,8 @@ struct Variant {
 
 // Learns of finished backward passes. Called from autograd threads; takes the GIL by itself.
 struct GradientListener {
-  std::function<bool()> wants;          // asked once for each lease
-  std::function<void(int rank)> done;   // every gradient of the site is in its main_grad
+  std::function<bool()> wants;         // asked once for each lease
+  std::function<void(int rank)> done;  // every gradient of the site is in its main_grad
 };
 
 class Chunk {

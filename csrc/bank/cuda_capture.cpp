@@ -2,10 +2,11 @@
 // The only file that knows at::cuda::CUDAGraph.
 //
 // Note [A failed capture]
-// In torch 2.11 a failed capture stays half open: CUDAGraph::capture_end() throws before it ends the
-// allocators' routing (pytorch#180395), the pool is released only after a finished capture
-// (pytorch#190308), and generators go on believing in it. CudaCapture::abort() ends each of these by
-// itself, in the order in which capture_begin() started them, and tolerates those that never began.
+// In torch 2.11 a failed capture stays half open: CUDAGraph::capture_end() throws before it ends
+// the allocators' routing (pytorch#180395), the pool is released only after a finished capture
+// (pytorch#190308), and generators go on believing in it. CudaCapture::abort() ends each of these
+// by itself, in the order in which capture_begin() started them, and tolerates those that never
+// began.
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -23,14 +24,18 @@
 namespace megagraph {
 namespace {
 
-// Calls and forgets a failure: abort() must go through all its steps.
+// Calls, and answers whether nothing was thrown: abort() must go through all its steps.
 template <typename Step>
-void attempt(Step step) noexcept {
+bool attempt(Step step) noexcept {
   try {
     step();
+    return true;
   } catch (...) {
+    return false;
   }
 }
+
+at::HostAllocator* host_allocator() { return at::getHostAllocator(at::kCUDA); }
 
 // The generator's own flag, where this torch has one (its capture_epilogue is not exported).
 template <typename State>
@@ -45,9 +50,14 @@ void stop_generator(State&, long) {}
 PoolHold::PoolHold(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool)
     : device_(device), pool_(pool) {
   c10::cuda::CUDACachingAllocator::createOrIncrefPool(device_, pool_);
+  // Pinned memory has a pool of the same name. It can be taken only by routing to it for a moment,
+  // and a capture into one that was given up fails (an internal assertion of torch 2.11).
+  host_allocator()->begin_allocate_to_pool(pool_, [](c10::Stream) { return false; });
+  host_allocator()->end_allocate_to_pool(pool_);
 }
 
 PoolHold::~PoolHold() {
+  attempt([&] { host_allocator()->release_pool(pool_); });
   attempt([&] { c10::cuda::CUDACachingAllocator::releasePool(device_, pool_); });
 }
 
@@ -75,16 +85,20 @@ class CudaCapture::Graph : public at::cuda::CUDAGraph {
     }
     static_cast<void>(cudaGetLastError());
     if (!capture_ended_) {
-      attempt([&] {
-        c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_);
-      });
-      attempt([&] { at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_); });
-      capture_ended_ = true;  // so that reset() drops the reference to the pool
+      // Each allocator has taken a reference to the pool if, and only if, it still routes to it.
+      using namespace c10::cuda::CUDACachingAllocator;
+      if (attempt([&] { endAllocateToPool(capture_dev_, mempool_id_); })) {
+        attempt([&] { releasePool(capture_dev_, mempool_id_); });
+      }
+      if (attempt([&] { host_allocator()->end_allocate_to_pool(mempool_id_); })) {
+        attempt([&] { host_allocator()->release_pool(mempool_id_); });
+      }
     }
     for (const auto& [generator, increment] : captured_generator_states_) {
       stop_generator(*generator, 0);
     }
     attempt([&] { reset(); });
+    capture_ended_ = false;  // whatever reset() got to, the destructor releases nothing again
     static_cast<void>(cudaGetLastError());
   }
 

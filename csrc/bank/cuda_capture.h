@@ -43,8 +43,8 @@ class CudaCapture {
   std::unique_ptr<Executable> end();
 
   // Leaves nothing behind: the stream no longer captures, neither allocator routes to the pool, no
-  // generator believes in a capture, the pool's reference is dropped. Never throws. May be called in
-  // any state; a second call does nothing.
+  // generator believes in a capture, the pool's reference is dropped. Never throws. May be called
+  // in any state; a second call does nothing.
   void abort() noexcept;
 
  private:

@@ -36,12 +36,29 @@ enum class EagerReason : uint8_t {
 };
 
 inline constexpr std::array<const char*, 23> kEagerReasonNames = {
-    "DISABLED",         "WARMING_UP",          "NO_PACK_METADATA",     "TOO_MANY_SEQUENCES",
-    "TOO_MANY_TOKENS",  "SEQUENCE_TOO_LONG",   "CP_SIZE_NOT_CAPTURED", "SIGNATURE_CHANGED",
-    "NO_FREE_SLOT",     "SCOPE_UNSUPPORTED",   "RECOMPUTING",          "CAPTURE_FAILED",
-    "ADDRESS_MOVED",    "OVER_BUDGET",         "GROUP_DISAGREED",      "NESTING",
-    "NUMERICS_CHANGED", "PARAMETERS_CHANGED",  "FOREIGN_HOOK",         "SHARED_PARAMETER",
-    "RNG_NOT_GRAPH_SAFE", "SUSPENDED",         "RELEASED",
+    "DISABLED",
+    "WARMING_UP",
+    "NO_PACK_METADATA",
+    "TOO_MANY_SEQUENCES",
+    "TOO_MANY_TOKENS",
+    "SEQUENCE_TOO_LONG",
+    "CP_SIZE_NOT_CAPTURED",
+    "SIGNATURE_CHANGED",
+    "NO_FREE_SLOT",
+    "SCOPE_UNSUPPORTED",
+    "RECOMPUTING",
+    "CAPTURE_FAILED",
+    "ADDRESS_MOVED",
+    "OVER_BUDGET",
+    "GROUP_DISAGREED",
+    "NESTING",
+    "NUMERICS_CHANGED",
+    "PARAMETERS_CHANGED",
+    "FOREIGN_HOOK",
+    "SHARED_PARAMETER",
+    "RNG_NOT_GRAPH_SAFE",
+    "SUSPENDED",
+    "RELEASED",
 };
 static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kReleased) + 1);
 

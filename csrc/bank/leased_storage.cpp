@@ -31,8 +31,8 @@ at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>&
                         LeaseKind kind, std::optional<int64_t> rows) {
   size_t bytes = boundary.nbytes();
   if (rows) bytes = bytes / boundary.size(0) * *rows;
-  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(boundary, slot, rank, kind), &drop_holder,
-                    boundary.device());
+  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(boundary, slot, rank, kind),
+                    &drop_holder, boundary.device());
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
       c10::GetAllocator(boundary.device().type()), /*resizable=*/true);

@@ -2,8 +2,8 @@
 // Tensors over boundary buffers that hold the lease of their slot.
 //
 // Note [Leased tensors]
-// A site's output lies in a buffer that the bank owns, but it is handed out as a tensor over a fresh
-// StorageImpl of its own, whose deleter drops one holder of the slot. So `_base` is None, and
+// A site's output lies in a buffer that the bank owns, but it is handed out as a tensor over a
+// fresh StorageImpl of its own, whose deleter drops one holder of the slot. So `_base` is None, and
 // Megatron's `untyped_storage().resize_(0)`, `.data =`, views and tensors that eager autograd saves
 // are all counted exactly, and none of them can free or move the bank's buffer.
 #pragma once

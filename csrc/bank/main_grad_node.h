@@ -3,11 +3,11 @@
 //
 // Note [Accumulator swap]
 // DDP keeps each parameter's gradient accumulator, which remembers the stream it was made on; used
-// inside a capture it makes the default stream wait for the capturing one, an error in torch <= 2.12
-// (pytorch#180090). It also carries DDP's hook, which must not run at capture. So for the time of a
-// warm-up or capture every parameter gets an accumulator of ours, made on the capture stream; then
-// the old one, with its hooks, is put back. Plain backward() works meanwhile, through re-entrant
-// checkpoints too (where torch.autograd.grad raises).
+// inside a capture it makes the default stream wait for the capturing one, an error in torch
+// <= 2.12 (pytorch#180090). It also carries DDP's hook, which must not run at capture. So for the
+// time of a warm-up or capture every parameter gets an accumulator of ours, made on the capture
+// stream; then the old one, with its hooks, is put back. Plain backward() works meanwhile, through
+// re-entrant checkpoints too (where torch.autograd.grad raises).
 #pragma once
 
 #include <ATen/core/Tensor.h>

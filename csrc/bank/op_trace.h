@@ -17,7 +17,8 @@ class OpTrace {
   OpTrace(const OpTrace&) = delete;
   OpTrace& operator=(const OpTrace&) = delete;
 
-  // The op that started last with the ops it was called by, "aten::item > aten::_local_scalar_dense".
+  // The op that started last with the ops it was called by, "aten::item >
+  // aten::_local_scalar_dense".
   std::string last_op() const;
 
  private:

@@ -75,11 +75,10 @@ void ReplayNode::stage_gradients(const variable_list& grads) const {
     segment.dst_size = static_cast<int64_t>(buffer.nbytes());
     if (grads[i].defined()) {
       if (grads[i].const_data_ptr() == buffer.const_data_ptr()) continue;
-      TORCH_CHECK(grads[i].sizes() == buffer.sizes() &&
-                      grads[i].scalar_type() == buffer.scalar_type(),
-                  "gradient of output ", i, " of site ", rank_, ": expected ",
-                  buffer.scalar_type(), " ", buffer.sizes(), ", got ", grads[i].scalar_type(), " ",
-                  grads[i].sizes());
+      TORCH_CHECK(
+          grads[i].sizes() == buffer.sizes() && grads[i].scalar_type() == buffer.scalar_type(),
+          "gradient of output ", i, " of site ", rank_, ": expected ", buffer.scalar_type(), " ",
+          buffer.sizes(), ", got ", grads[i].scalar_type(), " ", grads[i].sizes());
       dense.push_back(grads[i].contiguous());
       segment.src = dense.back().const_data_ptr();
       segment.src_size = static_cast<int64_t>(dense.back().nbytes());
@@ -93,12 +92,15 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   TORCH_CHECK(pending_, "site ", rank_,
               " was asked for a second backward, but its graph's saved tensors live for one: run "
               "the forward again, or keep this call out of graphs");
-  TORCH_CHECK(!at::GradMode::is_enabled(), "site ", rank_, " was asked for a gradient of its gradient "
+  TORCH_CHECK(!at::GradMode::is_enabled(), "site ", rank_,
+              " was asked for a gradient of its gradient "
               "(create_graph=True), which no graph has: keep this call out of graphs");
-  TORCH_CHECK(!graph_->released, "the bank was released between the forward and the backward of "
-              "site ", rank_);
+  TORCH_CHECK(!graph_->released,
+              "the bank was released between the forward and the backward of "
+              "site ",
+              rank_);
   TORCH_CHECK(slot_->leave(rank_), "backward of site ", rank_,
-              " out of order: a later site's backward is still to come (", 
+              " out of order: a later site's backward is still to come (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
   pending_ = false;
   struct Done {

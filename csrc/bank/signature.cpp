@@ -36,8 +36,8 @@ NumericSettings NumericSettings::current(at::DeviceType device) {
   s.cudnn_benchmark = context.benchmarkCuDNN();
   s.cudnn_deterministic = context.deterministicCuDNN();
   s.autocast = at::autocast::is_autocast_enabled(device);
-  s.matmul_precision = static_cast<int>(
-      context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL));
+  s.matmul_precision =
+      static_cast<int>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL));
   s.conv_precision =
       static_cast<int>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV));
   s.fp16_reduction = static_cast<int>(context.allowFP16ReductionCuBLAS());

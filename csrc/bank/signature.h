@@ -14,8 +14,8 @@ struct TensorSignature {
   at::ScalarType dtype;
   at::Device device;
   at::DimVector sizes;
-  bool requires_grad;     // captured with a gradient to return
-  bool fewer_rows;        // the first dimension may be smaller: staging zeroes the rest
+  bool requires_grad;  // captured with a gradient to return
+  bool fewer_rows;     // the first dimension may be smaller: staging zeroes the rest
 
   static TensorSignature of(const at::Tensor& t, bool requires_grad, bool fewer_rows) {
     return {t.scalar_type(), t.device(), at::DimVector(t.sizes()), requires_grad, fewer_rows};

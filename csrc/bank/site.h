@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One graphed module call: its captured passes for each variant and slot, and the call that replays.
+// One graphed module call: its captured passes for each variant and slot, and the call that
+// replays.
 #pragma once
 
 #include <ATen/core/Tensor.h>

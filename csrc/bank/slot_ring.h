@@ -9,10 +9,10 @@
 //   - a backward of rank i runs only when i == max(live),
 //   - any member may be dropped without a backward,
 //   - the variant changes only when live is empty,
-// and if nothing that was allocated after a forward, and that somebody may still read, is there when
-// it runs: no output of this or a later site, no gradient.
-// tests/bank/test_nesting_rule.py checks this against a random allocator. A forward that would break the
-// rule runs eager; a backward that would break it raises, since its saved tensors are gone.
+// and if nothing that was allocated after a forward, and that somebody may still read, is there
+// when it runs: no output of this or a later site, no gradient. tests/bank/test_nesting_rule.py
+// checks this against a random allocator. A forward that would break the rule runs eager; a
+// backward that would break it raises, since its saved tensors are gone.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ namespace megagraph {
 // What a tensor over a boundary buffer is.
 enum class LeaseKind : uint8_t { kOutput, kGradient };
 
-// One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds the
-// lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
+// One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds
+// the lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
 // buffers. Safe to use from the forward thread, autograd threads and destructors; needs no GIL.
 class Slot {
  public:
@@ -79,7 +79,7 @@ class Slot {
   int variant_ = -1;
   bool training_ = false;
   int64_t holders_ = 0;
-  std::vector<int> live_;  // ranks, ascending
+  std::vector<int> live_;                             // ranks, ascending
   std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by rank
   int64_t num_gradients_ = 0;
   int top_output_ = -1;  // the last rank whose output is held

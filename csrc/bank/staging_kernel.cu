@@ -68,8 +68,8 @@ __global__ void stage_segments_kernel(const __grid_constant__ Grid grid) {
   int i = 0;
   while (static_cast<int>(blockIdx.x) >= grid.first_block[i + 1]) ++i;
   const int64_t threads = int64_t{grid.first_block[i + 1] - grid.first_block[i]} * kThreads;
-  const int64_t thread = int64_t{static_cast<int>(blockIdx.x) - grid.first_block[i]} * kThreads +
-                         threadIdx.x;
+  const int64_t thread =
+      int64_t{static_cast<int>(blockIdx.x) - grid.first_block[i]} * kThreads + threadIdx.x;
   stage_segment(grid.segments.at[i], grid.wide[i], thread, threads);
 }
 

@@ -80,8 +80,7 @@ void set_graph(Chunk& chunk, int rank, int variant, int slot, ExecutableHandle* 
   graph->grad_inputs = or_undefined(grad_inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool has_gradient = i < graph->grad_inputs.size() && graph->grad_inputs[i].defined();
-    graph->accepts.push_back(
-        TensorSignature::of(inputs[i], has_gradient, fewer_rows && i == 0));
+    graph->accepts.push_back(TensorSignature::of(inputs[i], has_gradient, fewer_rows && i == 0));
   }
   graph->inputs = std::move(inputs);
   graph->outputs = std::move(outputs);
@@ -115,8 +114,8 @@ at::Tensor unowned_alias(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
 }
 
-// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known by
-// name only: libtorch_python does not export it.
+// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known
+// by name only: libtorch_python does not export it.
 template <typename PythonHook, typename Hooks>
 int64_t count_hooks(const Hooks& hooks, std::string_view name) {
   int64_t count = 0;
@@ -128,8 +127,8 @@ int64_t count_hooks(const Hooks& hooks, std::string_view name) {
   return count;
 }
 
-// Hooks on a parameter's gradient accumulator, which a site would bypass; those on the tensor itself
-// are not counted.
+// Hooks on a parameter's gradient accumulator, which a site would bypass; those on the tensor
+// itself are not counted.
 int64_t count_accumulator_hooks(const at::Tensor& param) {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
   if (accumulator == nullptr) return 0;
@@ -200,11 +199,12 @@ void bind_bank(py::module_& m) {
       .def_property_readonly("state", &GraphBank::state)
       .def("become", &GraphBank::become, py::arg("state"))
       .def("add_chunk", &GraphBank::add_chunk, py::arg("num_sites"))
-      .def("count_eager",
-           [](GraphBank& bank, int reason, int64_t calls) {
-             bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
-           },
-           py::arg("reason"), py::arg("calls"))
+      .def(
+          "count_eager",
+          [](GraphBank& bank, int reason, int64_t calls) {
+            bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
+          },
+          py::arg("reason"), py::arg("calls"))
       .def("counters", &counters_of)
       .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>());
 }
@@ -228,48 +228,52 @@ void bind_chunk(py::module_& m) {
       .def_property_readonly("num_variants", &Chunk::num_variants)
       .def_property_readonly("is_running",
                              [](const Chunk& chunk) { return chunk.current() != nullptr; })
-      .def_property_readonly("slot_index",
-                             [](const Chunk& chunk) {
-                               return chunk.current() ? chunk.current()->index() : -1;
-                             })
-      .def("site",
-           [](const std::shared_ptr<Chunk>& chunk, int rank) {
-             return py::reinterpret_steal<py::object>(make_site_object(chunk, rank));
-           },
-           py::arg("rank"))
-      .def("set_site_eager_reason",
-           [](Chunk& chunk, int rank, int reason) {
-             chunk.site(rank).set_eager_reason(static_cast<EagerReason>(reason));
-           },
-           py::arg("rank"), py::arg("reason"))
+      .def_property_readonly(
+          "slot_index",
+          [](const Chunk& chunk) { return chunk.current() ? chunk.current()->index() : -1; })
+      .def(
+          "site",
+          [](const std::shared_ptr<Chunk>& chunk, int rank) {
+            return py::reinterpret_steal<py::object>(make_site_object(chunk, rank));
+          },
+          py::arg("rank"))
+      .def(
+          "set_site_eager_reason",
+          [](Chunk& chunk, int rank, int reason) {
+            chunk.site(rank).set_eager_reason(static_cast<EagerReason>(reason));
+          },
+          py::arg("rank"), py::arg("reason"))
       .def("set_slots", &set_slots, py::arg("num_slots"), py::arg("pools"), py::arg("poison"),
            py::arg("holds_collectives"))
-      .def("add_variant",
-           [](Chunk& chunk, bool training, std::vector<MetadataBuffer> metadata, int end_source) {
-             return chunk.add_variant({training, NumericSettings::current(chunk.device().type()),
-                                       std::move(metadata), end_source});
-           },
-           py::arg("training"), py::arg("metadata"), py::arg("end_source"))
+      .def(
+          "add_variant",
+          [](Chunk& chunk, bool training, std::vector<MetadataBuffer> metadata, int end_source) {
+            return chunk.add_variant({training, NumericSettings::current(chunk.device().type()),
+                                      std::move(metadata), end_source});
+          },
+          py::arg("training"), py::arg("metadata"), py::arg("end_source"))
       .def("set_graph", &set_graph, py::kw_only(), py::arg("rank"), py::arg("variant"),
            py::arg("slot"), py::arg("forward"), py::arg("backward"), py::arg("inputs"),
            py::arg("fewer_rows"), py::arg("outputs"), py::arg("grad_outputs"),
            py::arg("grad_inputs"), py::arg("params"), py::arg("param_grads"), py::arg("reads"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
-      .def("begin",
-           [](Chunk& chunk, int variant, const std::vector<at::Tensor>& sources) {
-             const auto reason = chunk.begin(variant, sources);
-             return reason ? static_cast<int>(*reason) : -1;
-           },
-           py::arg("variant"), py::arg("sources"))
+      .def(
+          "begin",
+          [](Chunk& chunk, int variant, const std::vector<at::Tensor>& sources) {
+            const auto reason = chunk.begin(variant, sources);
+            return reason ? static_cast<int>(*reason) : -1;
+          },
+          py::arg("variant"), py::arg("sources"))
       .def("end", &Chunk::end)
       .def("all_free", &Chunk::all_free)
       .def("describe_holders", &Chunk::describe_holders)
-      .def("changed_setting",
-           [](const Chunk& chunk, int variant) {
-             return chunk.variant(variant).numerics.difference(
-                 NumericSettings::current(chunk.device().type()));
-           },
-           py::arg("variant"));
+      .def(
+          "changed_setting",
+          [](const Chunk& chunk, int variant) {
+            return chunk.variant(variant).numerics.difference(
+                NumericSettings::current(chunk.device().type()));
+          },
+          py::arg("variant"));
 }
 
 void bind_capture(py::module_& m) {
@@ -279,14 +283,14 @@ void bind_capture(py::module_& m) {
       });
   m.def("make_host_executable", &make_host_executable_of, py::arg("body"));
 
-  using Target = std::tuple<at::Tensor, std::optional<at::Tensor>,
-                            std::optional<std::function<bool()>>>;
+  using Target =
+      std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<std::function<bool()>>>;
   py::class_<AccumulatorSwap>(m, "AccumulatorSwap")
       .def(py::init([](std::vector<Target> targets) {
              std::vector<GradTarget> swapped;
              for (auto& [param, main_grad, already_added] : targets) {
-               swapped.push_back({param, main_grad.value_or(at::Tensor()),
-                                  already_added.value_or(nullptr)});
+               swapped.push_back(
+                   {param, main_grad.value_or(at::Tensor()), already_added.value_or(nullptr)});
              }
              return std::make_unique<AccumulatorSwap>(std::move(swapped));
            }),
@@ -303,8 +307,9 @@ void bind_capture(py::module_& m) {
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
   m.def("fingerprint", &fingerprint, py::arg("tensors"));
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
-  py::class_<OpTrace>(m, "OpTrace").def(py::init<>()).def_property_readonly("last_op",
-                                                                           &OpTrace::last_op);
+  py::class_<OpTrace>(m, "OpTrace")
+      .def(py::init<>())
+      .def_property_readonly("last_op", &OpTrace::last_op);
 }
 
 #ifdef MEGAGRAPH_WITH_CUDA

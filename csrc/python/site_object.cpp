@@ -16,8 +16,7 @@ namespace megagraph {
 namespace {
 
 struct SiteObject {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   std::shared_ptr<Chunk> chunk;
   Site* site;
 };
@@ -81,11 +80,10 @@ PyType_Slot site_slots[] = {
     {Py_tp_getset, site_properties},
     {0, nullptr},
 };
-PyType_Spec site_spec = {
-    "megagraph._C.Site", sizeof(SiteObject), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE |
-        Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    site_slots};
+PyType_Spec site_spec = {"megagraph._C.Site", sizeof(SiteObject), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
+                             Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                         site_slots};
 
 }  // namespace
 

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megagraph demo` on tiny models: what it trains on, what it reports, what it leaves behind."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megagraph.cli import demo as demo_module
+from megagraph.cli.trainer import Trainer
+from megagraph.data import PACKERS, Pack
+from megagraph.megatron.installation import installed_plugin
+from megagraph.results import Comparison, Result
+
+pytestmark = pytest.mark.megatron
+
+LAYERS, STEPS = 2, 6  # of the tiny run
+CALLS = LAYERS * STEPS  # one micro-batch a step
+TEXTS = [f"document {number} says " + "word " * (number % 4) for number in range(12)]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+def source(kind: str, folder: Path) -> list[str]:
+    """The options that name documents of a kind, written to `folder`."""
+    if kind == "default":
+        return []
+    if kind == "folder":
+        (folder / "docs" / "more").mkdir(parents=True)
+        (folder / "docs" / "a.txt").write_text("\n\n".join(TEXTS[:8]))
+        (folder / "docs" / "more" / "b.md").write_text("\n\n".join(TEXTS[8:]))
+        return ["--data", str(folder / "docs")]
+    form, column = kind.split(", ")
+    values: dict[str, list[Any]] = {
+        "text": TEXTS,
+        "tokens": [list(text.encode()) for text in TEXTS],
+        "length": [len(text) for text in TEXTS],
+    }
+    path = folder / f"docs{form}"
+    if form == ".jsonl":
+        path.write_text("".join(json.dumps({column: value}) + "\n" for value in values[column]))
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({column: values[column]}), path)
+    return ["--data", str(path), "--column", column]
+
+
+def compared(path: Path) -> Comparison:
+    """The comparison of a result in the common format, whose calls are all accounted for."""
+    comparison = Result.read(path).comparison
+    assert comparison is not None
+    assert comparison.calls == comparison.replays + sum(comparison.eager.values())
+    return comparison
+
+
+@pytest.fixture
+def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Trainer], None]], None]:
+    """Lets a test change the demo's graphed trainer: the second that it makes."""
+
+    def change_with(change: Callable[[Trainer], None]) -> None:
+        made: list[Trainer] = []
+
+        def make(*args: Any, **kwargs: Any) -> Trainer:
+            made.append(Trainer(*args, **kwargs))
+            if len(made) == 2:
+                change(made[1])
+            return made[-1]
+
+        monkeypatch.setattr(demo_module, "Trainer", make)
+
+    return change_with
+
+
+# -- what it trains on ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packer", sorted(PACKERS))
+@pytest.mark.parametrize(
+    "kind", ["default", "folder", ".jsonl, text", ".jsonl, tokens", ".jsonl, length", ".parquet, text"]
+)
+def test_documents_of_every_kind_train_bit_equal_through_replays(
+    demo: Callable[..., int], tmp_path: Path, kind: str, packer: str
+) -> None:
+    result = tmp_path / "result.json"
+    options = source(kind, tmp_path)
+    assert demo(*options, "--max-packed-seqs", "8", "32", "--json", result, packer=packer) == 0
+    comparison = compared(result)
+    assert comparison.bitwise_equal
+    assert (comparison.steps, comparison.calls) == (STEPS, CALLS)
+    assert comparison.eager["WARMING_UP"] == LAYERS
+    assert comparison.replays == CALLS - LAYERS
+
+
+def test_without_capacities_they_are_learned_in_the_warm_up(
+    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    assert demo(*source(".jsonl, text", tmp_path), "--json", result, warmup_steps="3") == 0
+    comparison = compared(result)
+    assert comparison.bitwise_equal and comparison.replays > 0
+    assert comparison.eager["WARMING_UP"] == 3 * LAYERS
+    assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
+
+
+def test_a_pack_over_the_capacity_runs_eager_and_is_counted(
+    demo: Callable[..., int], jsonl: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    path = jsonl(*[{"length": 32}] * 2, *[{"length": 8}] * 8)  # by turns a pack of 2 and one of 8
+    assert demo("--data", path, "--max-packed-seqs", "4", "--json", result) == 0
+    comparison = compared(result)
+    assert comparison.bitwise_equal
+    assert comparison.eager == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
+    assert comparison.replays == 2 * LAYERS
+
+
+# -- what it reports -----------------------------------------------------------------------------
+
+
+def test_the_same_command_reports_the_same_but_for_time(demo: Callable[..., int], tmp_path: Path) -> None:
+    options, read = source(".jsonl, text", tmp_path), []
+    for name in ("one.json", "two.json"):
+        assert demo(*options, "--max-packed-seqs", "8", "--json", tmp_path / name) == 0
+        result = Result.read(tmp_path / name)
+        read.append((result.comparison, [f.value for f in result.figures if f.unit not in ("s", "ms")]))
+    assert read[0] == read[1]
+
+
+def test_it_prints_the_counts_the_loss_and_that_the_bits_are_equal(
+    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"layer calls\W+{CALLS}\b", out)
+    assert re.search(r"eager: WARMING_UP\W+2 \(16\.7%\)", out)
+    assert re.search(r"loss \d\.\d{4} -> \d\.\d{4} over 6 steps", out)
+    assert "bit-equal: every loss and every parameter's gradient, 6 steps" in out
+    assert "NOT" not in out
+
+
+@without_gpu
+def test_without_a_gpu_it_says_so_and_records_no_speed(
+    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
+    out = capsys.readouterr().out
+    assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
+    assert "forward and backward" not in out
+    figures = Result.read(result).figures
+    assert [figure.name for figure in figures] == ["capture", "loss of the last step", "padding share"]
+    assert all(figure.rival is None and figure.bar is None for figure in figures)
+
+
+# -- a bit that differs --------------------------------------------------------------------------
+
+
+def test_other_weights_are_found_in_the_first_step_and_end_with_1(
+    demo: Callable[..., int],
+    second_trainer: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def perturb(trainer: Trainer) -> None:
+        trainer.chunk.decoder.final_layernorm.weight.data[3] += 0.5
+
+    second_trainer(perturb)
+    result = tmp_path / "result.json"
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 1
+    out = capsys.readouterr().out
+    assert "NOT bit-equal:" in out and "bit-equal: every" not in out
+    assert re.search(r"step 0, micro-batch 0: loss \d\.\d+ eager, \d\.\d+ graphed", out)
+    assert "step 0: gradient of embedding.word_embeddings.weight" in out
+    comparison = compared(result)
+    assert not comparison.bitwise_equal
+    assert comparison.steps == STEPS
+
+
+def test_an_update_that_is_left_out_is_found_in_the_step_after_it(
+    demo: Callable[..., int],
+    second_trainer: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def skip_the_third_update(trainer: Trainer) -> None:
+        update, calls = trainer.update, iter(range(STEPS))
+        trainer.update = lambda: None if next(calls) == 2 else update()  # type: ignore[method-assign]
+
+    second_trainer(skip_the_third_update)
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 1
+    steps = re.findall(r"^  step (\d)", capsys.readouterr().out, re.MULTILINE)
+    assert steps and steps[0] == "3"
+
+
+def test_one_bit_of_one_gradient_is_found_and_named_alone(
+    demo: Callable[..., int],
+    second_trainer: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+
+    def flip_a_bit_in_the_last_step(trainer: Trainer) -> None:
+        forward_backward, calls = trainer.forward_backward, iter(range(STEPS))
+
+        def flipped(packs: list[Pack]) -> list[torch.Tensor]:
+            losses = forward_backward(packs)
+            if next(calls) == STEPS - 1:
+                grad = dict(trainer.named_main_grads())[name]
+                grad.view(torch.int32)[-1, -1] ^= 1
+            return losses
+
+        trainer.forward_backward = flipped  # type: ignore[assignment, method-assign]
+
+    second_trainer(flip_a_bit_in_the_last_step)
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 1
+    _, _, differences = capsys.readouterr().out.partition("NOT bit-equal:")
+    assert differences.split("\n")[1:] == [f"  step {STEPS - 1}: gradient of {name}", ""]
+
+
+# -- what it leaves behind -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("end", ["well", "by an error"])
+def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
+    demo: Callable[..., int], second_trainer: Callable[..., None], tmp_path: Path, outer: bool, end: str
+) -> None:
+    def fail(trainer: Trainer) -> None:
+        raise RuntimeError("out of luck")
+
+    flag, cuda = torch.are_deterministic_algorithms_enabled(), torch.cuda.current_device
+    had_group = torch.distributed.is_initialized()
+    result = tmp_path / "result.json"
+    arguments = [*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result]
+    try:
+        torch.use_deterministic_algorithms(outer)
+        if end == "well":
+            assert demo(*arguments, steps="2") == 0
+        else:
+            second_trainer(fail)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                demo(*arguments, steps="2")
+        assert torch.are_deterministic_algorithms_enabled() is outer
+    finally:
+        torch.use_deterministic_algorithms(flag)
+    assert installed_plugin() is None
+    assert torch.distributed.is_initialized() is had_group
+    assert torch.cuda.current_device is cuda
+    assert result.exists() is (end == "well")

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megagraph run SCRIPT`: a script as it was, with the plugin around it; and `megagraph report` after it."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megagraph.cli import main
+from megagraph.megatron.installation import installed_plugin
+from megagraph.report import read_report
+
+# Says what it sees to the file next to it.
+WITNESS = """
+import json, sys
+from pathlib import Path
+from megagraph.megatron.installation import installed_plugin
+config = installed_plugin().config if installed_plugin() else None
+Path(__file__).with_name("seen.json").write_text(json.dumps({
+    "argv": sys.argv, "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
+    "config": None if config is None else {
+        "mode": config.mode, "warmup": config.cuda_graph_warmup_steps, "poison": config.poison,
+        "capacities": [[c.tokens, c.num_seqs] for c in config.all_capacities()],
+    },
+}))
+"""
+
+# As a user writes it: knows of megagraph only the attention for packs, which comes with the spec.
+TRAINING = """
+import sys
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megagraph.cli.trainer import ModelOptions, Trainer, single_process_group
+from megagraph.data import Document, stream_packs
+from megagraph.megatron.cpu import megatron_on_cpu
+
+def train(steps):
+    documents = [Document(name=str(n), tokens=torch.arange(n % 20 + 5) % 64) for n in range(60)]
+    packs = stream_packs(documents, 64, 6)
+    shape = ModelOptions(
+        layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available()
+    )
+    with megatron_on_cpu(), single_process_group():
+        trainer = Trainer(shape)
+        for _ in range(steps):
+            print("loss", float(trainer.forward_backward([next(packs)])[0]))
+            trainer.update()
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]))
+    exec(sys.argv[2])
+"""
+
+TOML = """
+[megagraph]
+cuda_graph_max_packed_seqs = [6]
+max_seqlen_per_dp_cp_rank = 64
+cuda_graph_warmup_steps = 1
+progress = false
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a script into a folder of its own."""
+
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / "scripts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a config file."""
+
+    def write(text: str = TOML, report: Path | None = None) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text + (f'report = "{report}"\n' if report else ""))
+        return path
+
+    return write
+
+
+def run(*arguments: str | Path) -> int:
+    return main(["run", *map(str, arguments)])
+
+
+def seen(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.with_name("seen.json").read_text())
+    return found
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The only line that was said, on stderr."""
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and line.startswith("megagraph run: ")
+    return str(line).removeprefix("megagraph run: ")
+
+
+# -- what the script sees ------------------------------------------------------------------------
+
+
+@pytest.mark.megatron
+def test_the_script_runs_as_main_with_its_own_arguments(script: Callable[..., Path]) -> None:
+    path = script(WITNESS)
+    arguments = ["--lr", "3", "--config", "its-own.toml", "-h", "--", "last"]
+    argv, paths, program = sys.argv, list(sys.path), sys.modules["__main__"]
+    assert run(path, *arguments) == 0
+    found = seen(path)
+    assert found["argv"] == [str(path), *arguments]
+    assert found["name"] == "__main__" and found["main"]
+    assert sys.argv is argv and sys.path == paths and sys.modules["__main__"] is program
+
+
+@pytest.mark.megatron
+def test_the_plugin_is_there_for_the_script_and_gone_after_it(
+    script: Callable[..., Path], toml: Callable[..., Path]
+) -> None:
+    path = script(WITNESS)
+    assert run("--config", toml(), path) == 0
+    assert seen(path)["config"] == {"mode": "graph", "warmup": 1, "poison": False, "capacities": [[64, 6]]}
+    assert installed_plugin() is None
+
+
+@pytest.mark.megatron
+def test_variables_go_before_the_file_and_leave_its_other_options(
+    script: Callable[..., Path], toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script(WITNESS)
+    monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS", "5")
+    monkeypatch.setenv("MEGAGRAPH_POISON", "true")
+    monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_MAX_PACKED_SEQS", "3,9")
+    assert run("--config", toml(), path) == 0
+    expected = {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}
+    assert seen(path)["config"] == expected
+
+
+@pytest.mark.megatron
+def test_without_a_file_the_variables_are_all(
+    script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script(WITNESS)
+    monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
+    assert run(path) == 0
+    assert seen(path)["config"] == {"mode": "eager", "warmup": 3, "poison": False, "capacities": []}
+
+
+@pytest.mark.megatron
+def test_mode_off_runs_the_script_without_the_plugin(
+    script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script(WITNESS)
+    monkeypatch.setenv("MEGAGRAPH_MODE", "off")
+    assert run(path) == 0
+    assert seen(path)["config"] is None
+
+
+@pytest.mark.megatron
+def test_modules_beside_the_script_go_before_those_of_the_working_folder(
+    script: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helper_of_a_script.py").write_text("WHERE = 'working folder'")
+    script("WHERE = 'beside the script'", "helper_of_a_script.py")
+    path = script(
+        "import helper_of_a_script, pathlib\n"
+        "pathlib.Path(__file__).with_suffix('.txt').write_text(helper_of_a_script.WHERE)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert run(path.relative_to(tmp_path)) == 0
+    finally:
+        sys.modules.pop("helper_of_a_script", None)
+    assert path.with_suffix(".txt").read_text() == "beside the script"
+
+
+# -- how it ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", ["KeyError", "RuntimeError", "KeyboardInterrupt"])
+def test_what_the_script_raises_comes_through_with_the_report_written(
+    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    report = tmp_path / "reports" / "report.json"
+    with pytest.raises(BaseException, match="its own") as raised:
+        run("--config", toml(report=report), script(f"raise {name}('its own')"))
+    assert type(raised.value).__name__ == name
+    assert read_report(report) == []
+    assert installed_plugin() is None
+
+
+@pytest.mark.megatron
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="taken for an error of the command's input")
+@pytest.mark.parametrize("name", ["ValueError", "FileNotFoundError"])
+def test_an_error_of_the_script_is_not_taken_for_bad_input(script: Callable[..., Path], name: str) -> None:
+    """A ValueError of the user's code lost its traceback: one line was left, and exit code 2."""
+    with pytest.raises((ValueError, FileNotFoundError), match="its own") as raised:
+        run(script(f"raise {name}('its own')"))
+    assert type(raised.value).__name__ == name
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("code", [0, 7, "a sentence"])
+def test_the_scripts_exit_code_comes_through_with_the_report_written(
+    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path, code: int | str
+) -> None:
+    report = tmp_path / "report.json"
+    with pytest.raises(SystemExit) as ended:
+        run("--config", toml(report=report), script(f"import sys; sys.exit({code!r})"))
+    assert ended.value.code == code
+    assert read_report(report) == []
+    assert installed_plugin() is None
+
+
+@pytest.mark.megatron
+@pytest.mark.xfail(raises=OSError, reason="the report's error takes the place of the script's")
+def test_a_report_that_cannot_be_written_does_not_hide_the_scripts_error(
+    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A full disk at the end of a run hid why the run had ended."""
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RuntimeError, match="its own"):
+        run("--config", toml(report=tmp_path / "file" / "r.json"), script("raise RuntimeError('its own')"))
+
+
+@pytest.mark.megatron
+def test_the_plugin_is_gone_even_where_its_report_cannot_be_written(
+    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match="file"):
+        run("--config", toml(report=tmp_path / "file" / "r.json"), script("pass"))
+    assert installed_plugin() is None
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_a_missing_script_ends_with_2_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "gone.py") == 2
+    assert one_line(capsys) == f"expected a script, {tmp_path / 'gone.py'} is no file"
+    assert run(tmp_path) == 2
+    assert one_line(capsys) == f"expected a script, {tmp_path} is no file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[megagraph]\nwarmup = 3", "'warmup' is no option; there are capacities, cuda_graph_"),
+        ("[megagraph]\nmode = 'fast'", "mode: expected one of graph, eager, off, got 'fast'"),
+        ("[megagraph]\ncuda_graph_warmup_steps = 0", "cuda_graph_warmup_steps: expected at least 1, got 0"),
+        ("[megagraph]\nmode = eager", "expected TOML, "),
+        ("[graphs]\nmode = 'eager'", "expected a table [megagraph], found graphs"),
+    ],
+)
+def test_a_bad_config_ends_with_2_and_names_file_and_key_before_the_script_runs(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    message: str,
+) -> None:
+    path, config = script(WITNESS), toml(text)
+    assert run("--config", config, path) == 2
+    assert one_line(capsys).startswith(f"{config}: {message}")
+    assert not path.with_name("seen.json").exists()
+    assert installed_plugin() is None
+
+
+def test_a_bad_variable_ends_with_2_and_is_named(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGAGRAPH_WARMUP", "3")
+    path = script(WITNESS)
+    assert run("--config", toml(), path) == 2
+    assert one_line(capsys).startswith("environment: 'warmup' is no option; there are ")
+    assert not path.with_name("seen.json").exists()
+
+
+def test_a_missing_config_ends_with_2_and_is_named(
+    script: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--config", tmp_path / "gone.toml", script(WITNESS)) == 2
+    assert str(tmp_path / "gone.toml") in one_line(capsys)
+
+
+# -- a training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')", "import gc; gc.collect()"])
+def test_a_training_replays_and_its_report_is_shown_and_read(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    end: str,
+) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--config", toml(report=report), script(TRAINING), "5", end]
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if end.startswith("raise"):
+        with pytest.raises(RuntimeError, match="its own"):
+            run(*arguments)
+    else:
+        assert run(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["loss"] * 5
+    assert "layer calls" in err and "eager: WARMING_UP" in err
+
+    (model,) = read_report(report)
+    assert (model["model"], model["calls"], model["replays"]) == ("GPTModel", 10, 8)
+    assert model["eager"] == {"WARMING_UP": 2}
+
+    assert main(["report", str(report)]) == 0
+    assert "8 (80.0%)" in capsys.readouterr().out
+    assert main(["report", str(report), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [model]
+
+
+def test_the_module_shows_its_commands_without_megatron() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "megagraph", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("usage: megagraph", "demo", "run a training script", "show the report"):
+        assert words in shown.stdout
+    assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
+    assert not re.search(r"\|\s+megatron\b", shown.stderr)
