@@ -6,28 +6,57 @@ Counts nothing itself. A model's report is the plain dictionary that the Megatro
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["read_report", "report_table", "scalars", "write_report"]
 
 ModelReport = Mapping[str, Any]
 
-_REQUIRED = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_capacity(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_count(value.get(key)) for key in ("tokens", "num_seqs"))
+
+
+# What each key must hold: in words, and as a check.
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a string", lambda value: isinstance(value, str)),
+    "calls": ("a count", _is_count),
+    "replays": ("a count", _is_count),
+    "eager": (
+        "counts by reason",
+        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    ),
+    "capacities": (
+        "a list with tokens and num_seqs of each",
+        lambda value: isinstance(value, list) and all(map(_is_capacity, value)),
+    ),
+    "capture_seconds": ("a number", _is_number),
+    "padding_share": ("a number or null", lambda value: value is None or _is_number(value)),
+}
 
 
 def report_table(reports: Sequence[ModelReport]) -> Table:
     """One column for each model: calls, replays, eager calls by reason, padding, capture."""
+    # As Text: failures hold foreign words, and rich takes those in brackets for its markup.
     table = Table(title="megagraph", show_lines=False)
     table.add_column("")
     for report in reports:
-        table.add_column(str(report["model"]), justify="right")
+        table.add_column(Text(str(report["model"])), justify="right")
     for label, cells in _rows(reports):
-        table.add_row(label, *cells)
+        table.add_row(Text(label), *map(Text, cells))
     return table
 
 
@@ -77,15 +106,12 @@ def scalars(report: ModelReport) -> dict[str, float]:
 def write_report(reports: Sequence[ModelReport], path: Path) -> None:
     """Writes the reports as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"models": list(reports)}, file, indent=2)
-            file.write("\n")
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        draft.write_text(json.dumps({"models": list(reports)}, indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
@@ -96,15 +122,18 @@ def read_report(path: Path) -> list[dict[str, Any]]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON or UTF-8
         raise ValueError(f"{path}: expected JSON, {error}") from error
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, list):
         raise ValueError(f"{path}: expected an object with a list 'models', as a run of megagraph leaves it")
     for index, model in enumerate(models):
-        missing = [key for key in _REQUIRED if not isinstance(model, dict) or key not in model]
+        missing = [key for key in _EXPECTED if not isinstance(model, dict) or key not in model]
         if missing:
             raise ValueError(
-                f"{path}: models[{index}]: expected the keys {', '.join(_REQUIRED)}, no {missing[0]}"
+                f"{path}: models[{index}]: expected the keys {', '.join(_EXPECTED)}, no {missing[0]}"
             )
+        for key, (expected, is_right) in _EXPECTED.items():
+            if not is_right(model[key]):
+                raise ValueError(f"{path}: models[{index}].{key}: expected {expected}, got {model[key]!r}")
     return models

@@ -93,7 +93,6 @@ def test_no_reports_are_an_empty_table() -> None:
     assert cells([])["layer calls"] == []
 
 
-@pytest.mark.xfail(reason="cells are read as rich's markup")
 @pytest.mark.parametrize("sentence", ["modified: [torch.FloatTensor]", "no file [/tmp/x]", "in [decoder]"])
 def test_words_in_brackets_are_shown_as_they_are(sentence: str) -> None:
     """An error's words in brackets were gone; a path in brackets ended the run in a MarkupError."""
@@ -172,7 +171,6 @@ def test_a_move_that_fails_leaves_no_draft(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="keeps the permissions of a temporary file")
 def test_a_report_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
     """A report could be read by its owner alone, whatever the umask: mkstemp makes 0600."""
     outer = os.umask(0o022)
@@ -220,7 +218,6 @@ def test_a_missing_report_ends_with_2_and_is_named(
     assert str(tmp_path / "gone.json") in capsys.readouterr().err
 
 
-@pytest.mark.xfail(reason="only the keys are checked, not their values")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -239,7 +236,6 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_key(tmp_path: Path, key: st
         read_report(path)
 
 
-@pytest.mark.xfail(reason="neither is caught where the file is known")
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", None])
 def test_what_is_no_text_file_ends_with_2_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None

@@ -16,7 +16,8 @@ namespace megagraph {
 namespace {
 
 struct SiteObject {
-  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
   std::shared_ptr<Chunk> chunk;
   Site* site;
 };

@@ -3,12 +3,11 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from megagraph.cli import demo, report, run
-from megagraph.data import DocumentError
 
 __all__ = ["main"]
 
@@ -28,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0, 1 where bits differ, 2 for bad input."""
     options = _parser().parse_args(arguments)
     try:
-        code: int = options.execute(options)
-        return code
-    except (DocumentError, ValueError, FileNotFoundError) as error:
+        # All that can be wrong with the input is found here; what comes later keeps its traceback.
+        work: Callable[[], int] = options.prepare(options)
+    except (ValueError, OSError) as error:
         Console(stderr=True).print(f"megagraph {options.command}: {error}", markup=False, soft_wrap=True)
         return 2
+    return work()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megagraph import results
 from megagraph.cli.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.cli.trainer import ModelOptions, Trainer, single_process_group
 from megagraph.config import GraphConfig
-from megagraph.data import PACKERS, Document, Pack, load_documents, split_at_blank_lines
+from megagraph.data import PACKERS, Document, DocumentError, Pack, load_documents, split_at_blank_lines
 from megagraph.report import report_table
 
 __all__ = ["add_parser", "quiet_megatron"]
@@ -55,14 +56,49 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     shape.add_argument("--timed-steps", type=int, default=10, help="further steps, timed on a GPU only")
     shape.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.set_defaults(execute=_execute)
+    parser.set_defaults(prepare=_prepare)
 
 
-def _execute(options: argparse.Namespace) -> int:
+def _prepare(options: argparse.Namespace) -> Callable[[], int]:
+    """Reads and checks everything before any of it is used."""
+    _check_numbers(options)
+    counts = tuple(options.max_packed_seqs or ())
+    config = GraphConfig(
+        cuda_graph_max_packed_seqs=counts,
+        max_seqlen_per_dp_cp_rank=options.pack_tokens if counts else None,
+        cuda_graph_warmup_steps=options.warmup_steps,
+    )
+    if options.json is not None:
+        _check_target(options.json)
+    return partial(_execute, options, config, _packs(options))
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    minima = dict.fromkeys(("pack_tokens", "micro_batches", "steps", "layers", "hidden", "heads"), 1)
+    for name, least in {**minima, "max_document": 2, "timed_steps": 0}.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+    if options.heads > options.hidden:
+        raise ValueError(f"--heads: expected at most --hidden ({options.hidden}), got {options.heads}")
+    groups = options.query_groups
+    if groups is not None and (groups < 1 or options.heads % groups):
+        raise ValueError(f"--query-groups: expected a divisor of --heads ({options.heads}), got {groups}")
+
+
+def _check_target(path: Path) -> None:
+    """The figures come last: finds out first whether they can be written."""
+    if path.is_dir():
+        raise ValueError(f"--json: expected a file, {path} is a folder")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--json: expected a file that can be written, got {path}: check {folder}")
+
+
+def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[Sequence[Pack]]) -> int:
     from megagraph.megatron.cpu import megatron_on_cpu
 
     console = Console()
-    packs = _packs(options)
     quiet_megatron()
     # Read by cuBLAS when it starts; deterministic algorithms need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -70,17 +106,16 @@ def _execute(options: argparse.Namespace) -> int:
         outer = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:
-            return _run(options, packs, console)
+            return _run(options, config, packs, console)
         finally:
             torch.use_deterministic_algorithms(outer)
 
 
 def _packs(options: argparse.Namespace) -> list[list[Pack]]:
-    """The packs of each step, read and checked before anything else happens."""
-    for name in ("pack_tokens", "micro_batches", "steps", "layers", "hidden", "heads"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(options, name)}")
+    """The packs of each step."""
     documents = _documents(options, options.max_document or options.pack_tokens)
+    if not documents:
+        raise DocumentError(f"{options.data}: expected at least one document of 2 tokens or more, found none")
     # Documents one after another, again from the start where they run out.
     packs: Iterator[Pack] = PACKERS[options.packer](itertools.cycle(documents), options.pack_tokens)
     steps = options.steps + (options.timed_steps if torch.cuda.is_available() else 0)
@@ -101,7 +136,9 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore")
 
 
-def _run(options: argparse.Namespace, steps: Sequence[Sequence[Pack]], console: Console) -> int:
+def _run(
+    options: argparse.Namespace, config: GraphConfig, steps: Sequence[Sequence[Pack]], console: Console
+) -> int:
     from megagraph import megatron
 
     on_gpu = torch.cuda.is_available()
@@ -114,14 +151,7 @@ def _run(options: argparse.Namespace, steps: Sequence[Sequence[Pack]], console: 
         bf16=on_gpu,
         seed=options.seed,
     )
-    counts = tuple(options.max_packed_seqs or ())
-    megatron.install(
-        GraphConfig(
-            cuda_graph_max_packed_seqs=counts,
-            max_seqlen_per_dp_cp_rank=options.pack_tokens if counts else None,
-            cuda_graph_warmup_steps=options.warmup_steps,
-        )
-    )
+    megatron.install(config)
     try:
         eager, graphed = Trainer(shape), Trainer(shape)
         if not on_gpu:

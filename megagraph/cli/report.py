@@ -3,7 +3,10 @@
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,12 +20,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("report", help="show the report that a run left")
     parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(execute=_execute)
+    parser.set_defaults(prepare=_prepare)
 
 
-def _execute(options: argparse.Namespace) -> int:
-    reports = read_report(options.file)
-    if options.json:
+def _prepare(options: argparse.Namespace) -> Callable[[], int]:
+    return partial(_show, read_report(options.file), as_json=options.json)
+
+
+def _show(reports: list[dict[str, Any]], *, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(reports, indent=2))
     else:
         Console().print(report_table(reports))

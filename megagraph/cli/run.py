@@ -5,6 +5,8 @@ import argparse
 import logging
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -26,29 +28,40 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--config", type=Path, help="TOML file with a table [megagraph]")
     parser.add_argument("script", type=Path, help="the script, run as __main__")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
-    parser.set_defaults(execute=_execute)
+    parser.set_defaults(prepare=_prepare)
 
 
-def _execute(options: argparse.Namespace) -> int:
+def _prepare(options: argparse.Namespace) -> Callable[[], int]:
     if not options.script.is_file():
         raise FileNotFoundError(f"expected a script, {options.script} is no file")
     base = GraphConfig.from_toml(options.config) if options.config is not None else None
-    config = GraphConfig.from_env(base=base)
+    return partial(_run, options.script, options.arguments, GraphConfig.from_env(base=base))
+
+
+def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
     from megagraph import megatron
 
     _log_to_stderr()
     megatron.install(config)
-    outer = sys.argv, sys.path[0]
-    sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.resolve().parent)
+    outer = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    has_ended_well = False
     try:
-        runpy.run_path(str(options.script), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
+        has_ended_well = True
     finally:
-        sys.argv, sys.path[0] = outer
+        sys.argv, sys.path[:] = outer
         reports = megatron.reports()
         if reports:
             Console(stderr=True).print(report_table(reports))
-        megatron.uninstall()
+        try:
+            megatron.uninstall()
+        except OSError as error:
+            if has_ended_well:
+                raise
+            # What ended the script matters more.
+            Console(stderr=True).print(f"megagraph run: report not written: {error}", markup=False)
     return 0
 
 

@@ -48,8 +48,10 @@ class _Installation:
         for seam, original in reversed(self._originals):
             setattr(seam.owner(), seam.name, original)
         self._originals.clear()
-        self._write_report()
-        self.plugin.release()
+        try:
+            self._write_report()
+        finally:
+            self.plugin.release()
 
     def _write_report(self) -> None:
         path = self.plugin.config.report

@@ -206,7 +206,6 @@ def test_an_option_that_cannot_be_parsed_is_named(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="only some counts are checked")
 @pytest.mark.parametrize("value", ["0", "-3", "1"])
 def test_a_longest_document_that_holds_none_is_refused(
     refused: Callable[..., str], tmp_path: Path, value: str
@@ -219,7 +218,6 @@ def test_a_longest_document_that_holds_none_is_refused(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="an empty list of documents is packed")
 def test_a_folder_without_a_document_of_two_tokens_is_refused(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -231,7 +229,6 @@ def test_a_folder_without_a_document_of_two_tokens_is_refused(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="only some counts are checked")
 @pytest.mark.parametrize(
     ("option", "value"),
     [("query_groups", "0"), ("query_groups", "3"), ("heads", "64"), ("timed_steps", "-1")],
@@ -248,7 +245,6 @@ def test_a_shape_that_no_model_has_is_named_with_its_option(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="the file is opened after the training")
 @pytest.mark.parametrize("target", ["file/new.json", "file/deeper/new.json", "."])
 def test_a_result_that_cannot_be_written_is_refused_before_the_training(
     demo: Callable[..., int],

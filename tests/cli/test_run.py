@@ -202,7 +202,6 @@ def test_what_the_script_raises_comes_through_with_the_report_written(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=pytest.fail.Exception, reason="taken for an error of the command's input")
 @pytest.mark.parametrize("name", ["ValueError", "FileNotFoundError"])
 def test_an_error_of_the_script_is_not_taken_for_bad_input(script: Callable[..., Path], name: str) -> None:
     """A ValueError of the user's code lost its traceback: one line was left, and exit code 2."""
@@ -225,7 +224,6 @@ def test_the_scripts_exit_code_comes_through_with_the_report_written(
 
 
 @pytest.mark.megatron
-@pytest.mark.xfail(raises=OSError, reason="the report's error takes the place of the script's")
 def test_a_report_that_cannot_be_written_does_not_hide_the_scripts_error(
     script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path
 ) -> None:
