@@ -41,6 +41,7 @@ BANK = [
 SOURCES = [
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
+    "csrc/python/accumulator_hooks.cpp",
     "csrc/python/site_object.cpp",
     "csrc/python/module.cpp",
 ]

@@ -9,8 +9,7 @@ import contextlib
 import gc
 import logging
 import time
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.backends import Backend, backend_for
-from megagraph.capture import CapturedSite, Guard, capture_variant
+from megagraph.capture import CapturedSite, Guard, capture_variant, warm_up_variant
+from megagraph.chain import Chain
 from megagraph.dispatch import EagerReason
 from megagraph.rng import RngSources, RngTracker
 from megagraph.sites import CaptureError, SiteSpec, VariantSpec
@@ -35,54 +35,7 @@ Progress = Callable[[int, int, str], None]
 class _Request:
     chain: "Chain"
     variant: VariantSpec
-
-
-class Chain:
-    """Sites that run one after another, captured as one chunk. Made by `Bank.add_chain()`."""
-
-    def __init__(
-        self, bank: "Bank", chunk: _C.Chunk, sites: Sequence[SiteSpec], first_pool: int, num_slots: int
-    ) -> None:
-        self._bank = weakref.proxy(bank)
-        self.chunk = chunk
-        self.specs = tuple(sites)
-        self.sites = tuple(chunk.site(rank) for rank in range(len(sites)))
-        self.skipped: dict[int, EagerReason] = {}
-        self.variants: dict[Hashable, int] = {}
-        # Variants of which no site could be captured, and why the first one could not.
-        self.uncapturable: dict[Hashable, EagerReason] = {}
-        self.first_pool = first_pool
-        self.num_slots = num_slots
-
-    @contextlib.contextmanager
-    def micro_batch(self, key: Hashable, sources: Sequence[Tensor] = ()) -> Iterator[EagerReason | None]:
-        """Runs one micro-batch on a slot of variant `key`; yields None, or why there is none.
-
-        Args:
-            key: the variant.
-            sources: metadata as the variant's `MetadataSpec`s name it, on the chain's device.
-        """
-        reason = self.begin(key, sources)
-        try:
-            yield reason
-        finally:
-            if reason is None:
-                self.chunk.end()
-
-    def begin(self, key: Hashable, sources: Sequence[Tensor] = ()) -> EagerReason | None:
-        """Leases a slot, or answers why not; `chunk.end()` ends what this began."""
-        index = self.variants.get(key)
-        if index is None:
-            return self.uncapturable.get(key, EagerReason.WARMING_UP)
-        code = self.chunk.begin(index, sources)
-        return None if code < 0 else EagerReason(code)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Runs every site inside a micro-batch: its graph, or its module where that answers so."""
-        for spec, site in zip(self.specs, self.sites, strict=True):
-            out = site(hidden)
-            hidden = spec.call(hidden) if out is NotImplemented else out
-        return hidden
+    buffers: Sequence[Mapping[str, Tensor]]  # by slot
 
 
 class Bank:
@@ -149,7 +102,7 @@ class Bank:
         chunk = self.core.add_chunk(len(sites))
         pools = self.backend.add_pools(num_slots)
         chunk.set_slots(num_slots, pools, self._poison, holds_collectives)
-        self.chains.append(Chain(self, chunk, sites, self._num_pools, num_slots))
+        self.chains.append(Chain(chunk, sites, self._num_pools, num_slots))
         self._num_pools += num_slots
         return self.chains[-1]
 
@@ -170,7 +123,11 @@ class Bank:
                     "capture needs every slot to be free; still held: " + chain.chunk.describe_holders()
                 )
         order = sorted(
-            (_Request(chain=chain, variant=v) for chain, variants in requests.items() for v in variants),
+            (
+                _Request(chain=chain, variant=variant, buffers=self._metadata_buffers(chain, variant))
+                for chain, variants in requests.items()
+                for variant in variants
+            ),
             key=lambda request: (request.variant.training, request.variant.rows),
             reverse=True,
         )
@@ -181,10 +138,14 @@ class Bank:
         gc.collect()
         gc.disable()
         try:
+            # Every warm-up first: beside a pool that is full already, its memory would come on top.
+            for request in order:
+                self._warm_up(request)
+            self.backend.settle()
             for done, request in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), f"variant {request.variant.key}")
-                self._capture_one(request.chain, request.variant)
+                self._capture_one(request)
             if progress is not None:
                 progress(len(order), len(order), "done")
         finally:
@@ -194,20 +155,39 @@ class Bank:
             self.core.become(_C.BankState.SEALED)
             self.capture_seconds += time.perf_counter() - start
 
-    def _capture_one(self, chain: Chain, variant: VariantSpec) -> None:
-        """Captures a variant into every slot; repeats it without the site that failed."""
-        buffers = self._metadata_buffers(chain, variant)
+    def _warm_up(self, request: _Request) -> None:
+        """Runs a variant once, and again without the site that failed."""
+        chain, variant = request.chain, request.variant
+        while len(chain.skipped) < len(chain.specs):
+            try:
+                warm_up_variant(
+                    self.backend,
+                    chain.specs,
+                    chain.skipped,
+                    variant,
+                    request.buffers[0],
+                    self._guard,
+                    self.rng,
+                )
+                return
+            except CaptureError as error:
+                self._skip(chain, error)
+            gc.collect()  # frames of the failed attempt hold its memory in cycles
+
+    def _capture_one(self, request: _Request) -> None:
+        """Captures a variant into every slot, and again without the site that failed."""
+        chain, variant = request.chain, request.variant
         while len(chain.skipped) < len(chain.specs):
             try:
                 by_slot = [
-                    self._capture_slot(chain, variant, slot, buffers[slot]) for slot in range(chain.num_slots)
+                    self._capture_slot(chain, variant, slot, buffers)
+                    for slot, buffers in enumerate(request.buffers)
                 ]
+                self._add_variant(chain, variant, request.buffers, by_slot)
+                return
             except CaptureError as error:
                 self._skip(chain, error)
-            else:
-                self._add_variant(chain, variant, buffers, by_slot)
-                return
-            gc.collect()  # frames of the failed attempt hold its memory in cycles
+            gc.collect()
         chain.uncapturable[variant.key] = chain.skipped[0]
 
     def _capture_slot(

@@ -14,7 +14,6 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,11 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.backends import Backend
 from megagraph.dispatch import EagerReason
+from megagraph.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.rng import RngSources
 from megagraph.sites import CaptureError, SiteSpec, VariantSpec
 
-__all__ = ["CapturedSite", "Guard", "capture_variant"]
+__all__ = ["CapturedSite", "Guard", "capture_variant", "warm_up_variant"]
 
 # Entered around everything that runs in a capture, and around replays of the host backend.
 Guard = Callable[[], contextlib.AbstractContextManager[None]]
@@ -49,20 +49,16 @@ class CapturedSite:
     param_grads: list[Tensor] = field(default_factory=list)
 
 
-def _main_grad(param: Tensor) -> Tensor | None:
-    return getattr(param, "main_grad", None)
-
-
 def _already_added(param: Tensor) -> Callable[[], bool] | None:
     """Asks, at the gradient's turn, whether a layer with fused accumulation has added it itself."""
-    if _main_grad(param) is None or not hasattr(param, "grad_added_to_main_grad"):
+    if main_grad_of(param) is None or not hasattr(param, "grad_added_to_main_grad"):
         return None
     return lambda: bool(param.grad_added_to_main_grad) and not getattr(param, "zero_out_wgrad", False)
 
 
 def _swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
     params = site.trainable() if training else []
-    return _C.AccumulatorSwap([(param, _main_grad(param), _already_added(param)) for param in params])
+    return _C.AccumulatorSwap([(param, main_grad_of(param), _already_added(param)) for param in params])
 
 
 @contextlib.contextmanager
@@ -72,59 +68,6 @@ def _swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
         yield
     finally:
         swap.restore()
-
-
-@contextlib.contextmanager
-def _leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
-    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside.
-
-    Args:
-        sites: owners of the modules.
-        work_runs: the work inside really runs, so that contents change too.
-    """
-    params = [param for site in sites for param in site.trainable()]
-    saved: list[tuple[Tensor, Tensor]] = []
-    if work_runs:
-        saved += [(grad, grad.clone()) for param in params if (grad := _main_grad(param)) is not None]
-        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
-    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
-    grads = [(param, param.grad) for param in params]
-    flag = "grad_added_to_main_grad"
-    flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
-    for param in params:
-        param.grad = None
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, content in saved:
-                tensor.copy_(content)
-        for param, grad in grads:
-            param.grad = grad
-        for param, value in flags:
-            setattr(param, flag, value)
-        rebound = any(
-            table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
-        )
-        for table, before in tables:
-            table.update(before)
-    if rebound:
-        raise ValueError("a buffer was assigned anew; a graph updates buffers in place only")
-
-
-@contextlib.contextmanager
-def _unfilled() -> Iterator[None]:
-    """Lets `torch.empty` leave memory as it is in deterministic mode, too.
-
-    A static buffer is written before its graph is launched: a captured fill would overwrite it.
-    """
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = filled
 
 
 def _line_of(error: BaseException) -> str:
@@ -186,7 +129,7 @@ class _Plan:
 
     def _empty_rows(self) -> Tensor:
         shape = (self._variant.rows, *self._variant.row_shape)
-        with _unfilled():
+        with unfilled():
             return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
 
     def warm_up(self, rng: RngSources) -> None:
@@ -197,7 +140,7 @@ class _Plan:
         for rank in self._captured:
             site = self._sites[rank]
             before = rng.snapshot()
-            with self._named(rank, "warm-up"), _leaves_no_trace([site], work_runs=True), self._guard():
+            with self._named(rank, "warm-up"), leaves_no_trace([site], work_runs=True), self._guard():
                 with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
                     y = site.call(x.detach().requires_grad_(training), **self._arguments)
                     if training:
@@ -249,7 +192,7 @@ class _Plan:
             if captured.grad_output is None:
                 after = self._captured.get(rank + 1)
                 assert captured.output is not None
-                with _unfilled():
+                with unfilled():
                     captured.grad_output = (
                         torch.empty_like(captured.output) if after is None else after.grad_input
                     )
@@ -267,7 +210,7 @@ class _Plan:
 
     def _keep_param_grads(self, rank: int, swap: _C.AccumulatorSwap) -> None:
         captured = self._captured[rank]
-        kept = [param for param in self._sites[rank].trainable() if _main_grad(param) is None]
+        kept = [param for param in self._sites[rank].trainable() if main_grad_of(param) is None]
         got = [
             (param, grad)
             for param, grad in zip(kept, swap.take_kept_grads(), strict=True)
@@ -281,6 +224,35 @@ class _Plan:
                 self._backend.keep(buffer, grad)
 
 
+def warm_up_variant(
+    backend: Backend,
+    sites: Sequence[SiteSpec],
+    skipped: Mapping[int, EagerReason],
+    variant: VariantSpec,
+    buffers: Mapping[str, Tensor],
+    guard: Guard,
+    rng: RngSources,
+) -> None:
+    """Runs every site that is not skipped once, and leaves no trace of it.
+
+    Libraries make their handles and choose their kernels here, where it is allowed.
+
+    Args:
+        backend: where captures are recorded.
+        sites: the chain, in execution order.
+        skipped: ranks that stay eager.
+        variant: what to run for.
+        buffers: metadata buffers by name, filled with their examples.
+        guard: entered around everything that runs.
+        rng: restored afterwards.
+
+    Raises:
+        CaptureError: naming the site, the op and the line.
+    """
+    with _plan(backend, sites, skipped, variant, 0, buffers, guard, rng) as plan:
+        plan.warm_up(rng)
+
+
 def capture_variant(
     backend: Backend,
     sites: Sequence[SiteSpec],
@@ -291,7 +263,7 @@ def capture_variant(
     guard: Guard,
     rng: RngSources,
 ) -> list[CapturedSite]:
-    """Captures every site that is not skipped, and leaves no trace of having run.
+    """Captures every site that is not skipped, after its warm-up, and leaves no trace of it.
 
     Args:
         backend: where to record.
@@ -309,15 +281,30 @@ def capture_variant(
     Raises:
         CaptureError: naming the site, the op and the line. Everything has been undone.
     """
+    traced = [site for rank, site in enumerate(sites) if rank not in skipped]
+    with (
+        _plan(backend, sites, skipped, variant, pool, buffers, guard, rng) as plan,
+        leaves_no_trace(traced, work_runs=backend.runs_while_recording),
+    ):
+        return plan.record()
+
+
+@contextlib.contextmanager
+def _plan(
+    backend: Backend,
+    sites: Sequence[SiteSpec],
+    skipped: Mapping[int, EagerReason],
+    variant: VariantSpec,
+    pool: int,
+    buffers: Mapping[str, Tensor],
+    guard: Guard,
+    rng: RngSources,
+) -> Iterator[_Plan]:
     snapshot = rng.snapshot()
     plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
     try:
         with backend.recording():
-            plan.warm_up(rng)
-            backend.settle()  # or the warm-up's memory would stand beside the pool's
-            traced = [site for rank, site in enumerate(sites) if rank not in skipped]
-            with _leaves_no_trace(traced, work_runs=backend.runs_while_recording):
-                return plan.record()
+            yield plan
     finally:
         plan.end()
         rng.restore(snapshot)

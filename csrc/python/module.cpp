@@ -4,17 +4,13 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_hook.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <tuple>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -24,6 +20,7 @@
 #include "csrc/bank/graph_bank.h"
 #include "csrc/bank/main_grad_node.h"
 #include "csrc/bank/op_trace.h"
+#include "csrc/python/accumulator_hooks.h"
 #include "csrc/python/site_object.h"
 
 namespace py = pybind11;
@@ -112,30 +109,6 @@ std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors) {
 // Same memory, owned by somebody else: what a graph's boundary in a pool is.
 at::Tensor unowned_alias(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
-}
-
-// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known
-// by name only: libtorch_python does not export it.
-template <typename PythonHook, typename Hooks>
-int64_t count_hooks(const Hooks& hooks, std::string_view name) {
-  int64_t count = 0;
-  for (const auto& hook : hooks) {
-    const auto& type = typeid(*hook);
-    const bool is_python = std::string_view(type.name()).find(name) != std::string_view::npos;
-    count += is_python ? PyDict_Size(static_cast<const PythonHook&>(*hook).dict) : 1;
-  }
-  return count;
-}
-
-// Hooks on a parameter's gradient accumulator, which a site would bypass; those on the tensor
-// itself are not counted.
-int64_t count_accumulator_hooks(const at::Tensor& param) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
-  if (accumulator == nullptr) return 0;
-  return count_hooks<torch::autograd::PyFunctionPostHook>(accumulator->post_hooks(),
-                                                          "PyFunctionPostHook") +
-         count_hooks<torch::autograd::PyFunctionPreHook>(accumulator->pre_hooks(),
-                                                         "PyFunctionPreHook");
 }
 
 std::map<std::string, int64_t> counters_of(GraphBank& bank) {

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/accumulator_hooks.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <string_view>
+#include <typeinfo>
+
+namespace megagraph {
+namespace {
+
+// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known
+// by name only: libtorch_python does not export it.
+template <typename PythonHook, typename Hooks>
+int64_t count_hooks(const Hooks& hooks, std::string_view name) {
+  int64_t count = 0;
+  for (const auto& hook : hooks) {
+    const auto& type = typeid(*hook);
+    const bool is_python = std::string_view(type.name()).find(name) != std::string_view::npos;
+    count += is_python ? PyDict_Size(static_cast<const PythonHook&>(*hook).dict) : 1;
+  }
+  return count;
+}
+
+}  // namespace
+
+int64_t count_accumulator_hooks(const at::Tensor& param) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  if (accumulator == nullptr) return 0;
+  return count_hooks<torch::autograd::PyFunctionPostHook>(accumulator->post_hooks(),
+                                                          "PyFunctionPostHook") +
+         count_hooks<torch::autograd::PyFunctionPreHook>(accumulator->pre_hooks(),
+                                                         "PyFunctionPreHook");
+}
+
+}  // namespace megagraph
