@@ -81,15 +81,17 @@ def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
         "reserved_with_eager_bytes": torch.cuda.max_memory_reserved(),
         "report": megatron.reports()[-1],
     }
+    profiled = steps[-2:]  # the busy share is that of these steps, timed without the profiler first
+    wall_ms = time_steps(trainer, profiled * 3, graphs=graphs).median_ms
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
-        for packs in steps[-2:]:
-            time_steps(trainer, [packs], graphs=graphs)
+        time_steps(trainer, profiled, graphs=graphs)
     kernels_us = sum(
         event.device_time_total
         for event in trace.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
-    figures["kernel_ms"] = kernels_us / 1e3 / 2
+    figures["kernel_ms"] = kernels_us / 1e3 / len(profiled)
+    figures["busy_share"] = figures["kernel_ms"] / wall_ms
     if graphs:
         figures |= _measure_replays(trainer)
     return figures
@@ -192,14 +194,13 @@ def _figures(
             bar=eager["median_ms"],
             rival="eager",
             rival_value=eager["median_ms"],
-            floor=graphed["kernel_ms"],
         ),
         figure(
             "GPU busy share",
-            graphed["kernel_ms"] / graphed["median_ms"],
+            graphed["busy_share"],
             "1",
             rival="eager",
-            rival_value=eager["kernel_ms"] / eager["median_ms"],
+            rival_value=eager["busy_share"],
         ),
         figure(
             "kernel time of a step",

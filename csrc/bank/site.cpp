@@ -102,7 +102,7 @@ std::optional<EagerReason> Site::replay(const std::vector<at::Tensor>& inputs,
   chunk_.append_metadata(segments);
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].const_data_ptr() == graph->inputs[i].const_data_ptr()) continue;
-    chunk_.append_input(segments, inputs[i], graph->inputs[i], graph->accepts[i].fewer_rows);
+    chunk_.append_input(segments, inputs[i], graph->inputs[i], /*is_packed=*/rank_ == 0 && i == 0);
   }
   stage(segments, chunk_.device());
   graph->forward->launch();

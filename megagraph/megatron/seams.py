@@ -135,7 +135,7 @@ def check_core() -> str:
             f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): "
             + "; ".join(problems)
         )
-    if version not in SUPPORTED:
+    if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
         _log.warning(
             "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED)
         )
