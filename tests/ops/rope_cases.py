@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts, offsets and tables that the tests of rope_thd share."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+LAYOUTS = {
+    "neox": {},
+    "interleaved": {"interleaved": True},
+    "mla": {"mla_interleaved": True},
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def offsets(document_lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
+
+
+def without_empty_documents(document_lengths: list[int], device: str) -> Tensor:
+    """What Megatron gets: release 0.19 cannot reshape an empty document in the interleaved layout."""
+    return offsets([length for length in document_lengths if length], device)
+
+
+def frequencies(positions: int, rotary_dim: int, layout: str, device: str) -> Tensor:
+    """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary_dim] in float32."""
+    inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), inverse)
+    pairs = (angles, angles)
+    wide = torch.stack(pairs, -1).flatten(1) if layout == "interleaved" else torch.cat(pairs, -1)
+    return wide[:, None, None, :]
+
+
+def tables(freqs: Tensor, dtype: torch.dtype, mscale: float = 1.0) -> tuple[Tensor, Tensor]:
+    flat = freqs.flatten(1)
+    return (flat.cos() * mscale).to(dtype), (flat.sin() * mscale).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Stands in for a context-parallel process group."""
+
+    cp_size: int
+    cp_rank: int
+
+    def size(self) -> int:
+        return self.cp_size
+
+    def rank(self) -> int:
+        return self.cp_rank
