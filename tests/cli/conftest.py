@@ -26,17 +26,6 @@ TINY = {
     "--timed-steps": "2",
 }
 
-# What megatron-core says of its own options when a config is made; ours are errors still.
-_CORE_WARNINGS = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        for core_warning in _CORE_WARNINGS:
-            item.add_marker(pytest.mark.filterwarnings(core_warning))
-
 
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

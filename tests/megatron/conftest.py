@@ -5,7 +5,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
@@ -17,17 +16,6 @@ import megagraph
 from megagraph.cli.trainer import single_process_group
 from megagraph.config import GraphConfig
 from megagraph.megatron.cpu import megatron_on_cpu
-
-# What megatron-core says of its own options when a config is made; ours are errors still.
-_CORE_WARNINGS = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        for core_warning in _CORE_WARNINGS:
-            item.add_marker(pytest.mark.filterwarnings(core_warning))
 
 
 @pytest.fixture(scope="session")
