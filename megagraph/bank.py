@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.agreement import Exchange, alone
 from megagraph.backends import Backend, backend_for
-from megagraph.capture import CapturedSite, Guard, capture_variant, warm_up_variant
+from megagraph.capture import CapturedSite, Conditions, Guard, capture_variant, warm_up_variant
 from megagraph.chain import Chain
 from megagraph.dispatch import EagerReason
 from megagraph.rng import RngSources, RngTracker
@@ -47,6 +48,9 @@ class Bank:
         poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
             reads them too late shows.
         guard: entered around everything that runs in a capture.
+        exchange: asks the ranks whose graphs hold the same collectives: a site that one of them cannot
+            capture stays eager on all of them.
+        annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
     """
 
     def __init__(
@@ -56,19 +60,22 @@ class Bank:
         trackers: Sequence[RngTracker] = (),
         poison: bool = False,
         guard: Guard = contextlib.nullcontext,
+        exchange: Exchange = alone,
+        annotate: bool = False,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.rng = RngSources(device, trackers)
         self.backend: Backend = backend_for(device, self.rng.generators())
+        self._under = Conditions(backend=self.backend, rng=self.rng, guard=guard, exchange=exchange)
+        self._annotate = annotate
         self.core = _C.GraphBank(self.backend.device)
         self.chains: list[Chain] = []
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
         self.num_graphs = 0
         self._poison = poison or device.type == "cpu"
-        self._guard = guard
         self._num_pools = 0
 
     @property
@@ -160,15 +167,7 @@ class Bank:
         chain, variant = request.chain, request.variant
         while len(chain.skipped) < len(chain.specs):
             try:
-                warm_up_variant(
-                    self.backend,
-                    chain.specs,
-                    chain.skipped,
-                    variant,
-                    request.buffers[0],
-                    self._guard,
-                    self.rng,
-                )
+                warm_up_variant(self._under, chain.specs, chain.skipped, variant, request.buffers[0])
                 return
             except CaptureError as error:
                 self._skip(chain, error)
@@ -194,14 +193,7 @@ class Bank:
         self, chain: Chain, variant: VariantSpec, slot: int, buffers: Mapping[str, Tensor]
     ) -> list[CapturedSite]:
         captured = capture_variant(
-            self.backend,
-            chain.specs,
-            chain.skipped,
-            variant,
-            chain.first_pool + slot,
-            buffers,
-            self._guard,
-            self.rng,
+            self._under, chain.specs, chain.skipped, variant, chain.first_pool + slot, buffers
         )
         # From here on the slot's pool owns the boundaries, and the nesting rule guards them.
         seen: dict[int, Tensor] = {}
@@ -285,6 +277,7 @@ class Bank:
             params=site.params,
             param_grads=site.param_grads,
             reads=reads,
+            range=f"{chain.specs[site.rank].name}, {variant.key}, slot {slot}" if self._annotate else "",
         )
         self.num_graphs += 1 if site.backward is None else 2
 

@@ -19,18 +19,36 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.backends import Backend
 from megagraph.dispatch import EagerReason
 from megagraph.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.rng import RngSources
 from megagraph.sites import CaptureError, SiteSpec, VariantSpec
 
-__all__ = ["CapturedSite", "Guard", "capture_variant", "warm_up_variant"]
+__all__ = ["CapturedSite", "Conditions", "Guard", "capture_variant", "warm_up_variant"]
 
 # Entered around everything that runs in a capture, and around replays of the host backend.
 Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 _PACKAGE = str(pathlib.Path(__file__).parent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What every capture of a bank runs under.
+
+    Args:
+        backend: where captures are recorded.
+        rng: restored after each warm-up and capture.
+        guard: entered around everything that runs.
+        exchange: asks the ranks that share communicators, after each part.
+    """
+
+    backend: Backend
+    rng: RngSources
+    guard: Guard
+    exchange: Exchange
 
 
 @dataclass(kw_only=True)
@@ -84,21 +102,22 @@ class _Plan:
 
     def __init__(
         self,
-        backend: Backend,
+        under: Conditions,
         sites: Sequence[SiteSpec],
         skipped: Mapping[int, EagerReason],
         variant: VariantSpec,
         pool: int,
         buffers: Mapping[str, Tensor],
-        guard: Guard,
     ) -> None:
-        self._backend = backend
+        self._backend = under.backend
+        self._guard = under.guard
+        self._rng = under.rng
+        self._exchange = under.exchange
         self._sites = sites
         self._variant = variant
         self._pool = pool
         self._arguments = variant.arguments(buffers)
         self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
-        self._guard = guard
         self._captured = {r: CapturedSite(rank=r) for r in range(len(sites)) if r not in skipped}
         # (leaf, output) of each site between its forward and its backward.
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
@@ -110,12 +129,14 @@ class _Plan:
 
     @contextlib.contextmanager
     def _named(self, rank: int, phase: str) -> Iterator[None]:
-        """Turns what goes wrong inside into a CaptureError that says where."""
+        """Turns what goes wrong inside, here or on another rank, into a CaptureError that says where."""
         try:
             yield
         except CaptureError:
+            self._tell(Verdict.FAILED)
             raise
         except Exception as error:
+            self._tell(Verdict.FAILED)
             raise CaptureError(
                 site=self._sites[rank].name,
                 rank=rank,
@@ -123,6 +144,20 @@ class _Plan:
                 detail=f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
                 f"{type(error).__name__}: {error}",
             ) from error
+        if self._tell(Verdict.FINE) is Verdict.FAILED:
+            raise CaptureError(
+                site=self._sites[rank].name,
+                rank=rank,
+                reason=EagerReason.GROUP_DISAGREED,
+                detail=f"{phase} failed on another rank of the group",
+            )
+
+    def _tell(self, verdict: Verdict) -> Verdict:
+        """The worst verdict of the group on what every rank has just tried."""
+        worst = Verdict(self._exchange([verdict])[0])
+        if worst is Verdict.GAVE_UP:
+            raise GroupGaveUp
+        return worst
 
     def _last_op(self) -> str:
         return (self._trace.last_op if self._trace is not None else "") or "none"
@@ -132,29 +167,34 @@ class _Plan:
         with unfilled():
             return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
 
-    def warm_up(self, rng: RngSources) -> None:
+    def warm_up(self) -> None:
         """Runs every site once, forward and backward, on memory of its own."""
-        training = self._variant.training
         generator = torch.Generator(self._backend.device).manual_seed(0)
         x = self._empty_rows().uniform_(-1, 1, generator=generator)
         for rank in self._captured:
             site = self._sites[rank]
-            before = rng.snapshot()
-            with self._named(rank, "warm-up"), leaves_no_trace([site], work_runs=True), self._guard():
-                with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
-                    y = site.call(x.detach().requires_grad_(training), **self._arguments)
-                    if training:
-                        torch.autograd.backward(y, torch.ones_like(y))
-                if y.shape[:1] != x.shape[:1]:
-                    raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
-            if rng.drew_unsafely(before):
-                raise CaptureError(
-                    site=site.name,
-                    rank=rank,
-                    reason=EagerReason.RNG_NOT_GRAPH_SAFE,
-                    detail="draws random numbers from a stream that no graph can advance",
-                )
+            before = self._rng.snapshot()
+            with self._named(rank, "warm-up"):
+                with leaves_no_trace([site], work_runs=True), self._guard():
+                    y = self._run_once(site, x)
+                if self._rng.drew_unsafely(before):
+                    raise CaptureError(
+                        site=site.name,
+                        rank=rank,
+                        reason=EagerReason.RNG_NOT_GRAPH_SAFE,
+                        detail="draws random numbers from a stream that no graph can advance",
+                    )
             x = y.detach()
+
+    def _run_once(self, site: SiteSpec, x: Tensor) -> Tensor:
+        training = self._variant.training
+        with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
+            y = site.call(x.detach().requires_grad_(training), **self._arguments)
+            if training:
+                torch.autograd.backward(y, torch.ones_like(y))
+        if y.shape[:1] != x.shape[:1]:
+            raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
+        return y
 
     def record(self) -> list[CapturedSite]:
         """Captures as Note [Capture plan] says."""
@@ -225,55 +265,47 @@ class _Plan:
 
 
 def warm_up_variant(
-    backend: Backend,
+    under: Conditions,
     sites: Sequence[SiteSpec],
     skipped: Mapping[int, EagerReason],
     variant: VariantSpec,
     buffers: Mapping[str, Tensor],
-    guard: Guard,
-    rng: RngSources,
 ) -> None:
     """Runs every site that is not skipped once, and leaves no trace of it.
 
     Libraries make their handles and choose their kernels here, where it is allowed.
 
     Args:
-        backend: where captures are recorded.
+        under: the bank's conditions.
         sites: the chain, in execution order.
         skipped: ranks that stay eager.
         variant: what to run for.
         buffers: metadata buffers by name, filled with their examples.
-        guard: entered around everything that runs.
-        rng: restored afterwards.
 
     Raises:
         CaptureError: naming the site, the op and the line.
     """
-    with _plan(backend, sites, skipped, variant, 0, buffers, guard, rng) as plan:
-        plan.warm_up(rng)
+    with _plan(under, sites, skipped, variant, 0, buffers) as plan:
+        plan.warm_up()
 
 
 def capture_variant(
-    backend: Backend,
+    under: Conditions,
     sites: Sequence[SiteSpec],
     skipped: Mapping[int, EagerReason],
     variant: VariantSpec,
     pool: int,
     buffers: Mapping[str, Tensor],
-    guard: Guard,
-    rng: RngSources,
 ) -> list[CapturedSite]:
     """Captures every site that is not skipped, after its warm-up, and leaves no trace of it.
 
     Args:
-        backend: where to record.
+        under: the bank's conditions.
         sites: the chain, in execution order.
         skipped: ranks that stay eager.
         variant: what to capture for.
         pool: the slot's pool.
         buffers: the slot's metadata buffers by name, filled with their examples.
-        guard: entered around everything that runs.
-        rng: restored afterwards.
 
     Returns:
         The captured sites. On a GPU the boundaries are still owned by the pool tensors in them.
@@ -283,28 +315,26 @@ def capture_variant(
     """
     traced = [site for rank, site in enumerate(sites) if rank not in skipped]
     with (
-        _plan(backend, sites, skipped, variant, pool, buffers, guard, rng) as plan,
-        leaves_no_trace(traced, work_runs=backend.runs_while_recording),
+        _plan(under, sites, skipped, variant, pool, buffers) as plan,
+        leaves_no_trace(traced, work_runs=under.backend.runs_while_recording),
     ):
         return plan.record()
 
 
 @contextlib.contextmanager
 def _plan(
-    backend: Backend,
+    under: Conditions,
     sites: Sequence[SiteSpec],
     skipped: Mapping[int, EagerReason],
     variant: VariantSpec,
     pool: int,
     buffers: Mapping[str, Tensor],
-    guard: Guard,
-    rng: RngSources,
 ) -> Iterator[_Plan]:
-    snapshot = rng.snapshot()
-    plan = _Plan(backend, sites, skipped, variant, pool, buffers, guard)
+    snapshot = under.rng.snapshot()
+    plan = _Plan(under, sites, skipped, variant, pool, buffers)
     try:
-        with backend.recording():
+        with under.backend.recording():
             yield plan
     finally:
         plan.end()
-        rng.restore(snapshot)
+        under.rng.restore(snapshot)

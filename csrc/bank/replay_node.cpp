@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "csrc/bank/leased_storage.h"
+#include "csrc/bank/range.h"
 #include "csrc/bank/staging.h"
 
 namespace megagraph {
@@ -109,6 +110,7 @@ variable_list ReplayNode::apply(variable_list&& grads) {
     ~Done() { slot.node_done(rank); }
   } done{*slot_, rank_};
 
+  const Range range(graph_->backward_range, device_);
   stage_gradients(grads);
   graph_->backward->launch();
 

@@ -9,6 +9,7 @@
 
 #include "csrc/bank/chunk.h"
 #include "csrc/bank/leased_storage.h"
+#include "csrc/bank/range.h"
 #include "csrc/bank/replay_node.h"
 
 namespace megagraph {
@@ -95,6 +96,7 @@ std::optional<EagerReason> Site::replay(const std::vector<at::Tensor>& inputs,
     return reason;
   }
 
+  const Range range(graph->forward_range, chunk_.device());
   std::shared_ptr<ReplayNode> node;
   if (training) node = ReplayNode::make(chunk_, slot, rank_, graph);
 

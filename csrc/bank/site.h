@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/bank/eager_reason.h"
@@ -31,6 +32,8 @@ struct SiteGraph {
   std::vector<at::Tensor> params, param_grads;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
+  // What profilers call its replays; empty where nobody asked.
+  std::string forward_range, backward_range;
   // The input is the previous site's output buffer.
   bool is_chained = false;
   bool released = false;

@@ -69,7 +69,8 @@ void set_graph(Chunk& chunk, int rank, int variant, int slot, ExecutableHandle* 
                ExecutableHandle* backward, std::vector<at::Tensor> inputs, bool fewer_rows,
                std::vector<at::Tensor> outputs, const OptionalTensors& grad_outputs,
                const OptionalTensors& grad_inputs, std::vector<at::Tensor> params,
-               std::vector<at::Tensor> param_grads, std::vector<at::Tensor> reads) {
+               std::vector<at::Tensor> param_grads, std::vector<at::Tensor> reads,
+               const std::string& range) {
   auto graph = std::make_shared<SiteGraph>();
   graph->forward = take(forward);
   graph->backward = take(backward);
@@ -84,6 +85,10 @@ void set_graph(Chunk& chunk, int rank, int variant, int slot, ExecutableHandle* 
   graph->params = std::move(params);
   graph->param_grads = std::move(param_grads);
   graph->reads = std::move(reads);
+  if (!range.empty()) {
+    graph->forward_range = range + " forward";
+    graph->backward_range = range + " backward";
+  }
   chunk.site(rank).set_graph(variant, slot, std::move(graph));
 }
 
@@ -228,7 +233,8 @@ void bind_chunk(py::module_& m) {
       .def("set_graph", &set_graph, py::kw_only(), py::arg("rank"), py::arg("variant"),
            py::arg("slot"), py::arg("forward"), py::arg("backward"), py::arg("inputs"),
            py::arg("fewer_rows"), py::arg("outputs"), py::arg("grad_outputs"),
-           py::arg("grad_inputs"), py::arg("params"), py::arg("param_grads"), py::arg("reads"))
+           py::arg("grad_inputs"), py::arg("params"), py::arg("param_grads"), py::arg("reads"),
+           py::arg("range") = "")
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
       .def(
           "begin",

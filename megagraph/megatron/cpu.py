@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs megatron-core on the CPU, for the demo and the tests where there is no GPU.
 
-megatron-core names the CUDA device throughout; inside this context such names mean the CPU. Dense
-models, schedules and DDP work; the distributed optimizer does not. Makes no claim of speed.
+megatron-core names the CUDA device throughout; inside this context such names mean the CPU, its
+random numbers included. Dense models, tensor parallelism, recompute, schedules and DDP work; the
+distributed optimizer does not. Makes no claim of speed.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["megatron_on_cpu"]
@@ -37,17 +39,28 @@ def megatron_on_cpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    replaced: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: torch.device("cpu"),
-        "current_stream": lambda *args: torch.cpu.current_stream(),
-        "synchronize": lambda *args, **kwargs: None,
-    }
-    originals = {name: getattr(torch.cuda, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(torch.cuda, name, function)
+    from megatron.core.tensor_parallel import random as streams
+
+    def rng_state(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.get_rng_state()
+
+    replaced: Sequence[tuple[Any, str, Any]] = (
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "current_stream", lambda *args: torch.cpu.current_stream()),
+        (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+        (torch.cuda, "get_rng_state", rng_state),
+        (torch.cuda.random, "get_rng_state", rng_state),
+        (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
+        (torch.cuda, "default_generators", {torch.device("cpu"): torch.default_generator}),
+        # Megatron swaps streams of random numbers as soon as CUDA is there, which it never is.
+        (streams, "_lazy_call", lambda call, **kwargs: call()),
+    )
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, stand_in in replaced:
+        setattr(owner, name, stand_in)
     try:
         with _CudaMeansCpu():
             yield
     finally:
-        for name, function in originals.items():
-            setattr(torch.cuda, name, function)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
