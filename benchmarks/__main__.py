@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-NAMES = ("main_job",)
+NAMES = ("main_job", "real_hosts")
 
 
 def main() -> int:

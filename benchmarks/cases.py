@@ -28,12 +28,14 @@ class Case:
         model: its shape.
         max_packed_seqs: documents of each capacity; some packs hold more.
         mean_length: of the lognormal document lengths, in tokens; None for real documents.
+        multiple: of which each lognormal length is one, so that ranks can share a pack's rows.
     """
 
     name: str
     model: ModelOptions
     max_packed_seqs: tuple[int, ...]
     mean_length: int | None
+    multiple: int = 1
 
     def steps(self, count: int) -> list[list[Pack]]:
         """The packs of each of the first `count` steps; the same at every call."""
@@ -50,7 +52,7 @@ class Case:
         generator = torch.Generator().manual_seed(11)
         return (
             Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
-            for i, length in enumerate(lengths.tolist())
+            for i, length in enumerate((lengths // self.multiple * self.multiple).tolist())
         )
 
 

@@ -20,7 +20,7 @@ from benchmarks.cases import CASES, Case
 from megagraph import megatron, results
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import Trainer, single_process_group
+from megagraph.cli.trainer import Trainer, process_groups
 from megagraph.config import GraphConfig
 from megagraph.megatron.installation import installed_plugin
 
@@ -237,7 +237,7 @@ def _figures(
 def _measure(case_name: str, what: str) -> None:
     quiet_megatron()
     case = CASES[case_name]
-    with single_process_group():
+    with process_groups():
         _install(case)
         measured = measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
         megatron.uninstall()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from megagraph.dispatch import Capacity as Capacity
     from megagraph.dispatch import EagerReason as EagerReason
     from megagraph.megatron import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
+    from megagraph.megatron import get_gpt_block_varlen_spec as get_gpt_block_varlen_spec
     from megagraph.megatron import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
+    from megagraph.megatron import get_hybrid_stack_varlen_spec as get_hybrid_stack_varlen_spec
     from megagraph.megatron import install as install
     from megagraph.megatron import is_cuda_graph_skipped as is_cuda_graph_skipped
     from megagraph.megatron import reports as reports
@@ -35,7 +37,9 @@ _HOME = {
     "EagerReason": "megagraph.dispatch",
     "VariantSpec": "megagraph.sites",
     "disable_cuda_graphs_this_step": "megagraph.megatron",
+    "get_gpt_block_varlen_spec": "megagraph.megatron",
     "get_gpt_layer_varlen_spec": "megagraph.megatron",
+    "get_hybrid_stack_varlen_spec": "megagraph.megatron",
     "install": "megagraph.megatron",
     "is_cuda_graph_skipped": "megagraph.megatron",
     "reports": "megagraph.megatron",

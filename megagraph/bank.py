@@ -151,7 +151,7 @@ class Bank:
             self.backend.settle()
             for done, request in enumerate(order):
                 if progress is not None:
-                    progress(done, len(order), f"variant {request.variant.key}")
+                    progress(done, len(order), f"variant {request.variant}")
                 self._capture_one(request)
             if progress is not None:
                 progress(len(order), len(order), "done")
@@ -277,7 +277,7 @@ class Bank:
             params=site.params,
             param_grads=site.param_grads,
             reads=reads,
-            range=f"{chain.specs[site.rank].name}, {variant.key}, slot {slot}" if self._annotate else "",
+            range=f"{chain.specs[site.rank].name}, {variant}, slot {slot}" if self._annotate else "",
         )
         self.num_graphs += 1 if site.backward is None else 2
 

@@ -132,8 +132,9 @@ class _Plan:
         """Turns what goes wrong inside, here or on another rank, into a CaptureError that says where."""
         try:
             yield
-        except CaptureError:
-            self._tell(Verdict.FAILED)
+        except CaptureError as error:
+            if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
+                self._tell(Verdict.FAILED)
             raise
         except Exception as error:
             self._tell(Verdict.FAILED)
@@ -144,6 +145,10 @@ class _Plan:
                 detail=f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
                 f"{type(error).__name__}: {error}",
             ) from error
+        self._meet(rank, phase)
+
+    def _meet(self, rank: int, phase: str) -> None:
+        """Goes on where every rank of the group can."""
         if self._tell(Verdict.FINE) is Verdict.FAILED:
             raise CaptureError(
                 site=self._sites[rank].name,
@@ -176,7 +181,7 @@ class _Plan:
             before = self._rng.snapshot()
             with self._named(rank, "warm-up"):
                 with leaves_no_trace([site], work_runs=True), self._guard():
-                    y = self._run_once(site, x)
+                    y = self._run_once(rank, x)
                 if self._rng.drew_unsafely(before):
                     raise CaptureError(
                         site=site.name,
@@ -186,10 +191,12 @@ class _Plan:
                     )
             x = y.detach()
 
-    def _run_once(self, site: SiteSpec, x: Tensor) -> Tensor:
-        training = self._variant.training
+    def _run_once(self, rank: int, x: Tensor) -> Tensor:
+        site, training = self._sites[rank], self._variant.training
         with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
             y = site.call(x.detach().requires_grad_(training), **self._arguments)
+            # A rank that failed by now takes no part in the backward's collectives.
+            self._meet(rank, "warm-up of the forward")
             if training:
                 torch.autograd.backward(y, torch.ones_like(y))
         if y.shape[:1] != x.shape[:1]:

@@ -45,6 +45,10 @@ class GraphConfig:
         progress: show a progress bar while capturing.
         poison: fill freed slots with NaN, to find late readers. Always on without a GPU.
         report: JSON file that the run leaves, or None.
+        log_interval: training steps between two lines of the log that say what was replayed and what ran
+            eager; 0 for none.
+        cuda_graph_nvtx: name each replay for profilers: site, variant and slot, as a range of torch's
+            profiler and as an NVTX range.
     """
 
     mode: str = "graph"
@@ -59,6 +63,8 @@ class GraphConfig:
     progress: bool = True
     poison: bool = False
     report: Path | None = None
+    log_interval: int = 100
+    cuda_graph_nvtx: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -71,6 +77,8 @@ class GraphConfig:
             raise ValueError(
                 f"cuda_graph_granularity: only 'layer' is built, got {self.cuda_graph_granularity!r}"
             )
+        if self.log_interval < 0:
+            raise ValueError(f"log_interval: expected at least 0, got {self.log_interval}")
         for scope in self.cuda_graph_modules:
             known = "is not built yet" if scope in _NOT_BUILT_MODULES else "is no scope of Megatron's"
             raise ValueError(f"cuda_graph_modules: expected none (whole layers), {scope!r} {known}")
@@ -257,4 +265,6 @@ _PARSERS: dict[str, Any] = {
     "progress": _boolean,
     "poison": _boolean,
     "report": _path,
+    "log_interval": _integer,
+    "cuda_graph_nvtx": _boolean,
 }

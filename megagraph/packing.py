@@ -70,10 +70,13 @@ class PackForm:
 
     Args:
         has_padded: carries padded offsets beside the actual ones.
+        is_aliased: its padded offsets are the actual ones, the same object, by which Transformer Engine
+            knows that there is no padding between documents.
         pad_between_seqs: Megatron's field of that name; None where it is absent or unset.
     """
 
     has_padded: bool
+    is_aliased: bool = False
     pad_between_seqs: bool | None
 
     @staticmethod
@@ -89,8 +92,11 @@ class PackForm:
             same = False
         if not same:
             return None
+        is_aliased = q_padded is params.cu_seqlens_q and kv_padded is params.cu_seqlens_kv
         return PackForm(
-            has_padded=q_padded is not None, pad_between_seqs=getattr(params, "pad_between_seqs", None)
+            has_padded=q_padded is not None and not is_aliased,
+            is_aliased=is_aliased,
+            pad_between_seqs=getattr(params, "pad_between_seqs", None),
         )
 
 
@@ -173,6 +179,8 @@ def canonical_fields(
         capacity: its `max_seqlen` is the pack's, so that kernels choose alike for every pack.
     """
     actual, padded = offsets["actual"], offsets.get("padded")
+    if padded is None and form.is_aliased:
+        padded = actual
     fields: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": actual,

@@ -18,6 +18,10 @@ def main_grad_of(param: Tensor) -> Tensor | None:
     return getattr(param, "main_grad", None)
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
 @contextlib.contextmanager
 def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
     """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside.
@@ -29,7 +33,9 @@ def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[N
     params = [param for site in sites for param in site.trainable()]
     saved: list[tuple[Tensor, Tensor]] = []
     if work_runs:
-        saved += [(grad, grad.clone()) for param in params if (grad := main_grad_of(param)) is not None]
+        grads_of = (main_grad_of(param) for param in params)
+        # Hosts free gradients outside of training; work without a backward pass does not touch them.
+        saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
         saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
     tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
     grads = [(param, param.grad) for param in params]

@@ -99,7 +99,7 @@ class VariantSpec:
     """What a chain is captured for: shapes, with or without a backward pass, the calls' arguments.
 
     Args:
-        key: the variant's name in the chain's table.
+        key: the variant's place in the chain's table.
         training: capture a backward pass too.
         rows: first dimension of the hidden states.
         row_shape: their other dimensions.
@@ -110,6 +110,7 @@ class VariantSpec:
         end_buffer: the metadata buffer that ends with the same entry.
         fewer_rows: the chain's input may have fewer rows than `rows`.
         arguments: keyword arguments of every site's call, from the slot's metadata buffers.
+        name: for progress and profilers; by default the key's.
     """
 
     key: Any
@@ -122,3 +123,7 @@ class VariantSpec:
     end_buffer: str | None = None
     fewer_rows: bool = False
     arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Any]] = lambda buffers: {}
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or str(self.key)

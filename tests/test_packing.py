@@ -294,7 +294,7 @@ def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
     tail: TailConvention, has_padded: bool, said: bool | None
 ) -> None:
     cu = offsets([2, 3])
-    form = form_of(pack_of(cu, cu if has_padded else None, pad_between_seqs=said))
+    form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
     names = offsets_rules(tail, CAPACITY.tokens, has_padded=has_padded)
     given = {name: cu.clone() for name in names}
     fields = canonical_fields(given, form, tail, CAPACITY)
@@ -310,9 +310,20 @@ def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
 
 @tails
 def test_canonical_fields_have_the_form_of_their_convention(tail: TailConvention) -> None:
-    cu = offsets([2, 3])
-    fields = canonical_fields({"actual": cu, "padded": cu}, form_of(pack_of(cu, cu)), tail, CAPACITY)
+    cu, padded = offsets([2, 3]), offsets([4, 4])
+    form = form_of(pack_of(cu, padded))
+    fields = canonical_fields({"actual": cu, "padded": padded}, form, tail, CAPACITY)
     assert form_of(SimpleNamespace(**fields)).has_padded
+
+
+def test_padded_offsets_that_are_the_actual_ones_stay_so() -> None:
+    """Transformer Engine chooses another kernel where they are two objects."""
+    cu = offsets([2, 3])
+    form = form_of(pack_of(cu, cu))
+    assert form.is_aliased and not form.has_padded
+    fields = canonical_fields({"actual": cu}, form, TailConvention.HIDDEN, CAPACITY)
+    assert fields["cu_seqlens_q_padded"] is fields["cu_seqlens_q"]
+    assert fields["cu_seqlens_kv_padded"] is fields["cu_seqlens_kv"]
 
 
 @pytest.mark.megatron

@@ -7,6 +7,13 @@
 // (pytorch#190308), and generators go on believing in it. CudaCapture::abort() ends each of these
 // by itself, in the order in which capture_begin() started them, and tolerates those that never
 // began.
+//
+// Note [Workspaces of the capture stream]
+// torch keeps a cuBLAS workspace for each handle and stream, and graphs hold its address. In torch
+// 2.11 the end of any graph frees those of its capture stream, also where other graphs were
+// captured on it (pytorch#193402): a bank that is captured anew would pull the workspace from under
+// the banks of other models, and a failed attempt from under the variants before it. So each graph,
+// before its end, takes a stream for its own on which nothing was ever captured.
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
@@ -23,6 +30,27 @@
 
 namespace megagraph {
 namespace {
+
+// A stream that this process makes for itself, once for each device.
+class OwnStreams {
+ public:
+  cudaStream_t of(c10::DeviceIndex device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (streams_.empty()) streams_.resize(c10::cuda::device_count(), nullptr);
+    cudaStream_t& stream = streams_.at(device);
+    if (stream == nullptr) {
+      const c10::cuda::CUDAGuard guard(device);
+      C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    return stream;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaStream_t> streams_;
+};
+
+OwnStreams capture_streams, unused_streams;
 
 // Calls, and answers whether nothing was thrown: abort() must go through all its steps.
 template <typename Step>
@@ -65,6 +93,8 @@ class CudaCapture::Graph : public at::cuda::CUDAGraph {
  public:
   enum class State { kNew, kCapturing, kDone };
 
+  ~Graph() { keep_workspaces(); }
+
   cudaGraphExec_t exec() const { return graph_exec_; }
   bool uses_rng() const {
     for (const auto& [state, increment] : captured_generator_states_) {
@@ -97,6 +127,7 @@ class CudaCapture::Graph : public at::cuda::CUDAGraph {
     for (const auto& [generator, increment] : captured_generator_states_) {
       stop_generator(*generator, 0);
     }
+    keep_workspaces();
     attempt([&] { reset(); });
     capture_ended_ = false;  // whatever reset() got to, the destructor releases nothing again
     static_cast<void>(cudaGetLastError());
@@ -104,6 +135,16 @@ class CudaCapture::Graph : public at::cuda::CUDAGraph {
 
   State state = State::kNew;
   int64_t num_nodes = 0;
+
+ private:
+  // Note [Workspaces of the capture stream]
+  void keep_workspaces() noexcept {
+    if (state == State::kNew) return;
+    attempt([&] {
+      capture_stream_ =
+          c10::cuda::getStreamFromExternal(unused_streams.of(capture_dev_), capture_dev_);
+    });
+  }
 };
 
 namespace {
@@ -176,15 +217,7 @@ void CudaCapture::abort() noexcept {
 }
 
 uint64_t capture_stream(c10::DeviceIndex device) {
-  static std::mutex mutex;
-  static std::vector<cudaStream_t> streams(c10::cuda::device_count(), nullptr);
-  const std::lock_guard<std::mutex> lock(mutex);
-  cudaStream_t& stream = streams.at(device);
-  if (stream == nullptr) {
-    const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  return reinterpret_cast<uint64_t>(stream);
+  return reinterpret_cast<uint64_t>(capture_streams.of(device));
 }
 
 }  // namespace megagraph

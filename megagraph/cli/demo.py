@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megagraph import results
 from megagraph.cli.compare import Agreement, StepTimes, compare_steps, time_steps
-from megagraph.cli.trainer import ModelOptions, Trainer, single_process_group
+from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.config import GraphConfig
 from megagraph.data import PACKERS, Document, DocumentError, Pack, load_documents, split_at_blank_lines
 from megagraph.report import report_table
@@ -102,7 +102,7 @@ def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[S
     quiet_megatron()
     # Read by cuBLAS when it starts; deterministic algorithms need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with megatron_on_cpu(), single_process_group():
+    with megatron_on_cpu(), process_groups():
         outer = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)
         try:

@@ -45,7 +45,8 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
     megatron.install(config)
     outer = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
+    # Before what is there, which processes that the script starts may need to find this package.
+    sys.path.insert(0, str(script.resolve().parent))
     has_ended_well = False
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -74,4 +75,5 @@ def _log_to_stderr() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("megagraph: %(message)s"))
         logger.addHandler(handler)
+        logger.propagate = False  # the script may set the root's handlers later
         logger.setLevel(logging.INFO)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megagraph.data import Pack, next_token_labels, position_ids
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
-__all__ = ["ModelOptions", "Trainer", "single_process_group"]
+__all__ = ["ModelOptions", "Trainer", "process_groups"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,31 @@ class ModelOptions:
 
 
 @contextlib.contextmanager
-def single_process_group() -> Iterator[None]:
-    """torch.distributed and Megatron's groups for one process; leaves existing ones alone."""
+def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
+    """torch.distributed and Megatron's groups; leaves existing ones alone.
+
+    Under `torchrun` for its processes, else for this one alone.
+
+    Args:
+        tensor_model_parallel_size: ranks that share each layer; the others are data parallel.
+    """
     from megatron.core import parallel_state
 
     made_dist = not torch.distributed.is_initialized()
     if made_dist:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.distributed.init_process_group(
-            backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-        )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            torch.distributed.init_process_group(backend)
+        else:
+            torch.distributed.init_process_group(
+                backend, init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1
+            )
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
     try:
         yield
     finally:
@@ -75,6 +83,13 @@ def single_process_group() -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Trainer:
     """One model with its optimizer, trained on packs.
 
@@ -82,7 +97,7 @@ class Trainer:
         options: the model's shape.
         config: further fields of Megatron's `TransformerConfig`.
         ddp: further fields of Megatron's `DistributedDataParallelConfig`.
-        spec: layer spec; by default the local one with a core attention for packs.
+        spec: of a layer or a block; by default the local one with a core attention for packs.
     """
 
     def __init__(
@@ -95,7 +110,6 @@ class Trainer:
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import Float16Module
 
@@ -124,7 +138,7 @@ class Trainer:
         )
         self.chunk: Any = GPTModel(
             config=transformer,
-            transformer_layer_spec=get_gpt_layer_varlen_spec() if spec is None else spec,
+            transformer_layer_spec=get_gpt_block_varlen_spec(transformer) if spec is None else spec,
             vocab_size=options.vocab,
             max_sequence_length=options.max_tokens,
             position_embedding_type="rope",
@@ -141,17 +155,24 @@ class Trainer:
 
             transformer.finalize_model_grads_func = finalize_model_grads
         transformer.no_sync_func = self.model.no_sync
-        self.optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=options.learning_rate,
-                bf16=options.bf16,
-                params_dtype=dtype,
-                # megatron-core clips on a GPU only.
-                clip_grad=1.0 if self.device.type == "cuda" else 0.0,
-            ),
-            [self.model],
+        self.optimizer: Any = self.make_optimizer()
+
+    def make_optimizer(self) -> Any:
+        """Megatron's optimizer for the model, distributed where its DDP is."""
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        ddp: Any = self.model.ddp_config
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=self.options.learning_rate,
+            bf16=self.options.bf16,
+            params_dtype=torch.bfloat16 if self.options.bf16 else torch.float32,
+            use_distributed_optimizer=ddp.use_distributed_optimizer,
+            overlap_param_gather=ddp.overlap_param_gather,
+            # megatron-core clips on a GPU only.
+            clip_grad=1.0 if self.device.type == "cuda" else 0.0,
         )
+        return get_megatron_optimizer(config, [self.model])
 
     def named_main_grads(self) -> list[tuple[str, Tensor]]:
         """Every parameter's accumulated gradient, by name."""

@@ -3,11 +3,17 @@
 
 from megagraph.megatron.installation import install, reports, resume, suspend, uninstall
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step, is_cuda_graph_skipped
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+from megagraph.megatron.specs import (
+    get_gpt_block_varlen_spec,
+    get_gpt_layer_varlen_spec,
+    get_hybrid_stack_varlen_spec,
+)
 
 __all__ = [
     "disable_cuda_graphs_this_step",
+    "get_gpt_block_varlen_spec",
     "get_gpt_layer_varlen_spec",
+    "get_hybrid_stack_varlen_spec",
     "install",
     "is_cuda_graph_skipped",
     "reports",

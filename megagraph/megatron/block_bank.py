@@ -4,22 +4,23 @@
 Does not decide which micro-batch replays, nor when to capture.
 """
 
-import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megagraph import _C
+from megagraph.agreement import GroupGaveUp, Verdict
 from megagraph.bank import Bank, Chain, Progress
 from megagraph.dispatch import Capacity, EagerReason
 from megagraph.eligibility import HookWatch, ineligible_sites
-from megagraph.megatron import gradients
+from megagraph.megatron import gradients, seams, while_capturing
+from megagraph.megatron.memory import MemoryWatch
 from megagraph.megatron.micro_batch import Kind
+from megagraph.megatron.peers import Peers
 from megagraph.megatron.refusals import Refusal, refusal_of
 from megagraph.megatron.scopes.layer import layer_sites
 from megagraph.megatron.variants import variant_spec
@@ -31,39 +32,6 @@ __all__ = ["BlockBank"]
 _log = logging.getLogger("megagraph")
 
 
-@contextlib.contextmanager
-def _capturing_flag() -> Iterator[None]:
-    """Sets Megatron's own capturing flag, which silences the hooks of its DDP."""
-    from megatron.core.transformer import cuda_graphs
-
-    if cuda_graphs.is_graph_capturing():
-        yield
-        return
-    cuda_graphs._set_capture_start()
-    try:
-        yield
-    finally:
-        cuda_graphs._set_capture_end()
-
-
-def _rng_trackers() -> list[Any]:
-    from megatron.core import tensor_parallel
-
-    return [tensor_parallel.get_cuda_rng_tracker()]
-
-
-@contextlib.contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; each submodule gets its own mode back."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
-
-
 class BlockBank:
     """Graphs of the layers of one GPTModel's block.
 
@@ -72,6 +40,7 @@ class BlockBank:
         ddp: Megatron's DDP around it, or None.
         tail: convention of the canonical offsets.
         poison: fill freed slots with NaN.
+        annotate: name replays for profilers.
         progress: shown while capturing.
     """
 
@@ -82,6 +51,7 @@ class BlockBank:
         *,
         tail: TailConvention,
         poison: bool,
+        annotate: bool,
         progress: Progress | None,
     ) -> None:
         # Both weakly: this lives as long as the model does, and must not keep it alive.
@@ -89,12 +59,19 @@ class BlockBank:
         self._ddp_ref = None if ddp is None else weakref.ref(ddp)
         self._tail = tail
         self._poison = poison
+        self._annotate = annotate
         self._progress = progress
         block: Any = model.decoder
-        self._specs = layer_sites(list(block.layers))
+        config: Any = model.config
+        self._specs = layer_sites(list(block.layers), while_capturing.block_context(config))
         self._device = next(model.parameters()).device
+        self.peers = Peers(model)
+        self._workspaces: list[Tensor] = []
+        self.param_syncs = gradients.ParamSyncs(ddp, self.layers)
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._fingerprint: tuple[int, int] | None = None
+        self.memory = MemoryWatch(self._specs)
+        # Of each variant's name: what was captured under one numeric setting after another.
+        self._by_settings: dict[Any, list[int]] = {}
         self._ineligible: Mapping[int, tuple[EagerReason, str]] = {}
         self._hooks: HookWatch | None = None
         self._past: dict[str, int] = {}
@@ -128,6 +105,7 @@ class BlockBank:
         if ddp is None:
             return False
         self._ddp_ref = weakref.ref(ddp)
+        self.param_syncs = gradients.ParamSyncs(ddp, self.layers)
         self.start_anew()
         return True
 
@@ -138,8 +116,15 @@ class BlockBank:
         return refusal_of(model, self._ddp())
 
     def _new_bank(self) -> tuple[Bank, Chain]:
-        bank = Bank(self._device, trackers=_rng_trackers(), poison=self._poison, guard=_capturing_flag)
-        return bank, bank.add_chain(self._specs)
+        bank = Bank(
+            self._device,
+            trackers=while_capturing.rng_trackers(),
+            poison=self._poison,
+            guard=while_capturing.capturing,
+            exchange=self.peers.exchange,
+            annotate=self._annotate,
+        )
+        return bank, bank.add_chain(self._specs, holds_collectives=self.peers.size > 1)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -169,9 +154,9 @@ class BlockBank:
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
         """
-        if self._fingerprint is None:
+        if not self.memory.is_watching:
             self._ineligible = self._find_ineligible()
-            self._skip(self._ineligible)
+            self._skip(self._ineligible_in_group())
             self._hooks = HookWatch(self.layers)
             gradients.listen(self.chain.chunk, self._ddp(), self.layers)
         variants = [
@@ -184,15 +169,25 @@ class BlockBank:
             for training in (True, False):
                 of_mode = [variant for variant in variants if variant.key[1].training == training]
                 if of_mode:
-                    with _mode(block.decoder, training):
+                    with while_capturing.in_mode(block.decoder, training):
                         self.bank.capture({self.chain: of_mode}, self._progress)
+            self._agree_on_variants()
+        except GroupGaveUp as error:
+            _log.warning("%s; training goes on eager", error)
+            self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
+            return
         except Exception as error:
             _log.exception("capture failed; training goes on eager")
-            self._abandon(f"{type(error).__name__}: {error}", variants)
+            self.peers.exchange([Verdict.GAVE_UP])
+            self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return
+        self._workspaces = while_capturing.held_workspaces()
         self.failures += [str(failure) for failure in self.bank.failures]
         self.bank.failures.clear()
-        self._fingerprint = _C.fingerprint(self._read_by_graphs())
+        self.memory.watch(grad=any(variant.training for variant in variants))
+        for name, index in self.chain.variants.items():
+            indices = self._by_settings.setdefault(name, [])
+            indices += [] if index in indices else [index]
         _log.info(
             "captured %d graphs in %.2f s for %s",
             self.bank.num_graphs,
@@ -200,12 +195,18 @@ class BlockBank:
             "; ".join(str(capacity) for capacity in capacities),
         )
 
-    def _abandon(self, why: str, variants: Iterable[VariantSpec]) -> None:
+    def _agree_on_variants(self) -> None:
+        """Makes sure that every rank of the group sealed the same graphs."""
+        sealed = sorted(map(repr, self.chain.variants)), sorted(self.chain.skipped)
+        if self.peers.exchange([Verdict.FINE]) != [Verdict.FINE] or not self.peers.agree_on(repr(sealed)):
+            raise GroupGaveUp
+
+    def _abandon(self, why: str, variants: Iterable[VariantSpec], reason: EagerReason) -> None:
         """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.start_anew()
         for variant in variants:
-            self.chain.uncapturable[variant.key] = EagerReason.CAPTURE_FAILED
+            self.chain.uncapturable[variant.key] = reason
 
     def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
         model = self._model()
@@ -223,6 +224,13 @@ class BlockBank:
             accumulator_hooks=gradients.hooks_per_parameter(self._ddp()),
         )
 
+    def _ineligible_in_group(self) -> Mapping[int, tuple[EagerReason, str]]:
+        """Sites that some rank of the group cannot graph."""
+        here = self._find_ineligible()
+        anywhere = self.peers.exchange([int(rank in here) for rank in range(self.num_layers)])
+        disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
+        return {rank: here.get(rank, disagreed) for rank, found in enumerate(anywhere) if found}
+
     def _skip(self, found: Mapping[int, tuple[EagerReason, str]]) -> None:
         for rank, (reason, what) in found.items():
             sentence = f"{self._specs[rank].name} stays eager ({reason.name}): {what}"
@@ -239,12 +247,15 @@ class BlockBank:
         params_type: type[Any],
     ) -> VariantSpec:
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
-            self.constants[capacity, kind] = self._tables(params, hidden)
+            # The first ones stay: graphs of former numeric settings read them.
+            if (capacity, kind) not in self.constants:
+                self.constants[capacity, kind] = self._tables(params, hidden)
             return {"attention_mask": None, "packed_seq_params": params, **self.constants[capacity, kind]}
 
         return variant_spec(
             capacity,
             kind,
+            rows=self.peers.rows(capacity.tokens),
             tail=self._tail,
             row_shape=row_shape,
             dtype=dtype,
@@ -256,6 +267,8 @@ class BlockBank:
     def _tables(self, params: Any, hidden: Tensor) -> Mapping[str, Any]:
         """What Megatron's own preprocessing hands to the layers beside a canonical pack."""
         model: Any = self._model()
+        if not hasattr(model, "_preprocess"):
+            return seams.handed_to_hybrid_stack(model, params, hidden)
         accepted = inspect.signature(model._preprocess).parameters
         given = {
             "input_ids": None,
@@ -270,21 +283,23 @@ class BlockBank:
 
     # -- what graphs read ------------------------------------------------------------------------
 
-    def _read_by_graphs(self) -> list[Tensor]:
-        params = [param for layer in self.layers for param in layer.parameters()]
-        grads = [grad for param in params if (grad := getattr(param, "main_grad", None)) is not None]
-        return [*params, *grads]
+    def kinds_of_other_settings(self) -> set[Kind]:
+        """Lets each name mean the graphs of the numeric settings in force; the kinds that have none."""
+        without = set()
+        for name, indices in self._by_settings.items():
+            fitting = [index for index in indices if not self.chain.chunk.changed_setting(index)]
+            if fitting:
+                self.chain.variants[name] = fitting[0]
+            else:
+                without.add(name[1])
+        return without
 
     def what_changed(self) -> EagerReason | None:
-        """Why the graphs must not be replayed any more, or None: moved addresses, other trainables."""
-        if self._fingerprint is None:
-            return None
-        addresses, flags = _C.fingerprint(self._read_by_graphs())
-        if addresses != self._fingerprint[0]:
-            return EagerReason.ADDRESS_MOVED
-        if flags != self._fingerprint[1]:
-            return EagerReason.PARAMETERS_CHANGED
-        if self._hooks is None or not self._hooks.has_changed():
+        """Why the graphs must not be replayed any more, or None: moved memory, other trainables, hooks."""
+        reason = self.memory.what_changed()
+        if reason is not None:
+            return reason
+        if not self.memory.is_watching or self._hooks is None or not self._hooks.has_changed():
             return None
         changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
         return min((reason for _rank, (reason, _what) in changed), default=None)
@@ -297,7 +312,8 @@ class BlockBank:
         self.bank.release()
         self.constants.clear()
         self.twins.clear()
-        self._fingerprint = None
+        self._by_settings.clear()
+        self.memory = MemoryWatch(self._specs)
         self.bank, self.chain = self._new_bank()
 
     # -- figures ---------------------------------------------------------------------------------

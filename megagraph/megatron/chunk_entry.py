@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of a GPTModel's and a TransformerBlock's forward.
+"""What runs in place of the forward of a GPTModel or HybridModel, and of its block of layers.
 
 The model's forward takes the decision, once a micro-batch; the block's forward pads, replays or runs
 the layers, and cuts.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megagraph.megatron.micro_batch import MicroBatch
+from megagraph.megatron.peers import Peers
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
-from megagraph.megatron.scopes.layer import shadowed_layers
+from megagraph.megatron.scopes.layer import LayerLoop, shadowed_layers
 
 __all__ = ["ChunkEntry"]
 
@@ -30,7 +32,7 @@ class ChunkEntry:
         self._running: dict[int, MicroBatch] = {}  # by the id of its graphs
 
     def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `GPTModel.forward`: decides, and hands on the pack that the decision asks for."""
+        """Wraps the model's forward: decides, and hands on the pack that the decision asks for."""
         signature = inspect.signature(original)
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +44,7 @@ class ChunkEntry:
             with self._plugin.call_of(graphs):
                 batch = graphs.decide(
                     given.get("packed_seq_params"),
-                    _num_tokens(given),
+                    _num_tokens(given, graphs.block.peers),
                     training=model.training,
                     is_skipped=is_cuda_graph_skipped(),
                 )
@@ -50,11 +52,13 @@ class ChunkEntry:
                     replays = batch.reason is None
                     params = batch.constant_params() if replays else batch.canonical_params()
                     given["packed_seq_params"] = params
+                    _pad_rows(given, batch.entry_padding)
                 self._running[id(graphs)] = batch
                 try:
-                    return original(*bound.args, **bound.kwargs)
+                    out = original(*bound.args, **bound.kwargs)
                 finally:
                     del self._running[id(graphs)]
+                return _cut_rows(out, batch.tokens) if batch.entry_padding else out
 
         return forward
 
@@ -83,11 +87,74 @@ class ChunkEntry:
 
         return forward
 
+    def stack_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `HybridStack.forward` as `block_forward()` does; its loop takes the layers' place alike.
 
-def _num_tokens(given: dict[str, Any]) -> int:
+        The stack hands rotary tables to a `TransformerLayer` only, which the loop is not. It gets them here.
+        """
+        signature = inspect.signature(original)
+
+        def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
+                (loop,) = stack.__dict__["layers"]
+                given = signature.bind(stack, *args, **kwargs).arguments
+                stack.__dict__["layers"] = (_StackLoop(loop, given),)
+            return original(stack, *args, **kwargs)
+
+        return self.block_forward(run)
+
+
+class _StackLoop:
+    """A `LayerLoop` as the one layer of a HybridStack.
+
+    Args:
+        loop: runs all layers.
+        given: the arguments of the stack's forward.
+    """
+
+    layer_number = 1  # read for the context of fp8, which is refused
+
+    def __init__(self, loop: LayerLoop, given: Mapping[str, Any]) -> None:
+        self._loop = loop
+        self._further = {name: given.get(name) for name in ("rotary_pos_emb", "padding_mask")}
+
+    def __call__(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        return self._loop(hidden_states, **arguments, **self._further)
+
+
+def _num_tokens(given: dict[str, Any], peers: Peers) -> int:
     """Physical tokens of the input: from the token ids, or from the hidden states given instead."""
     source: Tensor | None = given.get("decoder_input")
     if source is not None:
-        return source.size(0)
+        return source.size(0) * (peers.size if peers.shards_sequence else 1)
     ids: Tensor = given["input_ids"]
     return ids.numel()
+
+
+# The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their
+# losses are cut off, so that no gradient comes from them.
+_ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
+
+
+def _pad_rows(given: dict[str, Any], rows: int) -> None:
+    """Adds rows to each row list of a model's arguments.
+
+    Raises:
+        ValueError: where hidden states are given in place of token ids.
+    """
+    if rows == 0:
+        return
+    if given.get("decoder_input") is not None:
+        raise ValueError(
+            "under sequence parallelism, hidden states given as decoder_input are not padded: expected as "
+            f"many rows as a capacity has, got {rows} fewer"
+        )
+    for name, filler in _ROW_LISTS.items():
+        rows_given: Tensor | None = given.get(name)
+        if rows_given is not None:
+            given[name] = functional.pad(rows_given, (0, rows), value=filler)
+
+
+def _cut_rows(out: Tensor, tokens: int) -> Tensor:
+    """The first rows of losses [1, T] or logits [1, T, V]."""
+    return out[:, :tokens]

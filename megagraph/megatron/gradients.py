@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's DDP as a graph meets it: which hooks are its own, and who is told of finished gradients.
+"""Megatron's DDP as a graph meets it: its hooks, finished gradients, parameters that are still gathered.
 
 The additions to `main_grad` themselves are captured (csrc/bank/main_grad_node.h).
 """
@@ -12,7 +12,7 @@ from torch import nn
 
 from megagraph import _C
 
-__all__ = ["find_ddp", "hooks_per_parameter", "is_ddp_hook", "listen"]
+__all__ = ["ParamSyncs", "find_ddp", "hooks_per_parameter", "is_ddp_hook", "listen"]
 
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
@@ -56,3 +56,52 @@ def listen(chunk: _C.Chunk, ddp: nn.Module | None, layers: Sequence[nn.Module]) 
             groups[param].register_grad_ready(param, module.force_all_reduce)
 
     chunk.set_listener(wants, done)
+
+
+class ParamSyncs:
+    """Parameter all-gathers that overlap the forward pass, finished before the layers that need them.
+
+    With `overlap_param_gather`, Megatron's DDP does this in a pre-hook of each submodule; a replayed
+    layer calls none.
+
+    Args:
+        ddp: Megatron's DDP, or None.
+        layers: in execution order.
+    """
+
+    def __init__(self, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+        self._groups: list[list[Any]] | None = None
+        ddp_config: Any = getattr(ddp, "ddp_config", None)
+        if ddp is None or not ddp_config.overlap_param_gather:
+            return
+        self._ddp = weakref.ref(ddp)
+        group_of: Any = ddp.param_to_bucket_group
+        self._groups = []
+        for layer in layers:
+            # In the order of the submodules' hooks: a finished group starts the next one's gather.
+            of_layer = {id(group_of[p]): group_of[p] for p in layer.parameters() if p in group_of}
+            self._groups.append(list(of_layer.values()))
+
+    def before_layers(self) -> Callable[[int], None] | None:
+        """What to call with each layer's rank before it runs in this forward pass; None for nothing."""
+        if self._groups is None:
+            return None
+        ddp: Any = self._ddp()
+        # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
+        if not ddp.remove_forward_pre_hook_handles:
+            return None
+        is_done = [
+            group.param_gather_dispatched and group.param_gather_handle is None for group in self._all()
+        ]
+        return None if all(is_done) else self._finish
+
+    def _all(self) -> list[Any]:
+        assert self._groups is not None
+        return [group for of_layer in self._groups for group in of_layer]
+
+    def _finish(self, rank: int) -> None:
+        assert self._groups is not None
+        ddp: Any = self._ddp()
+        skip_next = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
+        for group in self._groups[rank]:
+            group.finish_param_sync(skip_next_bucket_dispatch=skip_next)

@@ -35,7 +35,12 @@ class _Installation:
             self._wrap(schedule, plugin.schedule)
         self._wrap(seams.GPT_FORWARD, entry.model_forward)
         self._wrap(seams.BLOCK_FORWARD, entry.block_forward)
+        if seams.HYBRID_FORWARD.is_present():
+            self._wrap(seams.HYBRID_FORWARD, entry.model_forward)
+            self._wrap(seams.HYBRID_STACK_FORWARD, entry.stack_forward)
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
+        self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
+        self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 
     def _wrap(self, seam: seams.Seam, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         original = seam.function()

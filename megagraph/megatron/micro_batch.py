@@ -52,6 +52,8 @@ class MicroBatch:
         kind: of its variant; None where there is no pack.
         reason: why it runs eager; None replays.
         tail: the convention of its canonical offsets.
+        pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
+            embedding and cut after the output layer, and nothing is done in between.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class MicroBatch:
         kind: Kind | None,
         reason: EagerReason | None,
         tail: TailConvention,
+        pads_at_entry: bool,
     ) -> None:
         self.params = params
         self.tokens = tokens
@@ -70,6 +73,7 @@ class MicroBatch:
         self.kind = kind
         self.reason = reason
         self._tail = tail
+        self._pads_at_entry = pads_at_entry
         self._canonical: Any = None
 
     @property
@@ -81,8 +85,8 @@ class MicroBatch:
     @property
     def sources(self) -> list[Tensor]:
         """What staging reads: the actual offsets and, where the pack has them, the padded ones."""
-        padded = self.params.cu_seqlens_q_padded
-        return [self.params.cu_seqlens_q] if padded is None else [self.params.cu_seqlens_q, padded]
+        actual, padded = self.params.cu_seqlens_q, self.params.cu_seqlens_q_padded
+        return [actual] if padded is None or padded is actual else [actual, padded]
 
     @property
     def physical_offsets(self) -> Tensor:
@@ -111,13 +115,22 @@ class MicroBatch:
         fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
         return new_params(type(self.params), fields)
 
+    @property
+    def entry_padding(self) -> int:
+        """Rows to add to each row list of the model's input."""
+        if self.capacity is None or not self._pads_at_entry:
+            return 0
+        return self.capacity.tokens - self.tokens
+
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
         assert self.capacity is not None
+        if self._pads_at_entry:
+            return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
 
     def cut(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given."""
-        if hidden_states.size(0) == self.tokens:
+        if self._pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)

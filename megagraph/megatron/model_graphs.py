@@ -48,13 +48,24 @@ class ModelGraphs:
             _log.warning(
                 "%s stays eager (%s): %s", self.name, self.refusal.reason.name, self.refusal.sentence
             )
-        self.block = BlockBank(model, ddp, tail=config.tail, poison=config.poison, progress=progress)
+        self.block = BlockBank(
+            model,
+            ddp,
+            tail=config.tail,
+            poison=config.poison,
+            annotate=config.cuda_graph_nvtx,
+            progress=progress,
+        )
+        if self.refusal is None:
+            for capacity in self.capacities:
+                self.block.peers.rows(capacity.tokens)  # raises where ranks cannot share them
         self._observed: set[PackShape] = set()
         self._kinds: dict[Kind, int] = {}  # to the number of steps in which it occurred
         self._kinds_of_step: set[Kind] = set()
         self._captured: set[Kind] = set()
         self._hidden: tuple[tuple[int, ...], torch.dtype] | None = None
         self._params_type: type[Any] | None = None
+        self._of_other_settings: set[Kind] = set()  # that had to run eager for it
         self._step_reason: EagerReason | None = None
         self._is_suspended = False
         self._replayed_tokens = 0
@@ -72,9 +83,15 @@ class ModelGraphs:
         """
         capacity, kind, reason = self._fit(params, tokens, training)
         if reason is None:
-            reason = self._why_not_now(is_skipped)
+            reason = self._why_not_now(kind, is_skipped)
         return MicroBatch(
-            params=params, tokens=tokens, capacity=capacity, kind=kind, reason=reason, tail=self.config.tail
+            params=params,
+            tokens=tokens,
+            capacity=capacity,
+            kind=kind,
+            reason=reason,
+            tail=self.config.tail,
+            pads_at_entry=self.block.peers.shards_sequence,
         )
 
     def _fit(
@@ -100,11 +117,13 @@ class ModelGraphs:
         self._kinds_of_step.add(kind)
         return decision.capacity, kind, None
 
-    def _why_not_now(self, is_skipped: bool) -> EagerReason | None:
+    def _why_not_now(self, kind: Kind | None, is_skipped: bool) -> EagerReason | None:
         if is_skipped or self.config.mode == "eager":
             return EagerReason.DISABLED
         if self._is_suspended:
             return EagerReason.SUSPENDED
+        if kind is not None and kind.grad and self.block.memory.are_gradients_away:
+            return EagerReason.ADDRESS_MOVED
         return self._step_reason
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor) -> LayerLoop | None:
@@ -117,6 +136,8 @@ class ModelGraphs:
             self._params_type = type(batch.params)
         if batch.reason is None:
             batch.reason = self.block.chain.begin(batch.key, batch.sources)
+            if batch.reason is EagerReason.NUMERICS_CHANGED and batch.kind is not None:
+                self._of_other_settings.add(batch.kind)
         if batch.reason is not None:
             self.block.count_eager(batch.reason)
             return None
@@ -136,6 +157,7 @@ class ModelGraphs:
             eager_input=batch.pad,
             eager_arguments=lambda: {"attention_mask": None, "packed_seq_params": batch.canonical_params()},
             refuse=refuse,
+            before_layer=self.block.param_syncs.before_layers(),
         )
 
     def end(self) -> None:
@@ -152,33 +174,49 @@ class ModelGraphs:
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
-        if self.refusal is None and not self._is_suspended and self.config.mode == "graph":
-            self._look_for_changes()
+        if self.refusal is None and self.config.mode == "graph":
+            self._look_for_changes(runs_eager=self._is_suspended)
 
-    def _look_for_changes(self) -> None:
-        self._step_reason = self.block.what_changed()
-        if self._step_reason is not None:
+    def _look_for_changes(self, *, runs_eager: bool) -> None:
+        """Finds out what keeps this step eager, here or on another rank of the group."""
+        changed = None if runs_eager else self.block.what_changed()
+        flags = [int(runs_eager), int(changed is not None)]
+        is_eager_anywhere, has_changed_anywhere = self.block.peers.exchange(flags)
+        if has_changed_anywhere:
             self.block.start_anew()
             self._captured.clear()
+        self._step_reason = changed
+        if changed is None and (has_changed_anywhere or (is_eager_anywhere and not runs_eager)):
+            self._step_reason = EagerReason.GROUP_DISAGREED
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due.
 
-        What changed costs one eager step; the next boundary captures again.
+        What changed costs one eager step; the next boundary captures again. What has no memory now
+        is captured when it has.
         """
         self._step_reason = None
-        if self.refusal is not None or self._is_suspended:
+        if self.refusal is not None:
             return
         due = {kind for kind, steps in self._kinds.items() if steps >= self._warm_up_of(kind)}
         if due and not self.capacities:
             self._learn()
-        if is_skipped or self.config.mode != "graph":
+        if self.config.mode != "graph":
             return
-        self._look_for_changes()
-        if self._step_reason is not None:
+        runs_eager = is_skipped or self._is_suspended
+        self._look_for_changes(runs_eager=runs_eager)
+        if runs_eager or self._step_reason is not None:
             return
-        due -= self._captured
-        if due and self.block.is_idle():
+        # Settings that last: after one eager step further graphs, beside those of the former settings.
+        self._captured -= self._of_other_settings & self.block.kinds_of_other_settings()
+        due = {kind for kind in due - self._captured if self.block.memory.is_there(grad=kind.grad)}
+        if due and not self.block.is_idle():
+            due = set()
+        if not self.block.peers.agree_on(repr(sorted(map(repr, due)))):
+            _log.warning("capture waits: ranks of the group want different graphs")
+            return
+        if due:
+            self._of_other_settings -= due
             self._captured |= due
             assert self._hidden is not None and self._params_type is not None
             self.block.capture(
@@ -218,6 +256,13 @@ class ModelGraphs:
     def resume(self) -> None:
         """Replays again; what changed meanwhile is found at the next step boundary."""
         self._is_suspended = False
+
+    def leave_groups(self) -> None:
+        """Drops every graph that holds collectives, before their communicators go."""
+        if self.block.peers.size > 1:
+            self.block.peers.leave()
+            self.block.start_anew()
+            self._captured.clear()
 
     def release(self) -> None:
         """Drops every graph for good."""

@@ -12,6 +12,7 @@ from torch import nn
 from megagraph.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.megatron import gradients
+from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.model_graphs import ModelGraphs
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
@@ -49,8 +50,10 @@ class Plugin:
     def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
         self.config = config
         self._progress = progress
+        self._interval_log = IntervalLog(config.log_interval)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
         self._step_graphs: weakref.WeakSet[ModelGraphs] = weakref.WeakSet()  # whose step it is
@@ -65,18 +68,24 @@ class Plugin:
             graphs = ModelGraphs(model, ddp, self.config, progress)
             self._graphs[model] = graphs
             self._of_block[model.decoder] = graphs  # type: ignore[index]
-            weakref.finalize(model, self._retire, graphs).atexit = False
+            weakref.finalize(model, self._gone.append, graphs).atexit = False
             if any(graphs is other for other in self._graphs_inside(self._step_models)):
                 self._step_graphs.add(graphs)
         return graphs
 
-    def _retire(self, graphs: ModelGraphs) -> None:
-        """A model is gone: its graphs go, its figures stay."""
-        self._retired.append(graphs.report())
-        graphs.release()
+    def _retire(self) -> None:
+        """Of models that are gone the graphs go and the figures stay.
+
+        Not when they go: garbage is collected in the middle of anything, a capture or a trace.
+        """
+        while self._gone:
+            graphs = self._gone.pop(0)
+            self._retired.append(graphs.report())
+            graphs.release()
 
     def reports(self) -> list[dict[str, Any]]:
         """What every model did so far, also those that are gone. Waits for the device."""
+        self._retire()
         return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
 
     def graphs_of_block(self, block: nn.Module) -> ModelGraphs | None:
@@ -105,6 +114,7 @@ class Plugin:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
             outer = self._step_models, self._step_graphs
+            self._retire()
             inside = self._graphs_inside(models)
             self._step_models, self._step_graphs = models, weakref.WeakSet(inside)
             try:
@@ -112,13 +122,31 @@ class Plugin:
                     graphs.find_ddp(models)
                     graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 result = original(*args, **kwargs)
-                for graphs in self._graphs_inside(models):
+                ran = self._graphs_inside(models)
+                for graphs in ran:
                     graphs.after_step()
+                if not kwargs.get("forward_only", False):
+                    self._interval_log.after_training_step(ran)
                 return result
             finally:
                 self._step_models, self._step_graphs = outer
 
         return forward_backward
+
+    def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps what destroys process groups: graphs that hold their collectives go first.
+
+        A model that goes on afterwards, with new groups, is captured anew.
+        """
+
+        @functools.wraps(original)
+        def destroy(*args: Any, **kwargs: Any) -> Any:
+            self._retire()
+            for graphs in self.all_graphs():
+                graphs.leave_groups()
+            return original(*args, **kwargs)
+
+        return destroy
 
     @contextlib.contextmanager
     def call_of(self, graphs: ModelGraphs) -> Iterator[None]:
@@ -133,11 +161,13 @@ class Plugin:
             graphs.at_bare_call()
             yield
         else:
+            self._retire()
             graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
             yield
             graphs.after_step()
 
     def release(self) -> None:
         """Drops every graph of every model."""
+        self._retire()
         for graphs in self.all_graphs():
             graphs.release()

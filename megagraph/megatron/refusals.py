@@ -28,17 +28,22 @@ _UNBUILT = (
     ("multi_latent_attention", False, "multi-latent attention"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
-    ("tensor_model_parallel_size", 1, "tensor parallelism"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
     ("context_parallel_size", 1, "context parallelism"),
-    ("sequence_parallel", False, "sequence parallelism"),
     ("hybrid_context_parallel", False, "hybrid context parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
 )
-_DDP_UNBUILT = (
-    ("use_megatron_fsdp", "Megatron-FSDP"),
-    ("overlap_param_gather", "overlap_param_gather"),
-)
+_DDP_UNBUILT = (("use_megatron_fsdp", "Megatron-FSDP"),)
+
+# Symbols of a HybridModel's layers.
+_HYBRID_BUILT = ("*", "-")
+_HYBRID_UNBUILT = {
+    "M": "a Mamba layer",
+    "G": "a gated delta net",
+    "D": "sparse attention",
+    "+": "multi-latent attention",
+    "E": "mixture of experts",
+}
 
 
 def check_graph_options(config: Any) -> None:
@@ -64,16 +69,23 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _unsupported("multimodal RoPE (position_embedding_type='mrope')")
     block: Any = model.decoder
-    for module in block.layers.modules():
-        if type(module).__module__.startswith(
-            ("megatron.core.extensions.transformer_engine", "transformer_engine")
-        ):
-            return _unsupported(f"Transformer Engine ({type(module).__name__})")
+    refusal = _refusal_of_pattern(block)
+    if refusal is not None:
+        return refusal
     if getattr(config, "recompute_granularity", None) == "full":
         return Refusal(
             reason=EagerReason.RECOMPUTING,
             sentence="full recompute runs each layer again in the backward pass, outside any graph",
         )
+    return None
+
+
+def _refusal_of_pattern(block: Any) -> Refusal | None:
+    """The first layer of a HybridStack that is neither attention nor MLP; None for other blocks."""
+    for symbol in getattr(block, "layer_type_list", ()):
+        if symbol not in _HYBRID_BUILT:
+            name = _HYBRID_UNBUILT.get(symbol, "an unknown kind of layer")
+            return _unsupported(f"{name} ({symbol!r} in the hybrid layer pattern)")
     return None
 
 

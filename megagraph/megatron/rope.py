@@ -9,11 +9,33 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megagraph.modules import RotaryTables
 
 __all__ = ["wrap_rope"]
+
+
+class _Untailed(torch.autograd.Function):
+    """Passes a tensor on as it is; rows of its gradient past the last offset become zero."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cu_seqlens: Tensor) -> Tensor:
+        ctx.save_for_backward(cu_seqlens)
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (cu_seqlens,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        torch.ops.megagraph.zero_tail_([grad], cu_seqlens)
+        return grad, None
+
+
+def _without_gradient_tail(t: Tensor, cu_seqlens: Tensor) -> Tensor:
+    out: Tensor = _Untailed.apply(t, cu_seqlens)  # type: ignore[no-untyped-call]  # torch's
+    return out
 
 
 def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,8 +58,14 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         cp_group: Any = None,
         **rest: Any,
     ) -> Any:
-        if cu_seqlens is None or config.apply_rope_fusion or any(rest.values()):
+        if cu_seqlens is None or any(rest.values()):
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
+        if config.apply_rope_fusion:
+            # The fused kernel leaves rows past the last offset as it finds them, there and back.
+            rotated = original(_without_gradient_tail(t, cu_seqlens), freqs, config, cu_seqlens, mscale, cp_group)
+            with torch.no_grad():
+                torch.ops.megagraph.zero_tail_([rotated], cu_seqlens)
+            return rotated
         return tables.rotate(
             t,
             freqs,

@@ -8,11 +8,26 @@ then, not in the middle of a run.
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ATTENTION_ROPE", "BLOCK_FORWARD", "GPT_FORWARD", "SCHEDULES", "SUPPORTED", "Seam", "check_core"]
+from torch import Tensor, nn
+
+__all__ = [
+    "ATTENTION_ROPE",
+    "BLOCK_FORWARD",
+    "DESTROY_MODEL_PARALLEL",
+    "DESTROY_PROCESS_GROUP",
+    "GPT_FORWARD",
+    "HYBRID_FORWARD",
+    "HYBRID_STACK_FORWARD",
+    "SCHEDULES",
+    "SUPPORTED",
+    "Seam",
+    "check_core",
+    "handed_to_hybrid_stack",
+]
 
 _log = logging.getLogger("megagraph")
 
@@ -50,6 +65,14 @@ class Seam:
         """The function as the owner holds it now."""
         found: Callable[..., Any] = getattr(self.owner(), self.name)
         return found
+
+    def is_present(self) -> bool:
+        """Whether the installed release has the module that a seam of some releases lies in."""
+        try:
+            importlib.import_module(self.module)
+        except ImportError:
+            return False
+        return True
 
     def problem(self) -> str | None:
         """What is wrong with this seam in the installed release, or None."""
@@ -93,10 +116,26 @@ BLOCK_FORWARD = Seam(
     path="TransformerBlock.forward",
     parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
 )
+# Of releases since 0.18; others are patched without them.
+HYBRID_FORWARD = Seam(
+    module="megatron.core.models.hybrid.hybrid_model",
+    path="HybridModel.forward",
+    parameters=GPT_FORWARD.parameters,
+)
+HYBRID_STACK_FORWARD = Seam(
+    module="megatron.core.models.hybrid.hybrid_block",
+    path="HybridStack.forward",
+    parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+)
 ATTENTION_ROPE = Seam(
     module="megatron.core.transformer.attention",
     path="apply_rotary_pos_emb",
     parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
+)
+# NCCL waits for ever for a communicator whose operations a living graph holds.
+DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_group", parameters=("group",))
+DESTROY_MODEL_PARALLEL = Seam(
+    module="megatron.core.parallel_state", path="destroy_model_parallel", parameters=()
 )
 # Called, not wrapped.
 _CALLED = (
@@ -128,7 +167,11 @@ def check_core() -> str:
             f"megagraph.install() needs megatron-core ({' or '.join(SUPPORTED)}), and it cannot be "
             f"imported: {error}"
         ) from error
-    seams = (*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, *_CALLED)
+    hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
+    seams = (
+        *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE),
+        *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *_CALLED, *hybrid),
+    )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]
     if problems:
         raise RuntimeError(
@@ -140,3 +183,39 @@ def check_core() -> str:
             "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED)
         )
     return version
+
+
+class _Handed(Exception):
+    """Carries what a model hands to its decoder out of the model's forward."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _hand_back(**arguments: Any) -> None:
+    raise _Handed(arguments)
+
+
+def handed_to_hybrid_stack(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
+    """What a HybridModel hands to its stack for a pack, less the pack, its mask and the hidden states.
+
+    HybridModel has no `_preprocess`, so its own forward runs as far as the decoder, in place of which a
+    function stands for so long. Runs no layer and reads no values of the hidden states.
+
+    Args:
+        model: the HybridModel.
+        params: the pack.
+        hidden_states: [T, 1, H], given as the decoder's input.
+    """
+    forward = inspect.unwrap(HYBRID_FORWARD.function())
+    model.__dict__["decoder"] = _hand_back  # found before the registered module
+    try:
+        forward(model, None, None, None, decoder_input=hidden_states, packed_seq_params=params)
+    except _Handed as handed:
+        given = {"hidden_states", "attention_mask", "packed_seq_params"}
+        found = handed.arguments.items()
+        return {name: value for name, value in found if name not in given and value is not None}
+    finally:
+        del model.__dict__["decoder"]
+    raise AssertionError("HybridModel.forward did not call its decoder")

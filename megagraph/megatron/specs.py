@@ -1,20 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's local layer spec with a core attention that takes packs."""
+"""Megatron's local specs with a core attention that takes packs, and a norm that takes sequence parallel.
 
+None of them needs Transformer Engine or the plugin: models are built before or after `install()`.
+"""
+
+import functools
 from typing import Any
 
-from megagraph.modules import VarlenAttention
+from megagraph.modules import Norm, VarlenAttention
 
-__all__ = ["get_gpt_layer_varlen_spec"]
+__all__ = ["get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"]
+
+# How Megatron's distributed checkpoints call the norms that Transformer Engine fuses into a linear layer.
+_INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
-    """`get_gpt_layer_local_spec(...)` with `megagraph.modules.VarlenAttention` as core attention.
+    """`get_gpt_layer_local_spec(...)` for packs: `VarlenAttention`, and `Norm` for core's plain norm.
 
-    Takes what Megatron's function takes. Needs no Transformer Engine.
+    Takes what Megatron's function takes. Where Apex is installed its norm stays, and L2 norms of queries
+    and keys stay as well. The final norm of the block is Megatron's choice, which refuses sequence
+    parallelism without Transformer Engine and Apex: see `get_gpt_block_varlen_spec()`.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(*args, **kwargs)
-    spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = VarlenAttention
+    _replace_norms(spec.submodules, "input_layernorm", "pre_mlp_layernorm")
+    _replace_norms(attention, "q_layernorm", "k_layernorm", "kv_layernorm")
     return spec
+
+
+def _replace_norms(submodules: Any, *names: str) -> None:
+    """Puts `Norm` in place of core's plain torch norm."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for name in names:
+        if getattr(submodules, name, None) is WrappedTorchNorm:
+            setattr(submodules, name, Norm)
+
+
+def get_gpt_block_varlen_spec(
+    config: Any, *args: Any, vp_stage: int | None = None, pp_rank: int | None = None, **kwargs: Any
+) -> Any:
+    """The spec of a whole block for `GPTModel(transformer_layer_spec=...)`, its final norm included.
+
+    The final norm is that of the layers, so that the block takes sequence parallelism, also where
+    Transformer Engine is installed and Megatron would choose its norm.
+
+    Args:
+        config: Megatron's `TransformerConfig`; says how many layers there are.
+        args: for `get_gpt_layer_varlen_spec()`.
+        vp_stage: virtual pipeline stage.
+        pp_rank: pipeline rank; by default this process's.
+        kwargs: for `get_gpt_layer_varlen_spec()`.
+    """
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    layer = get_gpt_layer_varlen_spec(*args, **kwargs)
+    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm
+    )
+
+
+def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
+    """A `hybrid_stack_spec` for `HybridModel` with attention ('*') and MLP ('-') layers.
+
+    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments. Other layers
+    (Mamba, experts, ...) have no spec here. Megatron's `HybridStack` names Transformer Engine's norm as
+    its final one, so the spec's stack is a subclass that builds `Norm` there.
+
+    Raises:
+        ImportError: where megatron-core has no `HybridModel`, that is before 0.18.
+    """
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    layer = get_gpt_layer_varlen_spec(*args, **kwargs).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+        sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm,
+        mlp=layer.mlp,
+        mlp_bda=layer.mlp_bda,
+        sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS),
+    )
+    return ModuleSpec(
+        module=_hybrid_stack(),
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+@functools.cache
+def _hybrid_stack() -> type[Any]:
+    """Megatron's `HybridStack` with another final norm; a class of its own, so nothing is patched."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    class VarlenHybridStack(HybridStack):  # type: ignore[misc]  # of an untyped package
+        """Builds `Norm` where Megatron's stack builds Transformer Engine's."""
+
+        def __init__(
+            self, config: Any, submodules: Any, *, post_layer_norm: bool = True, **kwargs: Any
+        ) -> None:
+            super().__init__(config, submodules, post_layer_norm=False, **kwargs)
+            self.post_layer_norm = post_layer_norm
+            if self.post_process and post_layer_norm:
+                self.final_norm = Norm(
+                    config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+                )
+
+    return VarlenHybridStack

@@ -40,6 +40,7 @@ def variant_spec(
     capacity: Capacity,
     kind: Kind,
     *,
+    rows: int,
     tail: TailConvention,
     row_shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -52,6 +53,7 @@ def variant_spec(
     Args:
         capacity: its shapes.
         kind: the packs it takes and how the model runs.
+        rows: of the hidden states on this rank; fewer than the capacity's tokens where ranks share them.
         tail: convention of the canonical offsets.
         row_shape: of the hidden states, without their first dimension.
         dtype: of the hidden states.
@@ -72,19 +74,23 @@ def variant_spec(
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         fields = canonical_fields(buffers, kind.form, tail, capacity)
-        hidden = torch.empty((capacity.tokens, *row_shape), dtype=dtype, device="meta")
+        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
         return block_arguments(new_params(params_type, fields), hidden)
 
+    # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
+    is_whole = rows == capacity.tokens
+    mode = "training" if kind.training else "evaluation"
     return VariantSpec(
         key=(capacity, kind),
+        name=f"{mode}{'' if kind.grad else ', forward only'}, {capacity}",
         training=kind.grad,
-        rows=capacity.tokens,
+        rows=rows,
         row_shape=row_shape,
         dtype=dtype,
         metadata=metadata,
-        end_source=physical,
-        end_buffer="padded" if "padded" in rules else "actual",
-        fewer_rows=True,
+        end_source=physical if is_whole else -1,
+        end_buffer=("padded" if "padded" in rules else "actual") if is_whole else None,
+        fewer_rows=is_whole,
         arguments=arguments,
     )
 

@@ -2,6 +2,7 @@
 """What Megatron lacks for packs without Transformer Engine."""
 
 from megagraph.modules.attention import VarlenAttention
+from megagraph.modules.norm import Norm
 from megagraph.modules.rotary import RotaryTables
 
-__all__ = ["RotaryTables", "VarlenAttention"]
+__all__ = ["Norm", "RotaryTables", "VarlenAttention"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.dispatch import EagerReason
-from megagraph.sites import MetadataSpec
+from megagraph.sites import MetadataSpec, VariantSpec
 
 
 def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
@@ -239,3 +239,32 @@ def test_missing_metadata_is_an_error_that_leases_nothing(device: str) -> None:
     with pytest.raises(ValueError, match=r"expected 1 metadata sources, got 0"):
         chain.begin("train", [])
     assert chain.chunk.all_free()
+
+
+@pytest.mark.gpu
+def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
+    """torch frees a cuBLAS workspace with any graph of its stream: other graphs went on using it."""
+    width, rows = 640, 8192
+
+    def captured() -> tuple[Any, nn.Linear]:
+        bank, layer = new_bank("cuda"), nn.Linear(width, width).to("cuda", torch.bfloat16)
+        chain = bank.add_chain([layer])
+        spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
+        bank.capture({chain: [spec]})
+        return (bank, chain), layer
+
+    (_, chain), layer = captured()
+    (other, _), _ = captured()
+    other.release()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    strangers = [torch.full((2 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        layer.weight.grad = None
+        with chain.micro_batch("train") as reason:
+            assert reason is None
+            chain(x).sum().backward()
+        weight_grad = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
+        assert_same_bits(layer.weight.grad, weight_grad, "gradient")
+    assert all(bool(stranger.isnan().all()) for stranger in strangers)

@@ -36,7 +36,7 @@ TRAINING = """
 import sys
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megagraph.cli.trainer import ModelOptions, Trainer, single_process_group
+from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.data import Document, stream_packs
 from megagraph.megatron.cpu import megatron_on_cpu
 
@@ -46,7 +46,7 @@ def train(steps):
     shape = ModelOptions(
         layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available()
     )
-    with megatron_on_cpu(), single_process_group():
+    with megatron_on_cpu(), process_groups():
         trainer = Trainer(shape)
         for _ in range(steps):
             print("loss", float(trainer.forward_backward([next(packs)])[0]))

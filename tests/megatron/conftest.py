@@ -11,9 +11,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 import pytest
 import torch
 from megatron_rig import graph_config
+from worlds import World
 
 import megagraph
-from megagraph.cli.trainer import single_process_group
+from megagraph.cli.trainer import process_groups
 from megagraph.config import GraphConfig
 from megagraph.megatron.cpu import megatron_on_cpu
 
@@ -25,7 +26,7 @@ def process_group() -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch.distributed's own, of a group on the CPU
         logging.getLogger("megatron").setLevel(logging.ERROR)
         with megatron_on_cpu():
-            group = single_process_group()
+            group = process_groups()
             group.__enter__()
     yield
     with megatron_on_cpu():
@@ -71,3 +72,13 @@ def install() -> Callable[..., GraphConfig]:
         return config
 
     return with_options
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    """Two ranks, on two GPUs or over gloo. They end by themselves, and well."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    world = World(2)
+    yield world
+    assert world.close() == [0, 0]

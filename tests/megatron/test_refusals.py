@@ -41,10 +41,8 @@ _BY_CONFIG = {
     "multi_latent_attention": (True, "multi-latent attention"),
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
-    "tensor_model_parallel_size": (2, "tensor parallelism"),
     "pipeline_model_parallel_size": (2, "pipeline parallelism"),
     "context_parallel_size": (2, "context parallelism"),
-    "sequence_parallel": (True, "sequence parallelism"),
     "hybrid_context_parallel": (True, "hybrid context parallelism"),
     "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
 }
@@ -71,27 +69,17 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     assert refusal.sentence == f"{name} ({option}={value!r}) is not built yet"
 
 
-@pytest.mark.parametrize("option", ["use_megatron_fsdp", "overlap_param_gather"])
-def test_an_option_of_ddp_that_is_not_built_is_refused_by_name(option: str, trainer: Trainer) -> None:
-    ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(**{option: True}))
+def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
+    ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     refusal = refusal_of(trainer.chunk, ddp)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert "FSDP" in refusal.sentence or option in refusal.sentence
+    assert refusal.sentence == "Megatron-FSDP is not built yet"
 
 
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
     refusal = refusal_of(trainer.chunk, None)
     assert refusal is not None and "multimodal RoPE" in refusal.sentence
-
-
-def test_a_module_of_transformer_engine_is_refused_by_name(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norm = type("TENorm", (nn.Identity,), {"__module__": "transformer_engine.pytorch.module"})
-    monkeypatch.setitem(trainer.chunk.decoder.layers[1]._modules, "input_layernorm", norm())
-    refusal = refusal_of(trainer.chunk, None)
-    assert refusal is not None and "Transformer Engine (TENorm)" in refusal.sentence
 
 
 def test_full_recompute_is_a_reason_of_its_own(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,11 +266,11 @@ def megatron_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megagraph.cli.trainer import single_process_group
+    from megagraph.cli.trainer import process_groups
     from megagraph.megatron.cpu import megatron_on_cpu
 
     monkeypatch.setattr(get_cuda_rng_tracker(), "fork", contextlib.nullcontext)
-    with megatron_on_cpu(), single_process_group():
+    with megatron_on_cpu(), process_groups():
         yield
 
 

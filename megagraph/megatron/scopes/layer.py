@@ -19,10 +19,22 @@ from megagraph.sites import SiteSpec
 __all__ = ["LayerLoop", "layer_sites", "shadowed_layers"]
 
 
-def layer_sites(layers: Sequence[nn.Module]) -> list[SiteSpec]:
-    """One site for each layer of a block."""
+def layer_sites(
+    layers: Sequence[nn.Module], context: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> list[SiteSpec]:
+    """One site for each layer of a block.
+
+    Args:
+        layers: of the block, in execution order.
+        context: what the block enters around its layers; a capture runs them without their block.
+    """
+
+    def forward(layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Tensor:
+        with context():
+            return _hidden_states_of(layer, hidden_states, **arguments)
+
     return [
-        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, forward=_hidden_states_of)
+        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, forward=forward)
         for rank, layer in enumerate(layers)
     ]
 
@@ -45,6 +57,7 @@ class LayerLoop:
         eager_input: pads the hidden states for a layer that runs eager first.
         eager_arguments: the canonical pack's arguments, for a layer that runs eager.
         refuse: counts a whole micro-batch that runs eager, since its arguments differ.
+        before_layer: called with each layer's rank before it replays, or None.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class LayerLoop:
         eager_input: Callable[[Tensor], Tensor],
         eager_arguments: Callable[[], Mapping[str, Any]],
         refuse: Callable[[], None],
+        before_layer: Callable[[int], None] | None,
     ) -> None:
         self._layers = layers
         self._sites = sites
@@ -64,6 +78,7 @@ class LayerLoop:
         self._eager_input = eager_input
         self._eager_arguments = eager_arguments
         self._refuse = refuse
+        self._before_layer = before_layer
 
     def __call__(
         self,
@@ -81,7 +96,9 @@ class LayerLoop:
                 hidden_states = self._run(layer, hidden_states, arguments)
             return hidden_states, None
         padded = False
-        for layer, site in zip(self._layers, self._sites, strict=True):
+        for rank, (layer, site) in enumerate(zip(self._layers, self._sites, strict=True)):
+            if self._before_layer is not None:
+                self._before_layer(rank)
             out = site(hidden_states)
             if out is NotImplemented:
                 out = self._run(

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process, or each rank of a `torchrun`, measures for `real_hosts`.
+
+`python -m benchmarks.host_jobs JOB WHAT` prints one line of JSON, on rank 0. Deterministic algorithms
+throughout, in every timed run alike; fresh memory is not filled while a step is timed.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed
+
+from benchmarks.cases import Case
+from megagraph import megatron
+from megagraph.cli.compare import compare_steps, time_steps
+from megagraph.cli.demo import quiet_megatron
+from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
+from megagraph.config import GraphConfig
+from megagraph.data import Pack
+
+COMPARED_STEPS = 104
+TIMED_STEPS = 20
+WARM_UP_STEPS = 6
+NUM_SEQS = 20  # of the largest capacity; some packs hold more
+CAPTURED_STEPS = 3  # after which Transformer Engine's graphs are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model on one arrangement of ranks.
+
+    Args:
+        model: its shape.
+        ranks: processes, each on a GPU of its own.
+        transformer_engine: layers of Transformer Engine's modules, with fused RoPE.
+        transformer: further fields of Megatron's config.
+        ddp: further fields of Megatron's DDP config.
+        steps: compared.
+    """
+
+    model: ModelOptions
+    ranks: int = 1
+    transformer_engine: bool = False
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    steps: int = COMPARED_STEPS
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each layer."""
+        size: int = self.transformer.get("tensor_model_parallel_size", 1)
+        return size
+
+    def packs(self, steps: int) -> list[list[Pack]]:
+        """The packs of each step on this rank; ranks that share layers see the same."""
+        case = Case(
+            name="packs",
+            model=self.model,
+            max_packed_seqs=(8, NUM_SEQS),
+            mean_length=self.model.max_tokens // 8,
+            multiple=self.tensor_parallel,
+        )
+        groups = self.ranks // self.tensor_parallel
+        mine = (distributed.get_rank() if distributed.is_initialized() else 0) // self.tensor_parallel
+        return case.steps(steps * groups)[mine::groups]
+
+    def trainer(self, **transformer: Any) -> Trainer:
+        """A fresh model; the same weights every time."""
+        spec = None
+        if self.transformer_engine:
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+            spec = get_gpt_layer_with_transformer_engine_spec()
+            transformer = {"apply_rope_fusion": True, **transformer}
+        return Trainer(self.model, config={**self.transformer, **transformer}, ddp=self.ddp, spec=spec)
+
+
+def _model(hidden: int, layers: int, tokens: int) -> ModelOptions:
+    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // 64, max_tokens=tokens, bf16=True)
+
+
+_SHARED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_OVERLAP = {"overlap_grad_reduce": True}
+_GATHER = {**_OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
+_BUCKETS = {"bucket_size": 5_000_000}
+_SMALL = _model(1024, 12, 4096)
+JOBS = {
+    "TE, hidden 1024": Job(model=_model(1024, 24, 4096), transformer_engine=True),
+    "TE, hidden 4096": Job(model=_model(4096, 4, 4096), transformer_engine=True),
+    "local, hidden 1024": Job(model=_model(1024, 24, 4096)),
+    "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED),
+    "TP=2 with SP, TE": Job(model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True),
+    "DP=2": Job(model=_SMALL, ranks=2, steps=32),
+    "DP=2, overlap_grad_reduce": Job(model=_SMALL, ranks=2, ddp={**_OVERLAP, **_BUCKETS}, steps=32),
+    "DP=2, distributed optimizer": Job(
+        model=_SMALL, ranks=2, ddp={"use_distributed_optimizer": True}, steps=32
+    ),
+    "DP=2, overlap_param_gather": Job(model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS}),
+    "DP=2, align_param_gather": Job(
+        model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS, "align_param_gather": True}, steps=32
+    ),
+    # Short: what is measured is how it ends.
+    "exit": Job(model=_model(256, 2, 512), ranks=2, transformer=_SHARED, steps=8),
+}
+
+
+def _install(job: Job) -> None:
+    megatron.install(
+        GraphConfig(
+            cuda_graph_max_packed_seqs=(8, NUM_SEQS),
+            max_seqlen_per_dp_cp_rank=job.model.max_tokens,
+            progress=False,
+            log_interval=0,
+        )
+    )
+
+
+def measure_bits(job: Job) -> dict[str, Any]:
+    """Trains eager and graphed from the same weights and compares every bit, on every rank."""
+    _install(job)
+    eager, graphed = job.trainer(), job.trainer()
+    agreement = compare_steps(eager, graphed, job.packs(job.steps))
+    mine = {"differences": agreement.differences, "report": megatron.reports()[-1]}
+    everyone: list[Any] = [mine]
+    if job.ranks > 1:
+        everyone = [None] * job.ranks
+        distributed.all_gather_object(everyone, mine)
+    return {
+        "steps": agreement.steps,
+        "differences": [text for rank in everyone for text in rank["differences"]],
+        "reports": [rank["report"] for rank in everyone],
+    }
+
+
+def _canonical(packs: Sequence[Sequence[Pack]], tokens: int) -> list[list[Pack]]:
+    """Packs of one shape: the last document is extended, empty ones follow, `max_seqlen` is all rows."""
+
+    def padded(pack: Pack) -> Pack:
+        missing = NUM_SEQS + 1 - pack.cu_seqlens.numel()
+        offsets = torch.cat([pack.cu_seqlens[:-1], torch.full((missing + 1,), tokens, dtype=torch.int32)])
+        rows = torch.nn.functional.pad(pack.tokens, (0, tokens - pack.num_tokens))
+        return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=tokens)
+
+    return [[padded(pack) for pack in step] for step in packs]
+
+
+def measure_time(job: Job, what: str) -> dict[str, Any]:
+    """Step time of one way to run the model, on packs that fit.
+
+    Args:
+        job: the model.
+        what: `eager` or `megagraph`; `local` or `transformer_engine`, Megatron's own graphs, with
+            nothing of ours installed; the latter two also as `local, canonical packs`.
+    """
+    steps = job.packs(WARM_UP_STEPS + TIMED_STEPS)
+    fitting = [[pack for pack in step if pack.num_seqs <= NUM_SEQS] for step in steps]
+    kind, _, packs = what.partition(", ")
+    if packs:
+        fitting = _canonical(fitting, job.model.max_tokens)
+    if kind in ("eager", "megagraph"):
+        _install(job)
+        trainer = job.trainer()
+        time_steps(trainer, fitting[:WARM_UP_STEPS], graphs=kind == "megagraph")
+    else:
+        trainer = _with_megatrons_graphs(job, kind, fitting[:WARM_UP_STEPS])
+    times = time_steps(trainer, fitting[WARM_UP_STEPS:], graphs=kind != "eager")
+    return {"median_ms": times.median_ms, "fastest_ms": times.fastest_ms}
+
+
+def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    # Megatron's graphs want random streams that a graph can advance.
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    trainer = job.trainer(cuda_graph_impl=impl, cuda_graph_modules=[])
+    time_steps(trainer, steps[:CAPTURED_STEPS], graphs=True)
+    if impl == "transformer_engine":
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        helper = TECudaGraphHelper(
+            model=[trainer.model],
+            config=trainer.chunk.config,
+            seq_length=job.model.max_tokens,
+            micro_batch_size=1,
+            optimizers=[trainer.optimizer],
+        )
+        helper.create_cudagraphs()
+        helper.cuda_graph_set_manual_hooks()
+    time_steps(trainer, steps[CAPTURED_STEPS:], graphs=True)
+    return trainer
+
+
+def main(name: str, what: str) -> None:
+    """Measures and prints."""
+    quiet_megatron()
+    job = JOBS[name]
+    torch.use_deterministic_algorithms(True)
+    with process_groups(job.tensor_parallel):
+        rank = distributed.get_rank()
+        measured = measure_bits(job) if what == "bits" else measure_time(job, what)
+        megatron.uninstall()
+    if rank == 0:
+        print(json.dumps(measured), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    main(*sys.argv[1:])

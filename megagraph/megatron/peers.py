@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that share a model's communicators: they capture, replay and run eager together.
+
+NCCL wants an operation in a graph on every rank of its communicator or on none. Only tensor parallelism
+puts collectives into a layer, so the tensor-parallel group is what has to agree. What ranks ask each other
+are a few integers on the host, over gloo: nobody waits for a device.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """The tensor-parallel group of one model.
+
+    Args:
+        model: a GPTModel or HybridModel, with its process groups made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        self.size: int = config.tensor_model_parallel_size
+        # Each rank holds a share of the rows between the layers.
+        self.shards_sequence: bool = config.sequence_parallel and self.size > 1
+        groups: Any = getattr(model, "pg_collection", None)
+        self._tensor_group: Any = getattr(groups, "tp", None)
+        self._group: Any = None
+
+    def _gloo_group(self) -> Any:
+        group = self._tensor_group
+        if group is None:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_tensor_model_parallel_group()
+        # Only the members take part in the call: other groups make theirs whenever they get there.
+        return distributed.new_group(
+            distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+        )
+
+    def exchange(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the group. Every rank of it calls this equally often."""
+        if self.size == 1:
+            return list(values)
+        if self._group is None:
+            self._group = self._gloo_group()
+        largest = torch.tensor(list(values), dtype=torch.int64)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
+        found: list[int] = largest.tolist()
+        return found
+
+    def leave(self) -> None:
+        """Forgets the group, which is about to be destroyed."""
+        self._group = None
+
+    def agree_on(self, what: str) -> bool:
+        """Whether every rank of the group says the same."""
+        said = zlib.crc32(what.encode())
+        largest, least = self.exchange([said, -said])
+        return largest == -least
+
+    def rows(self, tokens: int) -> int:
+        """Rows of hidden states between layers on one rank, of a pack of `tokens` physical tokens.
+
+        Raises:
+            ValueError: where they cannot be shared out evenly.
+        """
+        if not self.shards_sequence:
+            return tokens
+        if tokens % self.size:
+            raise ValueError(
+                f"sequence parallelism shares the rows of a pack among {self.size} ranks: expected "
+                f"capacities of a multiple of {self.size} tokens, got {tokens}"
+            )
+        return tokens // self.size

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron and Transformer Engine are told while layers are captured, and what of theirs is kept.
+
+Sets their flags, keeps random streams from being swapped inside a capture, and names the buffers that
+they might let go of. Captures nothing.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["block_context", "capturing", "held_workspaces", "in_mode", "rng_trackers"]
+
+
+def rng_trackers() -> list[Any]:
+    """Megatron's named random streams, which may be Transformer Engine's."""
+    from megatron.core import tensor_parallel
+
+    return [tensor_parallel.get_cuda_rng_tracker()]
+
+
+def held_workspaces() -> list[Tensor]:
+    """Megatron's global buffers as they are now.
+
+    Sequence-parallel layers gather into one that is allocated anew when a larger pack comes; a graph goes
+    on using the one that it was captured with.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return []
+    return list(parallel_state.get_global_memory_buffer().buffer.values())
+
+
+def block_context(config: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What a block enters around its layers: under sequence parallelism, a random stream of each rank."""
+    if not config.sequence_parallel:
+        return contextlib.nullcontext
+    (tracker,) = rng_trackers()
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = tracker.fork
+    return context
+
+
+@contextlib.contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training or evaluation mode for a while; each submodule gets its own mode back.
+
+    So does the flag by which Transformer Engine knows the first micro-batch of a step.
+    """
+    first = "is_first_microbatch"
+    modes = [(child, child.training) for child in module.modules()]
+    flags = [(child, getattr(child, first)) for child, _ in modes if hasattr(child, first)]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+        for child, flag in flags:
+            setattr(child, first, flag)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Sets the flags that say so: Megatron's, which silences its DDP's hooks, and Transformer Engine's."""
+    from megatron.core.transformer import cuda_graphs
+
+    if cuda_graphs.is_graph_capturing():
+        yield
+        return
+    cuda_graphs._set_capture_start()
+    try:
+        with _te_capturing(), _fixed_streams():
+            yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+@contextlib.contextmanager
+def _te_capturing() -> Iterator[None]:
+    """Sets Transformer Engine's flag, with its own random streams only.
+
+    Its attention refuses any other tracker while the flag is set, also where nothing is dropped.
+    """
+    te_graph = sys.modules.get("transformer_engine.pytorch.graph")
+    te_streams = sys.modules.get("transformer_engine.pytorch.distributed")
+    (tracker,) = rng_trackers()
+    if te_graph is None or te_streams is None or not isinstance(tracker, te_streams.CudaRNGStatesTracker):
+        yield
+        return
+    te_graph.set_capture_start()
+    try:
+        yield
+    finally:
+        te_graph.set_capture_end()
+
+
+@contextlib.contextmanager
+def _fixed_streams() -> Iterator[None]:
+    """Inside a stream capture, leaves random streams where they are.
+
+    Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
+    draws from a swapped stream was found in its warm-up and is not captured; for the others, the swap is
+    without effect.
+    """
+    from megatron.core.tensor_parallel import random as streams
+
+    (tracker,) = rng_trackers()
+    if not torch.cuda.is_available() or streams.is_graph_safe_cuda_rng_tracker(tracker):
+        yield
+        return
+    tracker_type: Any = streams.CudaRNGStatesTracker
+    fork, get_all, set_all = tracker_type.fork, streams._get_all_rng_states, streams._set_all_rng_states
+
+    @contextlib.contextmanager
+    def fixed_fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with contextlib.nullcontext() if _in_capture() else fork(self, *args, **kwargs):
+            yield
+
+    def fixed_get_all() -> Any:
+        return (None, None, None) if _in_capture() else get_all()
+
+    def fixed_set_all(*states: Any) -> None:
+        if not _in_capture():
+            set_all(*states)
+
+    tracker_type.fork = fixed_fork
+    streams._get_all_rng_states, streams._set_all_rng_states = fixed_get_all, fixed_set_all
+    try:
+        yield
+    finally:
+        tracker_type.fork = fork
+        streams._get_all_rng_states, streams._set_all_rng_states = get_all, set_all
+
+
+def _in_capture() -> bool:
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a parallel job run: a model trained eager and graphed, compared on each rank."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import megatron_rig as rig
+import torch
+from torch import Tensor, distributed, nn
+
+import megagraph
+from megagraph.cli.trainer import ModelOptions, Trainer
+
+OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
+TAMPERED_STEP = 3
+
+
+def steps_of(count: int, *, seed: int = 0) -> list[list[rig.Micro]]:
+    """Steps of three packs that change every micro-batch; two ranks can share the rows of each."""
+    shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
+    steps = []
+    for index in range(count):
+        micros = []
+        for micro in range(3):
+            lengths = shapes[(index * 3 + micro + seed) % len(shapes)]
+            tail = 64 - sum(lengths) if micro == 1 else 0
+            micros.append(rig.Micro(lengths=lengths, seed=100 * seed + 10 * index + micro, tail=tail))
+        steps.append(micros)
+    return steps
+
+
+class ShardedSGD:
+    """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
+    gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.
+
+    Args:
+        model: Megatron's DDP.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._buckets = [bucket for buffer in model.buffers for bucket in buffer.buckets]
+
+    def zero_grad(self) -> None:
+        """Gradients live in the buffers, which the schedule's caller zeroes."""
+
+    def step(self) -> None:
+        """One step; the gather of the parameters is left to the next forward pass."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                shards = bucket.param_data.view(size, -1)
+                updated = shards[rank] - 0.05 * bucket.grad_data.view(size, -1)[rank]
+                shards.fill_(float("nan"))
+                shards[rank] = updated
+
+
+class ShardedTrainer(Trainer):
+    """A `Trainer` whose parameters are sharded over data-parallel ranks, on a GPU or not."""
+
+    def make_optimizer(self) -> Any:
+        return super().make_optimizer() if self.device.type == "cuda" else ShardedSGD(self.model)
+
+
+def _nothing(trainer: Trainer, index: int) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+Around = Callable[[Trainer, int], contextlib.AbstractContextManager[None]]
+
+
+def _run(
+    make: Callable[[], Trainer],
+    config: Any,
+    *,
+    eager: bool,
+    around: Around,
+    evaluate_at: int | None,
+    steps: list[list[rig.Micro]],
+) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
+    megagraph.install(config)
+    try:
+        trainer = make()
+        done, evaluated = [], []
+        for index, micros in enumerate(steps):
+            if index == evaluate_at:
+                evaluated = rig.evaluate(trainer, steps[0], eager=eager)
+            with around(trainer, index):
+                done.append(rig.step(trainer, micros, eager=eager))
+        return done, evaluated, rig.report_of(trainer)
+    finally:
+        megagraph.uninstall()
+
+
+def train_twins(
+    *,
+    num_steps: int = 6,
+    transformer: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    options: ModelOptions = OPTIONS,
+    data_parallel: bool = False,
+    sharded: bool = False,
+    evaluate_at: int | None = None,
+    around: Around = _nothing,
+) -> dict[str, Any]:
+    """Trains eager and graphed and compares every step's bits on this rank.
+
+    Args:
+        num_steps: to train.
+        transformer: further fields of Megatron's config.
+        ddp: further fields of Megatron's DDP config.
+        config: of the plugin.
+        options: of the model.
+        data_parallel: give each rank packs of its own.
+        sharded: shard the parameters over the ranks.
+        evaluate_at: the step before which both evaluate.
+        around: entered around each step of the graphed run.
+
+    Returns:
+        The report of the graphed run.
+    """
+    steps = steps_of(num_steps, seed=distributed.get_rank() if data_parallel else 0)
+    trainer_type = ShardedTrainer if sharded else Trainer
+    make = partial(trainer_type, options, config=transformer, ddp=ddp)
+    run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)
+    eager_steps, eager_losses, _ = run(eager=True, around=_nothing)
+    graphed_steps, graphed_losses, report = run(eager=False, around=around)
+    for index, (eager, graphed) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
+        rig.assert_same(eager, graphed, f"step {index}")
+    for one, other in zip(eager_losses, graphed_losses, strict=True):
+        assert torch.equal(one, other), "evaluation"
+    return report
+
+
+# -- what one rank alone does ----------------------------------------------------------------------
+
+
+def _fails_to_capture(layer: nn.Module) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    forward = layer.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)  # with all of its collectives
+        if cuda_graphs.is_graph_capturing():
+            raise RuntimeError("this rank cannot capture")
+        return out
+
+    layer.forward = failing
+
+
+@contextlib.contextmanager
+def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
+    """Does `how` to rank 0 alone."""
+    layer = trainer.chunk.decoder.layers[1]
+    if distributed.get_rank() != 0:
+        yield
+    elif how == "capture" and index == 0:
+        _fails_to_capture(layer)
+        yield
+    elif how == "hook" and index == 0:
+        layer.mlp.register_forward_hook(lambda *args: None)
+        yield
+    elif how == "address" and index == TAMPERED_STEP:
+        layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
+        yield
+    elif how == "skip" and index == TAMPERED_STEP:
+        with megagraph.disable_cuda_graphs_this_step():
+            yield
+    elif how == "suspend" and index == TAMPERED_STEP:
+        megagraph.suspend()
+        yield
+        megagraph.resume()
+    else:
+        yield
+
+
+def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
+    """As `train_twins()`, while something happens to rank 0 alone."""
+    return train_twins(transformer=transformer, around=partial(_tamper, how))

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reinforcement-learning loop as hosts of Megatron write it: log-probabilities, training, offload.
+
+The rollouts are drawn, not generated; everything else goes through Megatron's own schedule.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, grads, graph_config
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.dispatch import Capacity
+
+BUDGET = 64  # tokens of a pack
+BANK = (
+    Capacity(tokens=32, num_seqs=6, max_seqlen=32),
+    Capacity(tokens=BUDGET, num_seqs=12, max_seqlen=BUDGET),
+)
+NAN = float("nan")
+
+
+def fits(micro: Micro) -> bool:
+    """By hand: whether a capacity of `BANK` holds a pack."""
+    return len(micro.lengths) <= 12
+
+
+def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
+    """The packs of each mini-batch of round `index`: answers get longer, the token budget does not."""
+    rng = random.Random(index)
+    longest = 12 + min(index, 36)
+    found: list[list[Micro]] = []
+    for _ in range(mini_batches):
+        packs: list[list[int]] = [[]]
+        for _ in range(rng.randint(4, 12)):
+            length = rng.randint(2, longest)
+            if sum(packs[-1]) + length > BUDGET:
+                packs.append([])
+            packs[-1].append(length)
+        found.append([Micro(lengths=tuple(pack), seed=rng.randrange(1 << 30)) for pack in packs])
+    return found
+
+
+def frozen_model(seed: int) -> tuple[nn.Module, nn.Module]:
+    """A GPTModel that no DDP has seen and that is never trained, and what is called in its place."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    torch.manual_seed(seed)
+    dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=OPTIONS.hidden,
+        num_attention_heads=OPTIONS.heads,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=OPTIONS.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    model: nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=megagraph.get_gpt_layer_varlen_spec(),
+        vocab_size=OPTIONS.vocab,
+        max_sequence_length=OPTIONS.max_tokens,
+        position_embedding_type="rope",
+    ).to("cuda" if torch.cuda.is_available() else "cpu")
+    model.eval().requires_grad_(False)
+    return model, Float16Module(config, model) if OPTIONS.bf16 else model
+
+
+def _token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of each label, [T], from logits [1, T, V]."""
+    return logits[0].float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+
+def _schedule(model: Any, packs: Sequence[Any], loss: Any, *, forward_only: bool) -> list[dict[str, Tensor]]:
+    """Megatron's schedule over packs; `loss(logits, item, labels, mask)` gives (loss, what to return)."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    device = next(model.parameters()).device
+
+    def forward_step(data: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
+        item = next(data)
+        micro = item if isinstance(item, Micro) else item[0]
+        tokens, labels, mask, positions = (t.to(device) for t in micro.row_lists())
+        logits = chunk(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=None,
+            packed_seq_params=micro.params(device),
+        )
+        return logits, partial(loss, item=item, labels=labels, mask=mask)
+
+    found: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(packs),
+        model=[model],
+        num_microbatches=len(packs),
+        seq_length=OPTIONS.max_tokens,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return found
+
+
+def log_probs(model: nn.Module, packs: Sequence[Micro]) -> list[Tensor]:
+    """The forward-only pass: log-probabilities of each pack's tokens, [T]."""
+
+    def collect(
+        logits: Tensor, item: Micro, labels: Tensor, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        found = _token_log_probs(logits, labels).where(mask > 0, 0.0)
+        return found.new_zeros(()), {"log_probs": found}
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        results = _schedule(model, packs, collect, forward_only=True)
+    model.train(was_training)
+    return [result["log_probs"] for result in results]
+
+
+def train(
+    trainer: Trainer, packs: Sequence[Micro], old: Sequence[Tensor], reference: Sequence[Tensor]
+) -> list[Tensor]:
+    """One clipped policy-gradient step with a penalty towards the reference. Returns the losses."""
+
+    def policy_loss(
+        logits: Tensor, item: tuple[Micro, Tensor, Tensor], labels: Tensor, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        micro, before, other = item
+        now = _token_log_probs(logits, labels).where(mask > 0, 0.0)
+        generator = torch.Generator().manual_seed(micro.seed)
+        advantage = torch.randn(len(micro.lengths), generator=generator)
+        rows = torch.repeat_interleave(advantage, torch.tensor(micro.rows)).to(now.device)
+        ratio = (now - before).exp()
+        gain = torch.minimum(ratio * rows, ratio.clamp(0.8, 1.2) * rows)
+        penalty = (other - now).exp() - (other - now) - 1
+        loss = ((0.1 * penalty - gain) * mask).sum() / mask.sum().clamp(min=1)
+        return loss, {"loss": loss.detach().clone()}
+
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    items = list(zip(packs, old, reference, strict=True))
+    return [result["loss"] for result in _schedule(trainer.model, items, policy_loss, forward_only=False)]
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+@dataclass(kw_only=True)
+class Offload:
+    """Moves what models own to the host and back to other addresses.
+
+    The old memory stays alive and holds NaN, so that whatever reads it shows.
+
+    Args:
+        megatrons_own: gradients go through Megatron's `offload_grad_buffers()`.
+    """
+
+    megatrons_own: bool = False
+    _held: list[Tensor] = field(default_factory=list)
+
+    def weights(self, model: nn.Module) -> None:
+        """Every parameter to the host."""
+        for param in model.parameters():
+            old, param.data = param.data, param.data.to("cpu", copy=True)
+            self._held.append(old.fill_(NAN))
+
+    def weights_back(self, model: nn.Module, device: torch.device) -> None:
+        """Every parameter to the device."""
+        for param in model.parameters():
+            param.data = param.data.to(device, copy=True)
+
+    def gradients(self, ddp: Any) -> None:
+        """Frees the gradient buffers; something else takes their place."""
+        sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
+        if self.megatrons_own:
+            ddp.offload_grad_buffers()
+        else:
+            for buffer in ddp.buffers:
+                buffer.grad_data.untyped_storage().resize_(0)
+        self._sizes = sizes
+        device = ddp.buffers[0].grad_data.device
+        self._held += [torch.full((size // 4,), NAN, device=device) for size in sizes]
+
+    def gradients_back(self, ddp: Any) -> None:
+        """Allocates the gradient buffers again, zeroed."""
+        if self.megatrons_own:
+            ddp.restore_grad_buffers()
+            return
+        for buffer, size in zip(ddp.buffers, self._sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(size)
+            buffer.grad_data.zero_()
+
+    def optimizer(self, optimizer: Any, device: torch.device | str) -> None:
+        """The optimizer's state to a device."""
+        for part in _optimizers(optimizer):
+            for state in part.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        state[name] = value.to(device, copy=True)
+
+
+@dataclass(kw_only=True)
+class Round:
+    """What one round left, mini-batch by mini-batch."""
+
+    old: list[Tensor] = field(default_factory=list)
+    reference: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A whole run.
+
+    Args:
+        rounds: how many.
+        mini_batches: schedule calls of each phase.
+        late_gradients: gradient buffers come back after the log-probability passes only.
+        megatrons_own: see `Offload`.
+        moves: whether anything is offloaded between rounds.
+    """
+
+    rounds: int
+    mini_batches: int = 2
+    late_gradients: bool = False
+    megatrons_own: bool = False
+    moves: bool = True
+
+    def batches(self, index: int) -> list[list[Micro]]:
+        """The packs of round `index`."""
+        return rollouts(index, mini_batches=self.mini_batches)
+
+    def run(self, mode: str) -> tuple[list[Round], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Trains fresh models in a mode of the plugin.
+
+        Returns:
+            What each round left, and after each round the report of the policy and of the reference.
+        """
+        megagraph.install(graph_config(capacities=BANK, mode=mode))
+        try:
+            trainer = Trainer(OPTIONS)
+            frozen, reference = frozen_model(seed=99)
+            offload = Offload(megatrons_own=self.megatrons_own)
+            found, policy_reports, reference_reports = [], [], []
+            for index in range(self.rounds):
+                found.append(self._round(index, trainer, reference, offload))
+                if self.moves:
+                    self._move_all_away(trainer, frozen, offload)
+                policy, other = megagraph.reports()
+                policy_reports.append(policy)
+                reference_reports.append(other)
+        finally:
+            megagraph.uninstall()
+        return found, policy_reports, reference_reports
+
+    def _round(self, index: int, trainer: Trainer, reference: nn.Module, offload: Offload) -> Round:
+        left = Round()
+        batches = self.batches(index)
+        is_away = self.moves and index > 0
+        if is_away:
+            for model in (trainer.model, reference):
+                offload.weights_back(model, trainer.device)
+            if not self.late_gradients:
+                offload.gradients_back(trainer.model)
+            megagraph.resume()
+        old = [log_probs(trainer.model, packs) for packs in batches]
+        others = [log_probs(reference, packs) for packs in batches]
+        if is_away and self.late_gradients:
+            offload.gradients_back(trainer.model)
+        if is_away:
+            offload.optimizer(trainer.optimizer, trainer.device)
+        for packs, before, other in zip(batches, old, others, strict=True):
+            left.old += before
+            left.reference += other
+            left.losses += train(trainer, packs, before, other)
+            left.grads.append(grads(trainer.chunk))
+            trainer.update()
+        return left
+
+    def _move_all_away(self, trainer: Trainer, frozen: nn.Module, offload: Offload) -> None:
+        megagraph.suspend()
+        offload.weights(trainer.model)
+        offload.weights(frozen)
+        offload.gradients(trainer.model)
+        offload.optimizer(trainer.optimizer, "cpu")
+
+
+def assert_same_rounds(one: Sequence[Round], other: Sequence[Round]) -> None:
+    """Every log-probability, loss and gradient has the same bits, and none is NaN."""
+    for index, (a, b) in enumerate(zip(one, other, strict=True)):
+        for name in ("old", "reference", "losses"):
+            pairs = list(zip(getattr(a, name), getattr(b, name), strict=True))
+            assert all(torch.equal(x, y) for x, y in pairs), f"round {index}: {name}"
+            assert not any(x.isnan().any() for x, _ in pairs), f"round {index}: {name} is NaN"
+        for mini_batch, (x, y) in enumerate(zip(a.grads, b.grads, strict=True)):
+            bad = [name for name, grad in x.items() if not torch.equal(grad, y[name])]
+            assert x.keys() == y.keys() and not bad, f"round {index}, mini-batch {mini_batch}: {bad}"

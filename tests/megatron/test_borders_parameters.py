@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are not the plain case: adapters, tied embeddings, weights loaded in the middle."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, Micro, Twins, assert_same_run, graph_config, train, weights
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+Install = Callable[..., GraphConfig]
+Change = Callable[[Callable[..., None]], None]
+
+
+@pytest.fixture
+def change_models(monkeypatch: pytest.MonkeyPatch) -> Change:
+    """Wraps the constructor of every GPTModel, before DDP sees the model."""
+    from megatron.core.models.gpt import GPTModel
+
+    def with_wrapper(wrapper: Callable[..., None]) -> None:
+        original = GPTModel.__init__
+
+        def changed(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            wrapper(original, model, *args, **kwargs)
+
+        monkeypatch.setattr(GPTModel, "__init__", changed)
+
+    return with_wrapper
+
+
+class LowRank(nn.Module):
+    """A linear layer of Megatron with a low-rank addition."""
+
+    def __init__(self, inner: Any, rank: int = 4) -> None:
+        super().__init__()
+        self.inner = inner
+        rows, columns = inner.weight.shape
+        generator = torch.Generator().manual_seed(rows * columns)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            values = torch.empty(shape).normal_(0, 0.05, generator=generator)
+            return nn.Parameter(values.to(inner.weight))
+
+        self.down, self.up = parameter(rank, columns), parameter(rows, rank)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.inner(hidden, *args, **kwargs)
+        return out + nn.functional.linear(nn.functional.linear(hidden, self.down), self.up), bias
+
+
+def _adapt(layers: Any, names: tuple[str, ...] = LINEARS) -> None:
+    for layer in layers:
+        for owner in (layer.self_attention, layer.mlp):
+            for name in names:
+                if hasattr(owner, name):
+                    setattr(owner, name, LowRank(getattr(owner, name)))
+
+
+@pytest.mark.parametrize(
+    "names", [LINEARS, ("linear_qkv",), ("linear_proj", "linear_fc2")], ids=["all", "qkv", "rows"]
+)
+def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(
+    names: tuple[str, ...], change_models: Change
+) -> None:
+    def with_adapters(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        model.requires_grad_(False)
+        _adapt(model.decoder.layers, names)
+
+    change_models(with_adapters)
+    graphed = train(graph_config(), STEPS)
+    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    trained = {name for name, _ in graphed.steps[0].grads.items()}
+    assert len(trained) == 2 * len(names) * LAYERS
+    assert all(name.endswith((".down", ".up")) for name in trained)
+    assert all(grad.any() for grad in graphed.steps[-1].grads.values())
+
+
+def test_adapters_in_one_layer_of_a_frozen_model_are_graphed_with_eager_bits(change_models: Change) -> None:
+    def with_adapters(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        model.requires_grad_(False)
+        _adapt(model.decoder.layers[1:])
+
+    change_models(with_adapters)
+    graphed = train(graph_config(), STEPS)
+    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
+
+
+def test_adapters_that_come_later_cost_one_eager_step(install: Install) -> None:
+    """DDP does not know them: their gradients stay in `.grad`."""
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    for trainer in twins.both:
+        _adapt(trainer.chunk.decoder.layers)
+    twins.step(TWO, OTHER, times=3)
+    adapter = twins.graphed.chunk.decoder.layers[0].mlp.linear_fc1
+    assert not hasattr(adapter.up, "main_grad") and adapter.up.grad.any()
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
+    assert report["replays"] == (1 + 4) * LAYERS and report["failures"] == []
+
+
+def test_tied_embeddings_have_eager_bits(change_models: Change) -> None:
+    def tied(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **{**kwargs, "share_embeddings_and_output_weights": True})
+
+    change_models(tied)
+    graphed = train(graph_config(), STEPS)
+    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert "output_layer.weight" not in graphed.weights
+    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
+
+
+def _load(trainer: Any, state: dict[str, Tensor]) -> None:
+    trainer.chunk.load_state_dict(state, strict=False)
+    trainer.optimizer.reload_model_params()
+
+
+def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(install: Install) -> None:
+    install()
+    twins = Twins()
+    saved = weights(twins.graphed.chunk)
+    twins.step(ONE, TWO, times=3)
+    graphs = twins.report()["graphs"]
+    for trainer in twins.both:
+        _load(trainer, saved)
+    assert all(torch.equal(weight, saved[name]) for name, weight in weights(twins.graphed.chunk).items())
+    twins.step(TWO, OTHER, times=2)
+    twins.evaluate(ONE)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
+    assert report["replays"] == (4 + 4) * LAYERS and report["graphs"] == graphs
+
+
+def _replace(param: nn.Parameter, held: list[Tensor]) -> None:
+    """Other values in other memory; what reads the old one from now on reads NaN."""
+    held.append(param.data)
+    param.data = param.data.flip(0).contiguous()
+    held[-1].fill_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.bias"]
+)
+def test_one_weight_in_other_memory_costs_one_eager_step(name: str, install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, TWO, times=2)
+    held: list[Tensor] = []
+    for trainer in twins.both:
+        _replace(trainer.chunk.get_parameter(name), held)
+        trainer.optimizer.reload_model_params()
+    twins.step(TWO, OTHER, times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
+    assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
+
+
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"])
+def test_a_weight_outside_of_the_layers_in_other_memory_costs_nothing(name: str, install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, TWO, times=2)
+    held: list[Tensor] = []
+    for trainer in twins.both:
+        _replace(trainer.chunk.get_parameter(name), held)
+        trainer.optimizer.reload_model_params()
+    twins.step(TWO, OTHER, times=2)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
+
+
+def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: Install) -> None:
+    """Each schedule call is a boundary of its own, whatever the host calls a step."""
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    for _ in range(2):
+        held: list[Tensor] = []
+        for trainer in twins.both:
+            for param in trainer.chunk.decoder.parameters():
+                _replace(param, held)
+            trainer.optimizer.reload_model_params()
+        twins.evaluate(TWO)
+        twins.step(TWO)
+    (eager, graphed) = megagraph.reports()
+    assert eager["replays"] == 0
+    assert graphed["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
+    assert graphed["replays"] == (1 + 2) * LAYERS

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recompute and dropout: what runs again or draws random numbers inside a captured layer."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, Micro, Run, Twins, assert_same_run, graph_config, train
+from torch import Tensor
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def recompute_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's checkpoints save the state of the GPU's stream; without a GPU there is none."""
+    if not ON_GPU:
+        from megatron.core.tensor_parallel import random
+
+        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
+        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
+
+
+def _runs(transformer: dict[str, Any]) -> tuple[Run, Run]:
+    graphed, eager = (
+        train(graph_config(), STEPS, transformer=transformer, eager=eager) for eager in (False, True)
+    )
+    assert_same_run(graphed, eager)
+    assert eager.report["replays"] == 0
+    return graphed, eager
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+@pytest.fixture
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes each time that one of Megatron's checkpoints runs its part of the model again."""
+    from megatron.core.tensor_parallel import random
+
+    seen: list[str] = []
+    original, original_norm = random.CheckpointFunction.backward, random.CheckpointWithoutOutput._recompute
+
+    def backward(ctx: Any, *args: Any) -> Any:
+        seen.append("module")
+        return original(ctx, *args)
+
+    def recompute(checkpoint: Any, grad: Any) -> Any:
+        seen.append("norm")
+        return original_norm(checkpoint, grad)
+
+    monkeypatch.setattr(random.CheckpointFunction, "backward", staticmethod(backward))
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "_recompute", recompute)
+    return seen
+
+
+def _check_replays(run: Run) -> None:
+    """Every call after the warm-up replayed, or on a GPU has a counted reason.
+
+    There, Megatron's checkpoint reads a stream's state, which no capture allows unless the random
+    tracker is safe for graphs.
+    """
+    report = run.report
+    if ON_GPU:
+        assert set(report["eager"]) <= {"WARMING_UP", "CAPTURE_FAILED", "RNG_NOT_GRAPH_SAFE"}
+    else:
+        assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
+        assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+@pytest.mark.parametrize("modules", [("core_attn",), ("mlp",), ("core_attn", "mlp")], ids="-".join)
+@pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["plain", "dropout"])
+def test_selective_recompute_inside_a_layer_has_eager_bits(
+    modules: tuple[str, ...], dropout: float, recomputed: list[str]
+) -> None:
+    # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
+    common = {"hidden_dropout": dropout, "add_bias_linear": False}
+    graphed, eager = _runs({**_selective(*modules), **common})
+    assert recomputed.count("module") >= len(STEPS) * 2 * LAYERS * len(modules)
+    _check_replays(graphed)
+    assert_same_run(eager, train(graph_config(), STEPS, transformer=common, eager=True))
+
+
+def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) -> None:
+    from megatron.core.tensor_parallel import random
+
+    if not random.HAVE_TE:
+        pytest.skip("megatron-core recomputes norms with Transformer Engine only")
+    # Later releases compile a few lines of C++ for it.
+    if hasattr(random, "_get_share_storage") and None in (shutil.which("ninja"), shutil.which("c++")):
+        pytest.skip("this release compiles C++ to recompute a norm: no ninja or no compiler")
+    graphed, eager = _runs(_selective("layernorm"))
+    assert recomputed.count("norm") >= len(STEPS) * 2 * LAYERS
+    _check_replays(graphed)
+    assert_same_run(eager, train(graph_config(), STEPS, eager=True))
+
+
+def test_selective_recompute_survives_evaluations_between_steps(install: Callable[..., Any]) -> None:
+    install()
+    twins = Twins(config={**_selective("core_attn", "mlp"), "add_bias_linear": False})
+    for _ in range(3):
+        twins.step(ONE, TWO)
+        twins.evaluate(OTHER)
+    report = twins.report()
+    if not ON_GPU:
+        assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
+        assert report["replays"] == 2 * (2 + 1) * LAYERS
+
+
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_training_under_full_recompute_is_eager_with_its_reason(method: str, recomputed: list[str]) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
+    graphed, _ = _runs(full)
+    per_step = LAYERS if method == "uniform" else 1
+    assert recomputed.count("module") == 2 * len(STEPS) * 2 * per_step
+    assert graphed.report["eager"] == {"RECOMPUTING": len(STEPS) * 2 * LAYERS}
+    assert graphed.report["replays"] == graphed.report["graphs"] == 0
+    # Packs keep their own shapes there: no capacity pads them.
+    assert [losses.numel() for losses in graphed.steps[0].losses] == [m.physical for m in STEPS[0]]
+
+
+def test_hidden_dropout_draws_anew_in_each_replay() -> None:
+    steps = [[ONE]] * 4
+    graphed, _ = (
+        train(graph_config(), steps, transformer={"hidden_dropout": 0.5}, learning_rate=0.0) for _ in range(2)
+    )
+    losses = [run_step.losses[0] for run_step in graphed.steps]
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(losses))
+
+
+@pytest.fixture
+def seeded(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Megatron's named random streams, safe for graphs or not; puts back what was there."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    before = random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED
+    state = torch.cuda.get_rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        77, use_cudagraphable_rng=request.param, force_reset_rng=True
+    )
+    yield request.param
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = before
+    torch.cuda.set_rng_state(state)
+
+
+class _DropsOut(torch.nn.Module):
+    """An MLP whose output loses entries by one of Megatron's named streams."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        from megatron.core import tensor_parallel
+
+        out, bias = self.inner(*args, **kwargs)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.nn.functional.dropout(out, 0.3, self.training), bias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seeded", [False, True], indirect=True, ids=["default", "graph-safe"])
+def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
+    seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def with_dropout(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        layer.mlp = _DropsOut(layer.mlp)
+
+    monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
+    runs = []
+    for eager in (False, True):
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            77, use_cudagraphable_rng=seeded, force_reset_rng=True
+        )
+        runs.append(train(graph_config(), STEPS, eager=eager))
+    assert_same_run(*runs)
+    reason = {} if seeded else {"RNG_NOT_GRAPH_SAFE": 3 * 2 * LAYERS}
+    assert runs[0].report["eager"] == {"WARMING_UP": 2 * LAYERS, **reason}
+    assert runs[0].report["replays"] == (3 * 2 * LAYERS if seeded else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seeded", [True], indirect=True, ids=["graph-safe"])
+@pytest.mark.parametrize("modules", [("core_attn",), ("mlp",)], ids="-".join)
+def test_selective_recompute_replays_where_random_streams_are_safe_for_graphs(
+    seeded: bool, modules: tuple[str, ...]
+) -> None:
+    graphed, _ = _runs({**_selective(*modules), "add_bias_linear": False})
+    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism over two ranks, with what Megatron's DDP overlaps: the bits of eager."""
+
+from typing import Any
+
+import parallel_jobs
+import pytest
+from worlds import World
+
+pytestmark = pytest.mark.megatron
+
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {},
+        {"overlap_grad_reduce": True},
+        {"overlap_grad_reduce": True, "bucket_size": 4000},
+        SHARDED,
+        {**SHARDED, "bucket_size": 4000},
+        {**SHARDED, "bucket_size": 4000, "align_param_gather": True},
+    ],
+    ids=["plain", "reduce", "reduce, buckets", "gather", "gather, buckets", "gather, aligned"],
+)
+def test_bits(world2: World, ddp: dict[str, Any]) -> None:
+    """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
+    reports = world2.run(
+        parallel_jobs.train_twins,
+        ddp=ddp,
+        data_parallel=True,
+        sharded="overlap_param_gather" in ddp,
+        evaluate_at=4,
+    )
+    for report in reports:
+        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+        assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]

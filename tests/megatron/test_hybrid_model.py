@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HybridModel with attention and MLP layers: graphed like GPTModel, or refused by name."""
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import (
+    OPTIONS,
+    Micro,
+    Run,
+    assert_same,
+    assert_same_run,
+    evaluate,
+    graph_config,
+    report_of,
+    rng_state,
+    step,
+    weights,
+)
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+from megagraph.dispatch import EagerReason
+from megagraph.megatron import seams
+from megagraph.megatron.refusals import refusal_of
+from megagraph.modules import Norm
+
+HYBRID = (seams.HYBRID_FORWARD, seams.HYBRID_STACK_FORWARD)
+PATTERN = "*-*-"
+LAYERS = len(PATTERN)
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+Install = Callable[..., GraphConfig]
+
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("hybrid")]
+
+
+@pytest.fixture(scope="module")
+def hybrid(megatron: None) -> None:
+    """Only where the release has it."""
+    if not seams.HYBRID_FORWARD.is_present():
+        pytest.skip("this megatron-core has no HybridModel")
+
+
+class HybridTrainer(Trainer):
+    """The reference loop around a HybridModel."""
+
+    def __init__(
+        self,
+        *,
+        pattern: str = PATTERN,
+        spec: Any = None,
+        position: str = "rope",
+        config: dict[str, Any] | None = None,
+        ddp: dict[str, Any] | None = None,
+    ) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import Float16Module
+
+        self.options = OPTIONS
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(OPTIONS.seed)
+        dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
+        transformer = TransformerConfig(
+            **{
+                "num_layers": len(pattern),
+                "hidden_size": OPTIONS.hidden,
+                "num_attention_heads": OPTIONS.heads,
+                "use_cpu_initialization": True,
+                "gradient_accumulation_fusion": False,
+                "bias_dropout_fusion": False,
+                "apply_rope_fusion": False,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "bf16": OPTIONS.bf16,
+                "params_dtype": dtype,
+                "pipeline_dtype": dtype,
+                **(config or {}),
+            }
+        )
+        self.chunk: Any = HybridModel(
+            config=transformer,
+            hybrid_stack_spec=megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
+            vocab_size=OPTIONS.vocab,
+            max_sequence_length=OPTIONS.max_tokens,
+            hybrid_layer_pattern=pattern,
+            position_embedding_type=position,
+        ).to(self.device)
+        self.model: Any = DistributedDataParallel(
+            config=transformer,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {})),
+            module=Float16Module(transformer, self.chunk) if OPTIONS.bf16 else self.chunk,
+        )
+        transformer.finalize_model_grads_func = finalize_model_grads
+        transformer.no_sync_func = self.model.no_sync
+        self.optimizer: Any = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=1e-3, bf16=OPTIONS.bf16, params_dtype=dtype, clip_grad=0.0),
+            [self.model],
+        )
+
+
+def packs(count: int) -> list[list[Micro]]:
+    """Steps of three packs, no two alike, of padded documents; one in nine has a tail."""
+
+    def pack(index: int) -> Micro:
+        lengths = tuple(3 + (5 * index + 7 * place) % 11 for place in range(1 + index % 5))
+        padded = tuple(-(-length // 4) * 4 for length in lengths)
+        return Micro(lengths=lengths, seed=index, tail=3 * (index % 9 == 4), padded=padded)
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def train(plugin: GraphConfig, steps: list[list[Micro]], **options: Any) -> Run:
+    """Trains a fresh HybridModel with the plugin's options, and those of `HybridTrainer`."""
+    run = Run()
+    megagraph.install(plugin)
+    try:
+        trainer = HybridTrainer(**options)
+        for micros in steps:
+            run.steps.append(step(trainer, micros))
+            run.report = report_of(trainer)
+        run.weights, run.rng = weights(trainer.chunk), rng_state()
+    finally:
+        megagraph.uninstall()
+    return run
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_packs_that_change_every_micro_batch_replay_with_eager_bits(position: str, overlap: bool) -> None:
+    steps, options = packs(12), {"position": position, "ddp": {"overlap_grad_reduce": overlap}}
+    eager = train(graph_config(mode="eager"), steps, **options)
+    graphed = train(graph_config(), steps, **options)
+    assert_same_run(eager, graphed)
+    report = graphed.report
+    assert report["model"] == "HybridModel" and report["failures"] == []
+    assert report["calls"] == 12 * 3 * LAYERS
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
+
+
+def test_a_pack_over_the_capacity_runs_eager_as_it_was_given(install: Install) -> None:
+    over = Micro(lengths=(4,) * 6)
+    steps = [[ONE, over], [TWO, over], [over, OTHER], [TWO]]
+    eager, graphed = train(graph_config(mode="eager"), steps), train(graph_config(), steps)
+    assert_same_run(eager, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
+    assert graphed.report["replays"] == 3 * LAYERS
+
+
+def test_evaluation_between_steps_is_graphed_too(install: Install) -> None:
+    install()
+    trainer = HybridTrainer()
+    for micro in (ONE, TWO, OTHER):
+        step(trainer, [micro], update=False)
+        wanted = evaluate(trainer, [ONE, OTHER], eager=True)
+        assert all(map(torch.equal, wanted, evaluate(trainer, [ONE, OTHER])))
+    assert report_of(trainer)["replays"] == (2 + 3 * 2) * LAYERS
+
+
+def test_a_layer_that_stays_eager_gets_the_rotary_tables(install: Install) -> None:
+    """A hook keeps one layer out of the graphs; the stack's own loop would hand it no tables."""
+
+    def run(mode: str, layer: int) -> list[Any]:
+        install(mode=mode)
+        trainer = HybridTrainer()
+        trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
+        left = [step(trainer, [ONE, TWO]) for _ in range(4)]
+        report = report_of(trainer)
+        megagraph.uninstall()
+        if mode == "graph":
+            assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
+            assert report["replays"] == 3 * 2 * (LAYERS - 1)
+        return left
+
+    for layer in range(LAYERS):
+        for one, other in zip(run("eager", layer), run("graph", layer), strict=True):
+            assert_same(one, other, f"layer {layer}:")
+
+
+def test_other_rotary_tables_than_those_of_the_capture_run_eager(install: Install) -> None:
+    left = []
+    for eager in (True, False):
+        install()
+        trainer = HybridTrainer()
+        for _ in range(2):
+            step(trainer, [ONE])
+        trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
+        type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
+        left.append(step(trainer, [ONE, TWO], eager=eager))
+        if not eager:
+            assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 2 * LAYERS}
+        megagraph.uninstall()
+    assert_same(*left)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["before install", "after install"])
+def test_the_model_is_built_before_or_after_install(early: bool, install: Install) -> None:
+    if early:
+        install()
+    trainer = HybridTrainer()
+    if not early:
+        install()
+    for _ in range(3):
+        step(trainer, [ONE, TWO])
+    assert report_of(trainer)["replays"] == 2 * 2 * LAYERS
+
+
+def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
+    block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    before = dict(vars(block)), dict(vars(block.HybridStack))
+    stack = HybridTrainer().chunk.decoder
+    assert isinstance(stack, block.HybridStack) and type(stack.final_norm) is Norm
+    assert [type(layer).__name__ for layer in stack.layers] == ["TransformerLayer", "MLPLayer"] * 2
+    assert (dict(vars(block)), dict(vars(block.HybridStack))) == before
+    spec = megagraph.get_hybrid_stack_varlen_spec()
+    assert spec.module is type(stack)
+    assert not hasattr(_without_final_norm(spec), "final_norm")
+
+
+def _without_final_norm(spec: Any) -> nn.Module:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True
+    )
+    stack: nn.Module = build_module(
+        spec,
+        config,
+        layer_type_list=["-"],
+        post_layer_norm=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return stack
+
+
+def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
+    """The same function of the same weights: attention and MLP in layers of their own or in one."""
+    pair, gpt = HybridTrainer(), Trainer(OPTIONS)
+    state = {}
+    for name, tensor in gpt.chunk.state_dict().items():
+        if name.startswith("decoder.layers."):
+            _, _, number, *rest = name.split(".")
+            half = int(rest[0] in ("pre_mlp_layernorm", "mlp"))
+            name = ".".join(("decoder.layers", str(2 * int(number) + half), *rest))
+        state[name.replace("final_layernorm", "final_norm")] = tensor
+    assert state.keys() == pair.chunk.state_dict().keys()
+    pair.chunk.load_state_dict(state)
+    one, other = (step(trainer, [ONE, TWO], update=False) for trainer in (pair, gpt))
+    assert all(map(torch.equal, one.losses, other.losses))
+
+
+def test_uninstall_puts_back_the_very_forwards_of_hybrid_models() -> None:
+    def held() -> dict[str, Any]:
+        return {seam.path: vars(seam.owner())[seam.name] for seam in HYBRID}
+
+    before, names = held(), [set(vars(seam.owner())) for seam in HYBRID]
+    megagraph.install(graph_config())
+    assert all(held()[path] is not function for path, function in before.items())
+    megagraph.uninstall()
+    assert all(held()[path] is function for path, function in before.items())
+    assert [set(vars(seam.owner())) for seam in HYBRID] == names
+
+
+@pytest.mark.parametrize("seam", HYBRID, ids=lambda seam: seam.path)
+def test_a_hybrid_seam_that_is_missing_is_named(seam: seams.Seam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(seam.owner(), seam.name)
+    with pytest.raises(RuntimeError, match=rf"does not fit.*{seam.module}\.{seam.path} (is missing|has no)"):
+        megagraph.install(graph_config())
+
+
+def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
+    chunk = HybridTrainer().chunk
+    before, decoder = set(vars(chunk)), chunk.decoder
+    hidden = torch.empty((64, 1, OPTIONS.hidden), device="meta")
+    handed = seams.handed_to_hybrid_stack(chunk, ONE.params(torch.device("cpu")), hidden)
+    assert handed.keys() == {"rotary_pos_emb"} and handed["rotary_pos_emb"].size(0) == ONE.longest
+    assert set(vars(chunk)) == before and chunk.decoder is decoder
+
+
+@pytest.mark.parametrize(
+    ("symbol", "name"),
+    [
+        ("M", "a Mamba layer"),
+        ("G", "a gated delta net"),
+        ("D", "sparse attention"),
+        ("+", "multi-latent attention"),
+        ("E", "mixture of experts"),
+        ("?", "an unknown kind of layer"),
+    ],
+)
+def test_layers_that_are_not_built_are_refused_by_name(
+    symbol: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the pattern alone: most of these cannot be built without further packages."""
+    trainer = HybridTrainer(pattern="*-")
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    monkeypatch.setattr(trainer.chunk.decoder, "layer_type_list", ["*", symbol, "-"])
+    refusal = refusal_of(trainer.chunk, trainer.model)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence == f"{name} ({symbol!r} in the hybrid layer pattern) is not built yet"
+
+
+def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A layer of another kind in the place of Mamba, which needs a package of its own."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Foreign(nn.Module):
+        def __init__(self, config: Any, layer_number: int, **unused: Any) -> None:
+            super().__init__()
+            self.layer_number = layer_number
+            self.scale = nn.Parameter(torch.ones(config.hidden_size))
+
+        def forward(self, hidden_states: Tensor, **unused: Any) -> Tensor:
+            return hidden_states * self.scale
+
+    spec = megagraph.get_hybrid_stack_varlen_spec()
+    spec.submodules.mamba_layer = ModuleSpec(module=Foreign)
+    plain = HybridTrainer(pattern="*M-", spec=spec)
+    wanted = [step(plain, [ONE, TWO]) for _ in range(3)]
+    install()
+    trainer = HybridTrainer(pattern="*M-", spec=spec)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        for one in wanted:
+            assert_same(one, step(trainer, [ONE, TWO]))
+    assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
+    assert "HybridModel stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text

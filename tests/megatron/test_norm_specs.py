@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specs without Transformer Engine: which norms they build, and that training keeps its bits."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Step,
+    Twins,
+    assert_same,
+    step,
+)
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+from megagraph.megatron.cpu import megatron_on_cpu
+from megagraph.modules import Norm, VarlenAttention
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+Install = Callable[..., GraphConfig]
+
+cores_final_norm = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="Megatron chooses Transformer Engine's final norm",
+)
+each_kind = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+each_qk = pytest.mark.parametrize("qk_layernorm", [False, True], ids=["no q and k norm", "q and k norm"])
+
+
+def transformer_config(**changes: Any) -> Any:
+    """A config of as many layers as the rig's models have."""
+    from megatron.core.transformer import TransformerConfig
+
+    shape = {"num_layers": LAYERS, "hidden_size": OPTIONS.hidden, "num_attention_heads": OPTIONS.heads}
+    return TransformerConfig(**{**shape, **changes})
+
+
+def block_spec(**arguments: Any) -> Any:
+    return megagraph.get_gpt_block_varlen_spec(transformer_config(), **arguments)
+
+
+def stock_spec(**arguments: Any) -> Any:
+    """Megatron's local spec with its own norms, and our core attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(**arguments)
+    spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+    return spec
+
+
+def norms(trainer: Trainer) -> dict[str, type[nn.Module]]:
+    """The types of the norms that a model has, by the ends of their names."""
+    kinds = (Norm, nn.LayerNorm, nn.RMSNorm)
+    modules = trainer.chunk.named_modules()
+    return {name.split(".")[-1]: type(module) for name, module in modules if isinstance(module, kinds)}
+
+
+@cores_final_norm
+@each_qk
+def test_every_norm_of_a_layer_is_ours_and_the_block_spec_brings_the_final_one(qk_layernorm: bool) -> None:
+    config = {"qk_layernorm": qk_layernorm}
+    qk = {"q_layernorm": Norm, "k_layernorm": Norm} if qk_layernorm else {}
+    ours = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, **qk}
+    layer = Trainer(OPTIONS, config=config, spec=megagraph.get_gpt_layer_varlen_spec(**config))
+    assert norms(layer) == {**ours, "final_layernorm": nn.LayerNorm}
+    block = Trainer(OPTIONS, config=config, spec=block_spec(**config))
+    assert norms(block) == {**ours, "final_layernorm": Norm}
+    assert len(block.chunk.decoder.layers) == LAYERS
+
+
+def test_l2_norms_of_queries_and_keys_stay() -> None:
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    attention = megagraph.get_gpt_layer_varlen_spec(qk_l2_norm=True).submodules.self_attention
+    assert attention.submodules.q_layernorm is attention.submodules.k_layernorm is L2Norm
+
+
+def test_norms_of_latent_attention_are_ours_too() -> None:
+    spec = megagraph.get_gpt_layer_varlen_spec(multi_latent_attention=True, qk_layernorm=True)
+    attention = spec.submodules.self_attention.submodules
+    assert attention.q_layernorm is attention.kv_layernorm is Norm
+
+
+def test_another_norm_of_the_local_spec_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Apex is installed."""
+    from megatron.core.models import backends
+
+    class Other(nn.Module):
+        pass
+
+    monkeypatch.setattr(backends, "LNImpl", Other)
+    submodules = megagraph.get_gpt_layer_varlen_spec(qk_layernorm=True).submodules
+    assert submodules.input_layernorm is submodules.pre_mlp_layernorm is Other
+    assert submodules.self_attention.submodules.q_layernorm is Other
+    assert block_spec().layer_norm is Other
+
+
+@cores_final_norm
+@each_kind
+@each_qk
+def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
+    normalization: str, qk_layernorm: bool
+) -> None:
+    config = {"normalization": normalization, "qk_layernorm": qk_layernorm}
+    given = {"normalization": normalization, "qk_layernorm": qk_layernorm}
+    left: list[list[Step]] = []
+    names: list[list[str]] = []
+    for spec in (
+        stock_spec(**given),
+        megagraph.get_gpt_layer_varlen_spec(**given),
+        block_spec(**given),
+    ):
+        trainer = Trainer(OPTIONS, config=config, spec=spec)
+        names.append(list(trainer.chunk.state_dict()))
+        left.append([step(trainer, [ONE, TWO]) for _ in range(3)])
+    assert names[0] == names[1] == names[2]
+    for steps in left[1:]:
+        for one, other in zip(left[0], steps, strict=True):
+            assert_same(one, other)
+
+
+@each_kind
+@pytest.mark.parametrize("is_centered", [False, True], ids=["plain", "zero-centred"])
+def test_graphs_keep_eager_bits_with_every_norm(
+    normalization: str, is_centered: bool, install: Install
+) -> None:
+    config = {
+        "normalization": normalization,
+        "layernorm_zero_centered_gamma": is_centered,
+        "persist_layer_norm": True,
+        "qk_layernorm": True,
+    }
+    install()
+    twins = Twins(config=config, spec=block_spec(qk_layernorm=True))
+    for micros in ((ONE, TWO), (OTHER, ONE), (TWO, OTHER), (TWO, ONE)):
+        twins.step(*micros)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert report["replays"] == 3 * 2 * LAYERS
+
+
+def test_a_zero_centred_model_begins_as_the_plain_one() -> None:
+    left = [
+        step(Trainer(OPTIONS, config={"layernorm_zero_centered_gamma": centered}, spec=block_spec()), [ONE])
+        for centered in (False, True)
+    ]
+    assert_same(*left)
+
+
+def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = transformer_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
+    spec = megagraph.get_gpt_block_varlen_spec(config)
+    assert len(spec.layer_specs) == LAYERS
+    norm = spec.layer_norm(config=config, hidden_size=8, eps=1e-5)
+    assert [param.sequence_parallel for param in norm.parameters()] == [True, True]
+
+
+def _train_on(rank: int, folder: str) -> None:
+    """One of two tensor-parallel ranks: a step without and one with sequence parallelism."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with megatron_on_cpu():
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=120),
+        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        get_cuda_rng_tracker().fork = contextlib.nullcontext  # its streams are a GPU's
+        for is_parallel in (False, True):
+            config = {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": is_parallel,
+                "qk_layernorm": True,
+            }
+            spec = megagraph.get_gpt_block_varlen_spec(transformer_config(), qk_layernorm=True)
+            trainer = Trainer(OPTIONS, config=config, spec=spec)
+            left = step(trainer, [Micro(lengths=(9, 21)), Micro(lengths=(3, 30, 7), seed=1)], update=False)
+            torch.save((left.losses, left.grads), Path(folder, f"{rank} {is_parallel}.pt"))
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes over gloo, on the CPU")
+def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism(tmp_path: Path) -> None:
+    """Each rank sees half of the rows, and has the gradient of all of them in the end."""
+    torch.multiprocessing.spawn(_train_on, args=(str(tmp_path),), nprocs=2)
+    found: dict[tuple[int, bool], tuple[list[Tensor], dict[str, Tensor]]] = {
+        (rank, is_parallel): torch.load(tmp_path / f"{rank} {is_parallel}.pt")
+        for rank in range(2)
+        for is_parallel in (False, True)
+    }
+    for rank in range(2):
+        (losses, grads), (wanted, expected) = found[rank, True], found[rank, False]
+        for loss, other in zip(losses, wanted, strict=True):
+            torch.testing.assert_close(loss, other)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    ours = [name for name in found[0, True][1] if "norm" in name]
+    assert len(ours) == 2 * (4 * LAYERS + 1)
+    assert all(torch.equal(found[0, True][1][name], found[1, True][1][name]) for name in ours)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/examples/pretrain_packed.py: its packs, and a training run in Megatron-LM's own loop.
+
+The run needs a release with `megatron.training` (0.19). It is Megatron's on a CPU that it takes for a
+GPU: what names a device there is replaced, and nothing else.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typing_extensions
+from torch.utils.data import DataLoader
+
+import megagraph
+from megagraph.dispatch import Capacity
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import packed_documents  # noqa: E402
+import pretrain_packed  # noqa: E402
+from packed_documents import PackedDocuments, canonical_sample, pack_sample  # noqa: E402
+
+pytestmark = pytest.mark.megatron
+TOKENS = 64
+LINES = ("def", "return", "import torch", "for row in rows:", "assert one == other", "x" * 70, "pass")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with paragraphs of many lengths, enough for some sixty packs."""
+    folder = tmp_path_factory.mktemp("documents")
+    for file in range(3):
+        paragraphs = (
+            "\n".join(LINES[(file + place + line) % len(LINES)] for line in range(1 + place % 4))
+            for place in range(60)
+        )
+        (folder / f"{file}.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def packs(documents: Path) -> list[Any]:
+    return packed_documents.read_packs(documents, TOKENS, None)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])) for name, value in one.items()
+    )
+
+
+def test_a_sample_depends_on_its_number_alone(packs: list[Any]) -> None:
+    far = 3 * len(packs)
+    one = PackedDocuments(packs, far, seed=5)
+    in_order = [one[number] for number in range(far)]
+    other = PackedDocuments(packs, 2 * far, seed=5)  # a run that goes on for longer
+    for number in reversed(range(far)):
+        assert same(in_order[number], other[number])
+
+
+def test_an_epoch_has_every_pack_once_in_an_order_of_its_own(packs: list[Any]) -> None:
+    count = len(packs)
+    dataset = PackedDocuments(packs, 2 * count, seed=5)
+    epochs = [[dataset[start + place]["tokens"].tolist() for place in range(count)] for start in (0, count)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(pack.tokens.tolist() for pack in packs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_sample_outside_is_an_error(packs: list[Any]) -> None:
+    dataset = PackedDocuments(packs, None, seed=5)
+    assert len(dataset) == len(packs)
+    for number in (-1, len(packs)):
+        with pytest.raises(IndexError, match="expected a sample in"):
+            dataset[number]
+
+
+def test_reading_again_gives_the_same_packs(documents: Path, packs: list[Any]) -> None:
+    again = packed_documents.read_packs(documents, TOKENS, None)
+    assert len(packs) > 2 * packed_documents.HELD_OUT_EVERY
+    assert all(same(pack_sample(a), pack_sample(b)) for a, b in zip(packs, again, strict=True))
+
+
+def test_what_is_held_out_is_not_trained_on(packs: list[Any]) -> None:
+    parts = packed_documents.split_packs(packs)
+    assert all(parts)
+    assert sorted(id(pack) for part in parts for pack in part) == sorted(map(id, packs))
+    with pytest.raises(ValueError, match="at least 20 packs, got 3"):
+        packed_documents.split_packs(packs[:3])
+
+
+def test_a_batch_is_the_pack_of_its_sample(packs: list[Any]) -> None:
+    """Packs of different sizes go through torch's own collate, as Megatron's loader calls it."""
+    dataset = PackedDocuments(packs, 40, seed=5)
+    batches = iter(DataLoader(dataset, batch_sampler=[[number] for number in range(40)]))
+    counts = set()
+    for number in range(40):
+        sample, batch = dataset[number], pretrain_packed.get_batch(batches, torch.device("cpu"))
+        params = batch["packed_seq_params"]
+        offsets = params.cu_seqlens_q
+        assert params.cu_seqlens_kv is offsets
+        assert params.qkv_format == "thd"
+        assert offsets.dtype == torch.int32
+        assert torch.equal(offsets, sample["cu_seqlens"])
+        assert offsets[0] == 0
+        assert offsets[-1] == batch["tokens"].numel() <= TOKENS
+        assert type(params.max_seqlen_q) is int
+        assert params.max_seqlen_q == params.max_seqlen_kv == int(offsets.diff().max())
+        counts.add(offsets.numel())
+        for first, last in zip(offsets.tolist(), offsets[1:].tolist(), strict=False):
+            tokens, labels = batch["tokens"][0, first:last], batch["labels"][0, first:last]
+            assert torch.equal(labels[:-1], tokens[1:])
+            assert batch["loss_mask"][0, first:last].tolist() == [1.0] * (last - first - 1) + [0.0]
+            assert torch.equal(batch["position_ids"][0, first:last], torch.arange(last - first))
+    assert len(counts) > 2, "packs of one size show nothing"
+
+
+def test_a_canonical_sample_is_the_pack_and_a_document_without_loss(packs: list[Any]) -> None:
+    for sample in map(pack_sample, packs):
+        rows, given = sample["tokens"].numel(), sample["cu_seqlens"]
+        padded = canonical_sample(sample, TOKENS, 12)
+        assert padded["max_seqlen"] == TOKENS
+        assert padded["cu_seqlens"].shape == (13,)
+        assert padded["cu_seqlens"].dtype == torch.int32
+        assert torch.equal(padded["cu_seqlens"][: given.numel()], given)
+        assert (padded["cu_seqlens"][given.numel() :] == TOKENS).all()
+        assert padded["loss_mask"].sum() == sample["loss_mask"].sum()
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert padded[name].shape == (TOKENS,)
+            assert padded[name].dtype == sample[name].dtype
+            assert torch.equal(padded[name][:rows], sample[name])
+
+
+def test_a_sample_that_is_canonical_already_stays(packs: list[Any]) -> None:
+    full = next(pack for pack in packs if pack.num_tokens == TOKENS)
+    sample = pack_sample(full)
+    assert same(canonical_sample(sample, TOKENS, full.num_seqs), {**sample, "max_seqlen": TOKENS})
+
+
+def test_a_pack_without_room_for_its_padding_is_refused(packs: list[Any]) -> None:
+    short = next(pack for pack in packs if pack.num_tokens < TOKENS)
+    with pytest.raises(ValueError, match=f"fewer than {short.num_seqs} documents"):
+        canonical_sample(pack_sample(short), TOKENS, short.num_seqs)
+
+
+def test_packs_leave_room_for_the_padding(documents: Path) -> None:
+    packs = packed_documents.read_packs(documents, TOKENS, 2)
+    dataset = PackedDocuments(packs, None, seed=5, canonical=(TOKENS, 3))
+    assert {dataset[number]["cu_seqlens"].numel() for number in range(len(dataset))} == {4}
+
+
+def test_rows_of_a_table_are_documents_as_they_are(tmp_path: Path) -> None:
+    table = tmp_path / "rows.jsonl"
+    table.write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5]}\n{"tokens": [6, 7, 8, 9]}\n')
+    packs = packed_documents.read_packs(table, 6, None)
+    assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 3, 5], [0, 4]]
+
+
+# --- Megatron-LM's loop ----------------------------------------------------------------------
+
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope "
+    f"--seq-length {TOKENS} --max-position-embeddings {TOKENS} --global-batch-size 2 --seed 7 --lr 1e-2 "
+    "--lr-decay-iters 100 --log-interval 1 --eval-interval 4 --eval-iters 2 --transformer-impl local "
+    "--no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --attention-dropout 0 --hidden-dropout 0 "
+    # A CPU has neither of these.
+    "--use-cpu-initialization --clip-grad 0 --distributed-backend gloo --num-workers 0 "
+    # The other format starts processes and needs psutil. There are no random states of a GPU.
+    "--ckpt-format torch --no-save-rng --no-load-rng"
+)
+
+
+class _Stream:
+    """Stands for a CUDA stream."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing runs beside anything."""
+
+
+@pytest.fixture
+def pretrain(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], documents: Path
+) -> Callable[[str], dict[str, str]]:
+    """Runs the script with arguments; returns what the log says of each step and evaluation."""
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core has no megatron.training")
+    if torch.cuda.is_available():
+        pytest.skip("stands for a GPU; there is one: run the script")
+    if not hasattr(typing, "override"):  # Python 3.12
+        monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as a launcher does
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
+    from megatron.training import global_vars, initialize, training
+
+    for name, value in {
+        "Stream": _Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": torch.get_rng_state,
+        "set_rng_state": lambda state: None,
+        "get_device_properties": lambda *args: SimpleNamespace(total_memory=1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda self, *args: self)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    without_gpu = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    monkeypatch.setattr(training, "initialize_megatron", without_gpu)
+    monkeypatch.setattr(training, "set_jit_fusion_options", lambda **kwargs: None)  # compiles for a GPU
+
+    def run(arguments: str) -> dict[str, str]:
+        line = f"{ARGUMENTS} --documents {documents} {arguments}"
+        monkeypatch.setattr(sys, "argv", ["pretrain_packed.py", *line.split()])
+        try:
+            pretrain_packed.main()
+        finally:
+            global_vars.destroy_global_vars()
+            num_microbatches_calculator.destroy_num_microbatches_calculator()
+            rerun_state_machine.destroy_rerun_state_machine()
+        return _figures(capfd.readouterr().out)
+
+    return run
+
+
+def _figures(log: str) -> dict[str, str]:
+    """The printed loss and gradient norm of each step, and the loss of each evaluation."""
+    steps = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log)
+    evaluations = re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log)
+    return {
+        **{f"loss {number}": loss for number, loss, _ in steps},
+        **{f"grad norm {number}": norm for number, _, norm in steps},
+        **dict(evaluations),
+    }
+
+
+def install(mode: str) -> None:
+    """Installs the plugin as the script's packs need it."""
+    capacity = Capacity(tokens=TOKENS, num_seqs=8, max_seqlen=TOKENS)
+    megagraph.install(megagraph.GraphConfig(mode=mode, capacities=(capacity,), progress=False))
+
+
+# What torch's loader says on a CPU.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+@pytest.mark.parametrize("packs", ["", "--pack-canonical 8"], ids=["as they are", "canonical"])
+def test_the_log_is_that_of_eager_through_a_save_and_a_resume(
+    pretrain: Callable[[str], dict[str, str]], tmp_path: Path, packs: str
+) -> None:
+    options = f"--train-iters 8 {packs}"
+    install("eager")
+    eager = pretrain(f"{options} --save {tmp_path / 'eager'} --save-interval 4")
+    megagraph.uninstall()
+    assert len(eager) == 2 * 8 + 4  # evaluations after 4 and 8, and of both parts at the end
+
+    install("graph")
+    graphed = pretrain(f"{options} --save {tmp_path / 'graph'} --save-interval 4")
+    (report,) = megagraph.reports()
+    megagraph.uninstall()
+    assert report["replays"] > report["calls"] / 2
+    assert report["calls"] == report["replays"] + report["eager"]["WARMING_UP"]
+    assert graphed == eager
+
+    install("graph")
+    resumed = pretrain(f"{options} --load {tmp_path / 'graph'} --ckpt-step 4 --exit-on-missing-checkpoint")
+    megagraph.uninstall()
+    # The second line after a start has the mean loss of two steps: Megatron's.
+    assert resumed.pop("loss 6") != eager["loss 6"]
+    assert resumed == {name: eager[name] for name in resumed}
+    assert {"loss 5", "grad norm 6", "loss 8"} <= resumed.keys()
+
+    # Without the plugin, Megatron's unfused RoPE may count positions through the whole pack, and rounds
+    # otherwise. Losses have seven digits in the log, norms four.
+    assert {name: float(figure) for name, figure in pretrain(options).items()} == {
+        name: pytest.approx(float(figure), rel=1e-3 if "norm" in name else 1e-5)
+        for name, figure in eager.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--micro-batch-size 2", "--micro-batch-size: a micro-batch is one pack"),
+        ("--pack-canonical 1", "--pack-canonical: expected at least 2 documents, got 1"),
+    ],
+)
+def test_what_packs_cannot_do_is_refused_by_name(
+    pretrain: Callable[[str], dict[str, str]], option: str, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        pretrain(f"--train-iters 2 {option}")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement-learning loops: log-probabilities, training, and weights that move between rounds."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, graph_config
+from rl_rig import BANK, Loop, Offload, assert_same_rounds, fits, frozen_model, log_probs, rollouts, train
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+ROUNDS = 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Each capture collects garbage; what was imported before need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _fitting(batches: list[list[Micro]]) -> int:
+    return sum(fits(micro) for packs in batches for micro in packs)
+
+
+def _expected(loop: Loop, *, trains: bool) -> dict[str, int]:
+    """By hand: the calls of a model by what becomes of them, over a whole loop."""
+    batches = [loop.batches(index) for index in range(loop.rounds)]
+    passes = 2 if trains else 1
+    moved = sum(_fitting(found[:1]) for found in batches[1:]) if loop.moves else 0
+    warming_up = passes * _fitting(batches[0][:1])
+    calls = passes * sum(len(packs) for found in batches for packs in found)
+    misfits = calls - passes * sum(map(_fitting, batches))
+    counts = {
+        "calls": calls,
+        "replays": calls - misfits - moved - warming_up,
+        "WARMING_UP": warming_up,
+        "ADDRESS_MOVED": moved,
+        "TOO_MANY_SEQUENCES": misfits,
+    }
+    return {name: count * LAYERS for name, count in counts.items() if count}
+
+
+def _compare(loop: Loop) -> None:
+    """The loop with graphs has the bits of its eager twin, and every call is accounted for."""
+    graphed, policy, reference = loop.run("graph")
+    eager, eager_policy, _ = loop.run("eager")
+    assert eager_policy[-1]["replays"] == 0
+    assert_same_rounds(graphed, eager)
+    for reports, trains in ((policy, True), (reference, False)):
+        last = reports[-1]
+        found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
+        assert found == _expected(loop, trains=trains)
+        # As many graphs in each round: nothing piles up, nothing is left out.
+        per_layer = len(BANK) * (3 if trains else 1)
+        assert {report["graphs"] for report in reports} == {per_layer * LAYERS}
+        assert last["failures"] == []
+
+
+def test_rounds_differ_in_their_packs_and_some_packs_fit_no_capacity() -> None:
+    rounds = [rollouts(index, mini_batches=2) for index in range(ROUNDS)]
+    assert len({len(packs) for batches in rounds for packs in batches}) >= 4
+    tokens = [micro.physical for batches in rounds for packs in batches for micro in packs]
+    assert min(tokens) <= BANK[0].tokens < max(tokens) <= BANK[1].tokens
+    assert len(set(tokens)) >= 20
+
+
+def test_weights_that_move_every_round_are_never_replayed_stale() -> None:
+    """As verl calls the core: gradients come back only for the training pass."""
+    _compare(Loop(rounds=ROUNDS, late_gradients=True))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's
+@pytest.mark.parametrize("late_gradients", [False, True])
+def test_megatrons_own_offload_of_gradients_between_rounds(late_gradients: bool) -> None:
+    _compare(Loop(rounds=5, late_gradients=late_gradients, megatrons_own=True))
+
+
+def test_everything_back_before_the_first_pass() -> None:
+    _compare(Loop(rounds=5, mini_batches=3))
+
+
+def test_rounds_without_offload_capture_once() -> None:
+    loop = Loop(rounds=8, moves=False)
+    _compare(loop)
+    _, policy, reference = loop.run("graph")
+    for reports in (policy, reference):
+        assert len({report["capture_seconds"] for report in reports}) == 1
+
+
+def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
+    """Bug: memory of freed gradients was read while a forward-only pass was captured, and crashed.
+
+    Their absence also counted as a moved address, so that log-probability passes lost their graphs.
+    """
+    megagraph.install(graph_config(capacities=BANK))
+    trainer, offload = Trainer(OPTIONS), Offload()
+    packs = rollouts(0, mini_batches=1)[0]
+    other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
+    for _ in range(2):
+        train(trainer, packs, other, other)
+        log_probs(trainer.model, packs)
+    (before,) = megagraph.reports()
+    offload.gradients(trainer.model)
+    for _ in range(2):
+        log_probs(trainer.model, packs)
+    (after,) = megagraph.reports()
+    assert after["replays"] - before["replays"] == 2 * _fitting([packs]) * LAYERS
+    assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
+    offload.gradients_back(trainer.model)
+    train(trainer, packs, other, other)
+    (back,) = megagraph.reports()
+    moved = back["eager"].get("ADDRESS_MOVED", 0)
+    assert moved in (0, _fitting([packs]) * LAYERS)
+    assert back["replays"] - after["replays"] == _fitting([packs]) * LAYERS - moved
+
+
+def test_a_first_capture_while_gradients_are_away_leaves_training_for_later() -> None:
+    megagraph.install(graph_config(capacities=BANK))
+    trainer, offload = Trainer(OPTIONS), Offload()
+    packs = rollouts(0, mini_batches=1)[0]
+    other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
+    train(trainer, packs, other, other)
+    offload.gradients(trainer.model)
+    for _ in range(3):
+        log_probs(trainer.model, packs)
+    (report,) = megagraph.reports()
+    assert report["graphs"] == len(BANK) * LAYERS
+    assert report["replays"] == 2 * _fitting([packs]) * LAYERS
+    offload.gradients_back(trainer.model)
+    train(trainer, packs, other, other)
+    (report,) = megagraph.reports()
+    assert report["graphs"] == len(BANK) * 3 * LAYERS
+    assert report["replays"] == 3 * _fitting([packs]) * LAYERS
+    assert set(report["eager"]) == {"WARMING_UP"}
+
+
+def test_a_frozen_model_that_gets_other_weights_replays_with_those() -> None:
+    """As a host updates its reference: in place, then by replacing every parameter."""
+    megagraph.install(graph_config(capacities=BANK))
+    frozen, called = frozen_model(seed=3)
+    others = [frozen_model(seed=seed)[0].state_dict() for seed in (4, 5)]
+    packs = [micro for micro in rollouts(1, mini_batches=1)[0] if fits(micro)]
+    for _ in range(2):
+        log_probs(called, packs)
+    found = []
+    for weights, assign in zip(others, (False, True), strict=True):
+        frozen.load_state_dict(weights, assign=assign)
+        for _ in range(2):
+            graphed = log_probs(called, packs)
+            with megagraph.disable_cuda_graphs_this_step():
+                eager = log_probs(called, packs)
+            assert all(map(torch.equal, graphed, eager))
+        found.append(graphed)
+    assert not any(map(torch.equal, *found))
+    (report,) = megagraph.reports()
+    calls = len(packs) * LAYERS
+    assert report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls, "DISABLED": 4 * calls}
+    assert report["replays"] == (1 + 2 + 1) * calls

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of Transformer Engine, on a GPU: the bits of eager, and those of a run without the plugin."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, Micro, Run, Step, Twins, assert_same, graph_config, step
+from torch import Tensor
+
+import megagraph
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # its own, of every kind
+]
+Install = Callable[..., GraphConfig]
+
+
+@pytest.fixture(autouse=True)
+def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read when an attention module is made."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+def te_spec() -> Any:
+    """Megatron's layer of Transformer Engine's modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
+def packs(step_index: int) -> list[Micro]:
+    """Three packs, other ones in each step."""
+    shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
+    chosen = [shapes[(3 * step_index + micro) % len(shapes)] for micro in range(3)]
+    return [
+        Micro(lengths=lengths, seed=10 * step_index + index, tail=64 - sum(lengths) if index == 1 else 0)
+        for index, lengths in enumerate(chosen)
+    ]
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("fused_rope", [True, False])
+def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
+    install()
+    twins = Twins(spec=te_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization})
+    for index in range(8):
+        twins.step(*packs(index))
+    twins.evaluate(*packs(0))
+    twins.evaluate(*packs(1))
+    report = twins.report()
+    assert report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}  # of training, of evaluation
+
+
+def test_padding_between_documents(install: Install) -> None:
+    install()
+    twins = Twins(spec=te_spec(), config={"apply_rope_fusion": True})
+    for index in range(6):
+        twins.step(
+            Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
+            Micro(lengths=(3, 9, 30), padded=(8, 16, 40), seed=50 + index),
+        )
+    report = twins.report()
+    assert report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+def _fuse_weight_gradients(trainer: Trainer) -> None:
+    for module in trainer.chunk.decoder.layers.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
+def test_fused_weight_gradients_are_added_once(install: Install) -> None:
+    """Without an update, so that the gradients of a model that fuses nothing are those to expect."""
+    install()
+    eager, graphed, plain = (Trainer(OPTIONS, spec=te_spec()) for _ in range(3))
+    for trainer in (eager, graphed):
+        _fuse_weight_gradients(trainer)
+    for index in range(4):
+        left = step(graphed, packs(index), update=False)
+        assert_same(step(eager, packs(index), update=False, eager=True), left)
+        unfused = step(plain, packs(index), update=False, eager=True)
+        for name, grad in unfused.grads.items():
+            torch.testing.assert_close(left.grads[name], grad, rtol=0, atol=0.02 * float(grad.abs().max()))
+    report = megagraph.reports()[1]
+    assert report["failures"] == [] and report["replays"] == 3 * 3 * LAYERS
+
+
+def _train(config: GraphConfig | None, steps: list[list[Micro]], **transformer: Any) -> Run:
+    """Trains a fresh model from the same random state; without a config, with nothing patched."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, te_rng_tracker=True, force_reset_rng=True)
+    if config is not None:
+        megagraph.install(config)
+    try:
+        trainer = Trainer(OPTIONS, spec=te_spec(), config=transformer)
+        run = Run(steps=[step(trainer, micros) for micros in steps])
+        run.report = megagraph.reports()[-1] if config is not None else {}
+    finally:
+        megagraph.uninstall()
+    return run
+
+
+def _assert_same_runs(one: Run, other: Run) -> None:
+    for index, (left, right) in enumerate(zip(one.steps, other.steps, strict=True)):
+        assert_same(left, right, f"step {index}")
+
+
+def test_dropout_from_its_random_streams() -> None:
+    steps = [packs(index) for index in range(6)]
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
+    eager = _train(graph_config(mode="eager"), steps, **dropout)
+    graphed = _train(graph_config(), steps, **dropout)
+    _assert_same_runs(eager, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert not torch.equal(eager.steps[0].losses[0], _train(graph_config(), steps[:1]).steps[0].losses[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Canonical(Micro):
+    """A pack that is canonical already; `aliased` gives padded offsets that are the actual ones."""
+
+    aliased: bool = False
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        missing = CAPACITY.num_seqs + 1 - params.cu_seqlens_q.numel()
+        offsets: Tensor = torch.cat([params.cu_seqlens_q, params.cu_seqlens_q[-1:].expand(missing)])
+        params.cu_seqlens_q = params.cu_seqlens_kv = offsets
+        if self.aliased:
+            params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = offsets
+        params.max_seqlen_q = params.max_seqlen_kv = CAPACITY.max_seqlen
+        return params
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+def test_canonical_packs_have_the_bits_of_an_unpatched_run(aliased: bool) -> None:
+    """With fused RoPE: the unfused one of Megatron reads offsets on the host, ours does not."""
+    lengths = [(10, 30, 24), (64,), (2, 2, 58, 2), (16, 16, 16, 16), (1, 63)]
+    steps = [
+        [Canonical(lengths=lengths[(index + m) % 5], seed=7 * index + m, aliased=aliased) for m in range(2)]
+        for index in range(6)
+    ]
+    unpatched = _train(None, steps, apply_rope_fusion=True)
+    graphed = _train(graph_config(), steps, apply_rope_fusion=True)
+    _assert_same_runs(unpatched, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_is_refused_by_name(install: Install, recipe: str) -> None:
+    install()
+    options = dataclasses.replace(OPTIONS, hidden=64, heads=2)
+    trainer = Trainer(options, spec=te_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
+    left: Step = step(trainer, [Canonical(lengths=(64,))])
+    assert not any(grad.isnan().any() for grad in left.grads.values())
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": LAYERS}

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody who watches a run sees: ranges of a profiler, a line of the log for each interval."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, step
+from torch.profiler import ProfilerActivity, profile
+
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+Install = Callable[..., GraphConfig]
+
+
+def _ranges_of_a_step(trainer: Trainer) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        step(trainer, [ONE, TWO])
+    return [event.name for event in trace.events() if event.name.startswith("layer ")]
+
+
+def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) -> None:
+    install(cuda_graph_nvtx=True)
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [ONE, TWO])
+    found = _ranges_of_a_step(trainer)
+    variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
+    expected = [
+        f"layer {rank} (TransformerLayer), {variant} {way}"
+        for rank in range(LAYERS)
+        for way in ("forward", "backward")
+    ]
+    assert sorted(found) == sorted(2 * expected)
+
+
+def test_nobody_who_does_not_ask_gets_ranges(install: Install) -> None:
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [ONE, TWO])
+    assert _ranges_of_a_step(trainer) == []
+
+
+def test_each_interval_of_training_steps_has_a_line(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(log_interval=2)
+    trainer = Trainer(OPTIONS)
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        for _ in range(4):
+            step(trainer, [ONE, TWO])
+            evaluate(trainer, [ONE])  # is no training step
+    lines = [record.getMessage() for record in caplog.records if "layer calls" in record.getMessage()]
+    calls = 2 * LAYERS
+    assert lines == [
+        f"steps 1-2: GPTModel: {calls} of {2 * calls + LAYERS} layer calls replayed, "
+        f"{calls + LAYERS} eager (WARMING_UP {calls + LAYERS})",
+        f"steps 3-4: GPTModel: {2 * calls + 2 * LAYERS} of {2 * calls + 2 * LAYERS} layer calls replayed, "
+        "0 eager",
+    ]
+
+
+def test_the_log_is_silent_where_the_interval_is_zero(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(log_interval=0)
+    trainer = Trainer(OPTIONS)
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        step(trainer, [ONE])
+    assert "layer calls" not in caplog.text
