@@ -28,6 +28,7 @@ class Case:
         model: its shape.
         max_packed_seqs: documents of each capacity; some packs hold more.
         mean_length: of the lognormal document lengths, in tokens; None for real documents.
+        longest: of the lognormal document lengths, in tokens; by default a whole pack's.
         multiple: of which each lognormal length is one, so that ranks can share a pack's rows.
     """
 
@@ -35,6 +36,7 @@ class Case:
     model: ModelOptions
     max_packed_seqs: tuple[int, ...]
     mean_length: int | None
+    longest: int | None = None
     multiple: int = 1
 
     def steps(self, count: int) -> list[list[Pack]]:
@@ -47,7 +49,12 @@ class Case:
         if self.mean_length is None:
             return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
         lengths = lognormal_lengths(
-            20_000, mean=self.mean_length, sigma=1.5, minimum=limit // 64, maximum=limit, seed=7
+            20_000,
+            mean=self.mean_length,
+            sigma=1.5,
+            minimum=limit // 64,
+            maximum=self.longest or limit,
+            seed=7,
         )
         generator = torch.Generator().manual_seed(11)
         return (

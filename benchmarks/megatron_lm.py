@@ -57,8 +57,8 @@ SPECS = {
     ),
     # Canonical packs: the unpatched run sees what the graphs see.
     "transformer_engine": Spec(
-        arguments="--transformer-impl transformer_engine --pack-canonical 20",
-        max_packed_seqs="20",
+        arguments="--transformer-impl transformer_engine --pack-canonical 12",
+        max_packed_seqs="12",
         modes=("graph", "eager", "off"),
     ),
 }

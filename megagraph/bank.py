@@ -147,12 +147,14 @@ class Bank:
         try:
             # Every warm-up first: beside a pool that is full already, its memory would come on top.
             for request in order:
-                self._warm_up(request)
+                with request.variant.context():
+                    self._warm_up(request)
             self.backend.settle()
             for done, request in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), f"variant {request.variant}")
-                self._capture_one(request)
+                with request.variant.context():
+                    self._capture_one(request)
             if progress is not None:
                 progress(len(order), len(order), "done")
         finally:

@@ -25,7 +25,9 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _carries_foreign_hook(
-    site: SiteSpec, is_expected: Callable[[Callable[..., Any]], bool], accumulator_hooks: int
+    site: SiteSpec,
+    is_expected: Callable[[Callable[..., Any]], bool],
+    accumulator_hooks: Callable[[nn.Parameter], int],
 ) -> str | None:
     for name, module in site.module.named_modules():
         for hook in _hooks(module):
@@ -35,8 +37,13 @@ def _carries_foreign_hook(
     for name, param in site.module.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             return f"gradient hook of parameter {name}"
-        if param.requires_grad and _C.count_accumulator_hooks(param) > accumulator_hooks:
+        if not param.requires_grad:
+            continue
+        found, expected = _C.count_accumulator_hooks(param), accumulator_hooks(param)
+        if found > expected:
             return f"hook on the gradient accumulator of parameter {name}"
+        if found < expected:
+            return f"the gradient accumulator of parameter {name} has lost its hook, and eager its gradient"
     return None
 
 
@@ -72,7 +79,7 @@ def ineligible_sites(
     *,
     other_params: Iterable[nn.Parameter] = (),
     is_expected_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False,
-    accumulator_hooks: int = 0,
+    accumulator_hooks: Callable[[nn.Parameter], int] = lambda param: 0,
 ) -> Mapping[int, tuple[EagerReason, str]]:
     """Sites that must stay eager: rank to the reason and what was found.
 
@@ -80,7 +87,8 @@ def ineligible_sites(
         sites: a chain.
         other_params: parameters of the model that are used outside of the chain.
         is_expected_hook: hooks that the caller answers for.
-        accumulator_hooks: hooks of the caller on each parameter's gradient accumulator.
+        accumulator_hooks: how many hooks the caller has on a parameter's gradient accumulator. Tensors that
+            are moved to another device by `param.data = ...` lose theirs.
     """
     uses = Counter(id(param) for site in sites for param in set(site.module.parameters()))
     uses.update({id(param) for param in other_params})

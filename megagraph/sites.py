@@ -4,6 +4,7 @@
 Holds no graph.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ class VariantSpec:
         fewer_rows: the chain's input may have fewer rows than `rows`.
         arguments: keyword arguments of every site's call, from the slot's metadata buffers.
         name: for progress and profilers; by default the key's.
+        context: entered around the variant's warm-up and capture: the mode of its modules, say.
     """
 
     key: Any
@@ -124,6 +126,7 @@ class VariantSpec:
     fewer_rows: bool = False
     arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Any]] = lambda buffers: {}
     name: str = ""
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __str__(self) -> str:
         return self.name or str(self.key)

@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,13 +165,8 @@ class BlockBank:
             for kind in kinds
             for capacity in capacities
         ]
-        block: Any = self._model()
         try:
-            for training in (True, False):
-                of_mode = [variant for variant in variants if variant.key[1].training == training]
-                if of_mode:
-                    with while_capturing.in_mode(block.decoder, training):
-                        self.bank.capture({self.chain: of_mode}, self._progress)
+            self.bank.capture({self.chain: variants}, self._progress)
             self._agree_on_variants()
         except GroupGaveUp as error:
             _log.warning("%s; training goes on eager", error)
@@ -221,7 +217,7 @@ class BlockBank:
             self._specs,
             other_params=outside,
             is_expected_hook=gradients.is_ddp_hook,
-            accumulator_hooks=gradients.hooks_per_parameter(self._ddp()),
+            accumulator_hooks=gradients.accumulator_hooks(self._ddp()),
         )
 
     def _ineligible_in_group(self) -> Mapping[int, tuple[EagerReason, str]]:
@@ -246,6 +242,9 @@ class BlockBank:
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> VariantSpec:
+        model: Any = self._model()
+        block: nn.Module = model.decoder
+
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
             # The first ones stay: graphs of former numeric settings read them.
             if (capacity, kind) not in self.constants:
@@ -262,6 +261,7 @@ class BlockBank:
             valid_tokens=self._valid_tokens,
             params_type=params_type,
             block_arguments=block_arguments,
+            context=partial(while_capturing.in_mode, block, kind.training),
         )
 
     def _tables(self, params: Any, hidden: Tensor) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megagraph import _C
 
-__all__ = ["ParamSyncs", "find_ddp", "hooks_per_parameter", "is_ddp_hook", "listen"]
+__all__ = ["ParamSyncs", "accumulator_hooks", "find_ddp", "is_ddp_hook", "listen"]
 
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
@@ -28,9 +28,10 @@ def is_ddp_hook(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
-def hooks_per_parameter(ddp: nn.Module | None) -> int:
-    """Hooks that Megatron's DDP keeps on each parameter's gradient accumulator."""
-    return 0 if ddp is None else 1
+def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
+    """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter."""
+    groups: Any = {} if ddp is None else ddp.param_to_bucket_group
+    return lambda param: int(param in groups)
 
 
 def listen(chunk: _C.Chunk, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:

@@ -126,7 +126,7 @@ def suspend() -> None:
 
 
 def resume() -> None:
-    """Replays again; moved addresses are found at the next step boundary."""
+    """Replays again; what moved is captured anew at the next step boundary."""
     plugin = installed_plugin()
     for graphs in [] if plugin is None else plugin.all_graphs():
         graphs.resume()

@@ -68,6 +68,7 @@ class ModelGraphs:
         self._of_other_settings: set[Kind] = set()  # that had to run eager for it
         self._step_reason: EagerReason | None = None
         self._is_suspended = False
+        self._has_resumed = False  # since the last step boundary
         self._replayed_tokens = 0
 
     # -- micro-batches ---------------------------------------------------------------------------
@@ -180,20 +181,22 @@ class ModelGraphs:
     def _look_for_changes(self, *, runs_eager: bool) -> None:
         """Finds out what keeps this step eager, here or on another rank of the group."""
         changed = None if runs_eager else self.block.what_changed()
-        flags = [int(runs_eager), int(changed is not None)]
-        is_eager_anywhere, has_changed_anywhere = self.block.peers.exchange(flags)
+        # A host that resumes has moved what it wanted to move: captured again in this very step.
+        costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
+        flags = [int(changed is not None), int(runs_eager or costs_step)]
+        has_changed_anywhere, is_eager_anywhere = self.block.peers.exchange(flags)
         if has_changed_anywhere:
             self.block.start_anew()
             self._captured.clear()
-        self._step_reason = changed
-        if changed is None and (has_changed_anywhere or (is_eager_anywhere and not runs_eager)):
+        self._step_reason = changed if costs_step else None
+        if is_eager_anywhere and not (runs_eager or costs_step):
             self._step_reason = EagerReason.GROUP_DISAGREED
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due.
 
-        What changed costs one eager step; the next boundary captures again. What has no memory now
-        is captured when it has.
+        What changed costs one eager step; the next boundary captures again. After `resume()`, moved
+        memory costs none. What has no memory now is captured when it has.
         """
         self._step_reason = None
         if self.refusal is not None:
@@ -205,7 +208,10 @@ class ModelGraphs:
             return
         runs_eager = is_skipped or self._is_suspended
         self._look_for_changes(runs_eager=runs_eager)
-        if runs_eager or self._step_reason is not None:
+        if runs_eager:
+            return
+        self._has_resumed = False
+        if self._step_reason is not None:
             return
         # Settings that last: after one eager step further graphs, beside those of the former settings.
         self._captured -= self._of_other_settings & self.block.kinds_of_other_settings()
@@ -254,7 +260,8 @@ class ModelGraphs:
         self._is_suspended = True
 
     def resume(self) -> None:
-        """Replays again; what changed meanwhile is found at the next step boundary."""
+        """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
+        self._has_resumed = self._has_resumed or self._is_suspended
         self._is_suspended = False
 
     def leave_groups(self) -> None:

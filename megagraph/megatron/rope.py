@@ -62,7 +62,9 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         if config.apply_rope_fusion:
             # The fused kernel leaves rows past the last offset as it finds them, there and back.
-            rotated = original(_without_gradient_tail(t, cu_seqlens), freqs, config, cu_seqlens, mscale, cp_group)
+            rotated = original(
+                _without_gradient_tail(t, cu_seqlens), freqs, config, cu_seqlens, mscale, cp_group
+            )
             with torch.no_grad():
                 torch.ops.megagraph.zero_tail_([rotated], cu_seqlens)
             return rotated

@@ -4,6 +4,7 @@
 Captures nothing.
 """
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ def variant_spec(
     valid_tokens: Tensor,
     params_type: type[Any],
     block_arguments: Callable[[Any, Tensor], Mapping[str, Any]],
+    context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> VariantSpec:
     """Describes one variant.
 
@@ -60,6 +62,7 @@ def variant_spec(
         valid_tokens: int64 [1], counts the valid tokens of replayed packs.
         params_type: `PackedSeqParams`.
         block_arguments: from a pack and hidden states to the layers' arguments.
+        context: entered around the warm-up and the capture.
     """
     rules = offsets_rules(tail, capacity.tokens, has_padded=kind.form.has_padded)
     physical = int(kind.form.has_padded)
@@ -92,6 +95,7 @@ def variant_spec(
         end_buffer=("padded" if "padded" in rules else "actual") if is_whole else None,
         fewer_rows=is_whole,
         arguments=arguments,
+        context=context,
     )
 
 

@@ -40,9 +40,13 @@ def block_context(config: Any) -> Callable[[], contextlib.AbstractContextManager
     """What a block enters around its layers: under sequence parallelism, a random stream of each rank."""
     if not config.sequence_parallel:
         return contextlib.nullcontext
-    (tracker,) = rng_trackers()
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = tracker.fork
-    return context
+
+    def fork() -> contextlib.AbstractContextManager[Any]:
+        (tracker,) = rng_trackers()  # looked up each time: the method is another one in a capture
+        forked: contextlib.AbstractContextManager[Any] = tracker.fork()
+        return forked
+
+    return fork
 
 
 @contextlib.contextmanager

@@ -86,9 +86,15 @@ def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:
     modules = [Block(), Block()]
     accumulators = give_main_grads(modules)
     assert set(found(modules)) == {0, 1}
-    assert found(modules, accumulator_hooks=1) == {}
-    assert set(found(modules, accumulator_hooks=0)) == {0, 1}
+    assert found(modules, accumulator_hooks=lambda param: 1) == {}
+    assert set(found(modules, accumulator_hooks=lambda param: 0)) == {0, 1}
     del accumulators
+
+
+def test_a_hook_of_the_callers_that_is_gone_is_found() -> None:
+    """Eager no longer adds to the main gradient, so neither may a graph."""
+    reason, what = found([Block()], accumulator_hooks=lambda param: 1)[0]
+    assert reason is EagerReason.FOREIGN_HOOK and "has lost its hook" in what
 
 
 def test_frozen_parameters_have_no_accumulator_to_look_at() -> None:

@@ -148,11 +148,11 @@ def test_a_hook_beside_the_callers_own_is_found() -> None:
     """Python's hooks on one accumulator share one dictionary, and were counted as one."""
     module = Block()
     accumulators = give_main_grads([module])
-    assert found([module], accumulator_hooks=1) == {}
+    assert found([module], accumulator_hooks=lambda param: 1) == {}
     handle = accumulator_of(module.norm.bias).register_hook(keep)
-    assert found([module], accumulator_hooks=1)[0][0] is EagerReason.FOREIGN_HOOK
+    assert found([module], accumulator_hooks=lambda param: 1)[0][0] is EagerReason.FOREIGN_HOOK
     handle.remove()
-    assert found([module], accumulator_hooks=1) == {}
+    assert found([module], accumulator_hooks=lambda param: 1) == {}
     del accumulators
 
 
@@ -246,15 +246,15 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
     """torch frees a cuBLAS workspace with any graph of its stream: other graphs went on using it."""
     width, rows = 640, 8192
 
-    def captured() -> tuple[Any, nn.Linear]:
+    def captured() -> tuple[Any, Any, nn.Linear]:
         bank, layer = new_bank("cuda"), nn.Linear(width, width).to("cuda", torch.bfloat16)
         chain = bank.add_chain([layer])
         spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
         bank.capture({chain: [spec]})
-        return (bank, chain), layer
+        return bank, chain, layer
 
-    (_, chain), layer = captured()
-    (other, _), _ = captured()
+    bank, chain, layer = captured()
+    other, _, _ = captured()
     other.release()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -268,3 +268,4 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
         weight_grad = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
         assert_same_bits(layer.weight.grad, weight_grad, "gradient")
     assert all(bool(stranger.isnan().all()) for stranger in strangers)
+    bank.release()

@@ -172,17 +172,34 @@ class Offload:
 
     megatrons_own: bool = False
     _held: list[Tensor] = field(default_factory=list)
+    _copies: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def weights(self, model: nn.Module) -> None:
-        """Every parameter to the host."""
+        """Every parameter to the host; of those that train, the memory alone.
+
+        A parameter that moves to another device loses its gradient accumulator, and Megatron's DDP with it
+        its hook.
+        """
         for param in model.parameters():
-            old, param.data = param.data, param.data.to("cpu", copy=True)
-            self._held.append(old.fill_(NAN))
+            copy = param.data.to("cpu", copy=True)
+            if param.requires_grad:
+                self._copies[param] = copy
+                size = param.data.untyped_storage().nbytes()
+                param.data.untyped_storage().resize_(0)
+                self._held.append(torch.full((size // param.element_size(),), NAN).to(param))
+            else:
+                old, param.data = param.data, copy
+                self._held.append(old.fill_(NAN))
 
     def weights_back(self, model: nn.Module, device: torch.device) -> None:
         """Every parameter to the device."""
         for param in model.parameters():
-            param.data = param.data.to(device, copy=True)
+            copy = self._copies.pop(param, None)
+            if copy is None:
+                param.data = param.data.to(device, copy=True)
+            else:
+                param.data.untyped_storage().resize_(copy.untyped_storage().nbytes())
+                param.data.copy_(copy)
 
     def gradients(self, ddp: Any) -> None:
         """Frees the gradient buffers; something else takes their place."""
@@ -234,6 +251,7 @@ class Loop:
         late_gradients: gradient buffers come back after the log-probability passes only.
         megatrons_own: see `Offload`.
         moves: whether anything is offloaded between rounds.
+        announces: whether the plugin is told so, by `suspend()` and `resume()`.
     """
 
     rounds: int
@@ -241,6 +259,7 @@ class Loop:
     late_gradients: bool = False
     megatrons_own: bool = False
     moves: bool = True
+    announces: bool = True
 
     def batches(self, index: int) -> list[list[Micro]]:
         """The packs of round `index`."""
@@ -278,7 +297,8 @@ class Loop:
                 offload.weights_back(model, trainer.device)
             if not self.late_gradients:
                 offload.gradients_back(trainer.model)
-            megagraph.resume()
+            if self.announces:
+                megagraph.resume()
         old = [log_probs(trainer.model, packs) for packs in batches]
         others = [log_probs(reference, packs) for packs in batches]
         if is_away and self.late_gradients:
@@ -294,7 +314,8 @@ class Loop:
         return left
 
     def _move_all_away(self, trainer: Trainer, frozen: nn.Module, offload: Offload) -> None:
-        megagraph.suspend()
+        if self.announces:
+            megagraph.suspend()
         offload.weights(trainer.model)
         offload.weights(frozen)
         offload.gradients(trainer.model)

@@ -3,6 +3,7 @@
 
 import gc
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def _expected(loop: Loop, *, trains: bool) -> dict[str, int]:
     """By hand: the calls of a model by what becomes of them, over a whole loop."""
     batches = [loop.batches(index) for index in range(loop.rounds)]
     passes = 2 if trains else 1
-    moved = sum(_fitting(found[:1]) for found in batches[1:]) if loop.moves else 0
+    costs = loop.moves and not loop.announces
+    moved = sum(_fitting(found[:1]) for found in batches[1:]) if costs else 0
     warming_up = passes * _fitting(batches[0][:1])
     calls = passes * sum(len(packs) for found in batches for packs in found)
     misfits = calls - passes * sum(map(_fitting, batches))
@@ -58,9 +60,13 @@ def _compare(loop: Loop) -> None:
         last = reports[-1]
         found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
         assert found == _expected(loop, trains=trains)
+        if loop.moves:  # captured anew in each round
+            seconds = [report["capture_seconds"] for report in reports]
+            assert all(before < after for before, after in pairwise(seconds))
         # As many graphs in each round: nothing piles up, nothing is left out.
         per_layer = len(BANK) * (3 if trains else 1)
-        assert {report["graphs"] for report in reports} == {per_layer * LAYERS}
+        begun = reports[1:] if loop.mini_batches == 1 else reports  # one call a phase warms up in a round
+        assert {report["graphs"] for report in begun} == {per_layer * LAYERS}
         assert last["failures"] == []
 
 
@@ -85,6 +91,15 @@ def test_megatrons_own_offload_of_gradients_between_rounds(late_gradients: bool)
 
 def test_everything_back_before_the_first_pass() -> None:
     _compare(Loop(rounds=5, mini_batches=3))
+
+
+def test_a_single_schedule_call_in_each_phase_replays() -> None:
+    """Memory that a host has announced to move costs no eager step: there would be no other step."""
+    _compare(Loop(rounds=6, mini_batches=1, late_gradients=True))
+
+
+def test_moves_that_nobody_announces_cost_one_step_each() -> None:
+    _compare(Loop(rounds=5, announces=False))
 
 
 def test_rounds_without_offload_capture_once() -> None:

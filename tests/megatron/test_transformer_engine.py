@@ -94,7 +94,7 @@ def test_fused_weight_gradients_are_added_once(install: Install) -> None:
         unfused = step(plain, packs(index), update=False, eager=True)
         for name, grad in unfused.grads.items():
             torch.testing.assert_close(left.grads[name], grad, rtol=0, atol=0.02 * float(grad.abs().max()))
-    report = megagraph.reports()[1]
+    report = megagraph.reports()[0]  # of the one that ran first
     assert report["failures"] == [] and report["replays"] == 3 * 3 * LAYERS
 
 
