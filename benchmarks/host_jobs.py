@@ -28,9 +28,6 @@ COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARM_UP_STEPS = 6
 NUM_SEQS = 20  # of the largest capacity; some packs hold more
-# Tokens of a document: deterministic, Transformer Engine's attention of packs keeps to its fused kernels only
-# below 2**30 documents * heads * longest**2, and takes memory in squares of it beyond.
-LONGEST = 1024
 CAPTURED_STEPS = 3  # after which Transformer Engine's graphs are made
 
 
@@ -45,6 +42,8 @@ class Job:
         transformer: further fields of Megatron's config.
         ddp: further fields of Megatron's DDP config.
         steps: compared.
+        longest: tokens of a document. Transformer Engine's deterministic attention of packs takes 128 bytes
+            of memory for each document * head * longest**2.
     """
 
     model: ModelOptions
@@ -53,6 +52,7 @@ class Job:
     transformer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     steps: int = COMPARED_STEPS
+    longest: int = 1024
 
     @property
     def tensor_parallel(self) -> int:
@@ -67,7 +67,7 @@ class Job:
             model=self.model,
             max_packed_seqs=(8, NUM_SEQS),
             mean_length=self.model.max_tokens // 8,
-            longest=LONGEST,
+            longest=self.longest,
             multiple=self.tensor_parallel,
         )
         groups = self.ranks // self.tensor_parallel
@@ -95,11 +95,13 @@ _GATHER = {**_OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather"
 _BUCKETS = {"bucket_size": 5_000_000}
 _SMALL = _model(1024, 12, 4096)
 JOBS = {
-    "TE, hidden 1024": Job(model=_model(1024, 24, 4096), transformer_engine=True),
-    "TE, hidden 4096": Job(model=_model(4096, 4, 4096), transformer_engine=True),
+    "Transformer Engine, hidden 1024": Job(model=_model(1024, 24, 4096), transformer_engine=True),
+    "Transformer Engine, hidden 4096": Job(model=_model(4096, 4, 2048), transformer_engine=True, longest=512),
     "local, hidden 1024": Job(model=_model(1024, 24, 4096)),
     "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED),
-    "TP=2 with SP, TE": Job(model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True),
+    "TP=2 with SP, Transformer Engine": Job(
+        model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True
+    ),
     "DP=2": Job(model=_SMALL, ranks=2, steps=32),
     "DP=2, overlap_grad_reduce": Job(model=_SMALL, ranks=2, ddp={**_OVERLAP, **_BUCKETS}, steps=32),
     "DP=2, distributed optimizer": Job(
@@ -119,7 +121,7 @@ def _install(job: Job) -> None:
         GraphConfig(
             cuda_graph_max_packed_seqs=(8, NUM_SEQS),
             max_seqlen_per_dp_cp_rank=job.model.max_tokens,
-            max_seqlen=min(LONGEST, job.model.max_tokens),
+            max_seqlen=min(job.longest, job.model.max_tokens),
             progress=False,
             log_interval=0,
         )
@@ -143,14 +145,14 @@ def measure_bits(job: Job) -> dict[str, Any]:
     }
 
 
-def _canonical(packs: Sequence[Sequence[Pack]], tokens: int) -> list[list[Pack]]:
+def _canonical(packs: Sequence[Sequence[Pack]], tokens: int, longest: int) -> list[list[Pack]]:
     """Packs of one shape: one more document fills the rows up, empty ones follow."""
 
     def padded(pack: Pack) -> Pack:
         missing = NUM_SEQS + 1 - pack.cu_seqlens.numel()
         offsets = torch.nn.functional.pad(pack.cu_seqlens, (0, missing), value=tokens)
         rows = torch.nn.functional.pad(pack.tokens, (0, tokens - pack.num_tokens))
-        return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=min(LONGEST, tokens))
+        return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=longest)
 
     return [[padded(pack) for pack in step] for step in packs]
 
@@ -167,7 +169,7 @@ def measure_time(job: Job, what: str) -> dict[str, Any]:
     fitting = [[pack for pack in step if pack.num_seqs < NUM_SEQS] for step in steps]
     kind, _, packs = what.partition(", ")
     if packs:
-        fitting = _canonical(fitting, job.model.max_tokens)
+        fitting = _canonical(fitting, job.model.max_tokens, job.longest)
     if kind in ("eager", "megagraph"):
         _install(job)
         trainer = job.trainer()

@@ -57,7 +57,8 @@ SPECS = {
     ),
     # Canonical packs: the unpatched run sees what the graphs see.
     "transformer_engine": Spec(
-        arguments="--transformer-impl transformer_engine --pack-canonical 12",
+        arguments="--transformer-impl transformer_engine --no-gradient-accumulation-fusion "
+        "--pack-canonical 12",
         max_packed_seqs="12",
         modes=("graph", "eager", "off"),
     ),

@@ -34,6 +34,8 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     "progress": ("false", "false", False),
     "poison": ("true", "true", True),
     "report": ("'out/graphs.json'", "out/graphs.json", Path("out/graphs.json")),
+    "log_interval": ("10", "10", 10),
+    "cuda_graph_nvtx": ("true", "true", True),
 }
 # What an option needs beside it, and what only has one value so far.
 COMPANIONS = {"cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen"}
@@ -327,3 +329,8 @@ def test_documents_as_long_as_the_pack_go_with_every_tail(tail: TailConvention) 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         GraphConfig().mode = "off"  # type: ignore[misc]
+
+
+def test_a_negative_log_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="log_interval: expected at least 0, got -1"):
+        GraphConfig(log_interval=-1)

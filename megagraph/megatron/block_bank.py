@@ -4,11 +4,11 @@
 Does not decide which micro-batch replays, nor when to capture.
 """
 
+import contextlib
 import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -242,8 +242,9 @@ class BlockBank:
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> VariantSpec:
-        model: Any = self._model()
-        block: nn.Module = model.decoder
+        def context() -> contextlib.AbstractContextManager[None]:
+            model: Any = self._model()  # looked up each time: variants must not keep it alive
+            return while_capturing.in_mode(model.decoder, kind.training)
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
             # The first ones stay: graphs of former numeric settings read them.
@@ -261,7 +262,7 @@ class BlockBank:
             valid_tokens=self._valid_tokens,
             params_type=params_type,
             block_arguments=block_arguments,
-            context=partial(while_capturing.in_mode, block, kind.training),
+            context=context,
         )
 
     def _tables(self, params: Any, hidden: Tensor) -> Mapping[str, Any]:
@@ -302,6 +303,8 @@ class BlockBank:
         if not self.memory.is_watching or self._hooks is None or not self._hooks.has_changed():
             return None
         changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
+        if not changed:
+            self._hooks = HookWatch(self.layers)  # Megatron's own come and go
         return min((reason for _rank, (reason, _what) in changed), default=None)
 
     def start_anew(self) -> None:

@@ -73,10 +73,10 @@ class ParamSyncs:
     def __init__(self, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
         self._groups: list[list[Any]] | None = None
         ddp_config: Any = getattr(ddp, "ddp_config", None)
-        if ddp is None or not ddp_config.overlap_param_gather:
+        group_of: Any = getattr(ddp, "param_to_bucket_group", None)  # Megatron-FSDP, refused, has none
+        if ddp is None or group_of is None or not ddp_config.overlap_param_gather:
             return
         self._ddp = weakref.ref(ddp)
-        group_of: Any = ddp.param_to_bucket_group
         self._groups = []
         for layer in layers:
             # In the order of the submodules' hooks: a finished group starts the next one's gather.
