@@ -58,8 +58,8 @@ SPECS = {
         modes=("graph", "eager"),
         tokens=2048,
     ),
-    # Canonical packs: the unpatched run sees what the graphs see. Few and short documents, since deterministic
-    # attention takes memory with their number and the square of their length.
+    # Canonical packs: the unpatched run sees what the graphs see. Few and short documents, since
+    # deterministic attention takes memory with their number and the square of their length.
     "transformer_engine": Spec(
         arguments="--transformer-impl transformer_engine --no-gradient-accumulation-fusion "
         "--pack-canonical 8",
