@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-NAMES = ("main_job", "real_hosts")
+NAMES = ("main_job", "real_hosts", "megatron_loop")
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmarks.cases import Case
+from benchmarks.cases import MICRO_BATCHES, Case
 from megagraph import megatron
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
@@ -27,7 +27,6 @@ from megagraph.data import Pack
 COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARM_UP_STEPS = 6
-NUM_SEQS = 20  # of the largest capacity; some packs hold more
 CAPTURED_STEPS = 3  # after which Transformer Engine's graphs are made
 
 
@@ -42,6 +41,7 @@ class Job:
         transformer: further fields of Megatron's config.
         ddp: further fields of Megatron's DDP config.
         steps: compared.
+        num_seqs: documents of the largest capacity; some packs hold more.
         longest: tokens of a document. Transformer Engine's deterministic attention of packs takes 128 bytes
             of memory for each document * head * longest**2.
     """
@@ -52,6 +52,7 @@ class Job:
     transformer: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     steps: int = COMPARED_STEPS
+    num_seqs: int = 20
     longest: int = 1024
 
     @property
@@ -65,7 +66,7 @@ class Job:
         case = Case(
             name="packs",
             model=self.model,
-            max_packed_seqs=(8, NUM_SEQS),
+            max_packed_seqs=(8, self.num_seqs),
             mean_length=self.model.max_tokens // 8,
             longest=self.longest,
             multiple=self.tensor_parallel,
@@ -93,23 +94,32 @@ _SHARED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _OVERLAP = {"overlap_grad_reduce": True}
 _GATHER = {**_OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
 _BUCKETS = {"bucket_size": 5_000_000}
-_SMALL = _model(1024, 12, 4096)
+_SMALL = _model(1024, 8, 4096)
 JOBS = {
+    "Transformer Engine, 12 layers of hidden 1024": Job(
+        model=_model(1024, 12, 4096), transformer_engine=True
+    ),
+    "Transformer Engine, 4 layers of hidden 4096": Job(
+        model=_model(4096, 4, 2048), transformer_engine=True, longest=512
+    ),
     "Transformer Engine, hidden 1024": Job(model=_model(1024, 24, 4096), transformer_engine=True),
-    "Transformer Engine, hidden 4096": Job(model=_model(4096, 4, 2048), transformer_engine=True, longest=512),
     "local, hidden 1024": Job(model=_model(1024, 24, 4096)),
-    "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED),
+    "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED, steps=40),
     "TP=2 with SP, Transformer Engine": Job(
-        model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True
+        model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True, steps=40
     ),
-    "DP=2": Job(model=_SMALL, ranks=2, steps=32),
-    "DP=2, overlap_grad_reduce": Job(model=_SMALL, ranks=2, ddp={**_OVERLAP, **_BUCKETS}, steps=32),
+    "DP=2": Job(model=_SMALL, ranks=2, num_seqs=12, steps=40),
+    "DP=2, overlap_grad_reduce": Job(
+        model=_SMALL, ranks=2, ddp={**_OVERLAP, **_BUCKETS}, num_seqs=12, steps=40
+    ),
     "DP=2, distributed optimizer": Job(
-        model=_SMALL, ranks=2, ddp={"use_distributed_optimizer": True}, steps=32
+        model=_SMALL, ranks=2, ddp={"use_distributed_optimizer": True}, num_seqs=12, steps=40
     ),
-    "DP=2, overlap_param_gather": Job(model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS}),
+    "DP=2, overlap_param_gather": Job(
+        model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS}, num_seqs=12, steps=40
+    ),
     "DP=2, align_param_gather": Job(
-        model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS, "align_param_gather": True}, steps=32
+        model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS, "align_param_gather": True}, num_seqs=12, steps=40
     ),
     # Short: what is measured is how it ends.
     "exit": Job(model=_model(256, 2, 512), ranks=2, transformer=_SHARED, steps=8),
@@ -119,7 +129,7 @@ JOBS = {
 def _install(job: Job) -> None:
     megatron.install(
         GraphConfig(
-            cuda_graph_max_packed_seqs=(8, NUM_SEQS),
+            cuda_graph_max_packed_seqs=(8, job.num_seqs),
             max_seqlen_per_dp_cp_rank=job.model.max_tokens,
             max_seqlen=min(job.longest, job.model.max_tokens),
             progress=False,
@@ -145,14 +155,14 @@ def measure_bits(job: Job) -> dict[str, Any]:
     }
 
 
-def _canonical(packs: Sequence[Sequence[Pack]], tokens: int, longest: int) -> list[list[Pack]]:
+def _canonical(packs: Sequence[Sequence[Pack]], job: Job) -> list[list[Pack]]:
     """Packs of one shape: one more document fills the rows up, empty ones follow."""
 
     def padded(pack: Pack) -> Pack:
-        missing = NUM_SEQS + 1 - pack.cu_seqlens.numel()
-        offsets = torch.nn.functional.pad(pack.cu_seqlens, (0, missing), value=tokens)
-        rows = torch.nn.functional.pad(pack.tokens, (0, tokens - pack.num_tokens))
-        return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=longest)
+        missing = job.num_seqs + 1 - pack.cu_seqlens.numel()
+        offsets = torch.nn.functional.pad(pack.cu_seqlens, (0, missing), value=job.model.max_tokens)
+        rows = torch.nn.functional.pad(pack.tokens, (0, job.model.max_tokens - pack.num_tokens))
+        return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=job.longest)
 
     return [[padded(pack) for pack in step] for step in packs]
 
@@ -166,10 +176,10 @@ def measure_time(job: Job, what: str) -> dict[str, Any]:
             nothing of ours installed; the latter two also as `local, canonical packs`.
     """
     steps = job.packs(WARM_UP_STEPS + TIMED_STEPS)
-    fitting = [[pack for pack in step if pack.num_seqs < NUM_SEQS] for step in steps]
+    fitting = [[pack for pack in step if pack.num_seqs < job.num_seqs] for step in steps]
     kind, _, packs = what.partition(", ")
     if packs:
-        fitting = _canonical(fitting, job.model.max_tokens, job.longest)
+        fitting = _canonical(fitting, job)
     if kind in ("eager", "megagraph"):
         _install(job)
         trainer = job.trainer()
@@ -181,10 +191,12 @@ def measure_time(job: Job, what: str) -> dict[str, Any]:
 
 
 def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    # Megatron's graphs want random streams that a graph can advance.
+    # They want random streams that a graph can advance, and ask how many micro-batches there are.
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    init_num_microbatches_calculator(0, None, MICRO_BATCHES, 1, 1)
     trainer = job.trainer(cuda_graph_impl=impl, cuda_graph_modules=[])
     time_steps(trainer, steps[:CAPTURED_STEPS], graphs=True)
     if impl == "transformer_engine":
@@ -203,6 +215,13 @@ def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]])
     return trainer
 
 
+def _seed_streams() -> None:
+    """Megatron's random streams, which sequence parallelism swaps in whether anything is drawn or not."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1234)
+
+
 def main(name: str, what: str) -> None:
     """Measures and prints."""
     quiet_megatron()
@@ -210,6 +229,7 @@ def main(name: str, what: str) -> None:
     torch.use_deterministic_algorithms(True)
     with process_groups(job.tensor_parallel):
         rank = distributed.get_rank()
+        _seed_streams()
         measured = measure_bits(job) if what == "bits" else measure_time(job, what)
         megatron.uninstall()
     if rank == 0:

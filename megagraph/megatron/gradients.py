@@ -39,14 +39,16 @@ def listen(chunk: _C.Chunk, ddp: nn.Module | None, layers: Sequence[nn.Module]) 
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
     asks, so that the backward pass needs no GIL. Each parameter is reported once, since DDP compares
-    counts with those of its first step.
+    counts with those of its first step, and in the order in which eager's backward passes reach them:
+    buckets are filled in it, and ranks, of which another may run eager, must reduce them in one order.
     """
     ddp_config: Any = getattr(ddp, "ddp_config", None)
     if ddp is None or not ddp_config.overlap_grad_reduce:
         return
     groups: Any = ddp.param_to_bucket_group
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    params = [[p for p in layer.parameters() if p.requires_grad and p in groups] for layer in layers]
+    of_layers = [reversed(list(layer.parameters())) for layer in layers]
+    params = [[p for p in of_layer if p.requires_grad and p in groups] for of_layer in of_layers]
 
     def wants() -> bool:
         return any(groups[param].is_last_microbatch for site in params for param in site[:1])

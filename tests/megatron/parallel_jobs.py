@@ -18,8 +18,14 @@ OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 3
 
 
-def steps_of(count: int, *, seed: int = 0) -> list[list[rig.Micro]]:
-    """Steps of three packs that change every micro-batch; two ranks can share the rows of each."""
+MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
+
+
+def steps_of(count: int, *, seed: int = 0, misfits: bool = False) -> list[list[rig.Micro]]:
+    """Steps of three packs that change every micro-batch; two ranks can share the rows of each.
+
+    With `misfits`, the last pack of every second step fits no capacity.
+    """
     shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
     steps = []
     for index in range(count):
@@ -27,6 +33,8 @@ def steps_of(count: int, *, seed: int = 0) -> list[list[rig.Micro]]:
         for micro in range(3):
             lengths = shapes[(index * 3 + micro + seed) % len(shapes)]
             tail = 64 - sum(lengths) if micro == 1 else 0
+            if misfits and index % 2 and micro == 2:
+                lengths = MISFIT
             micros.append(rig.Micro(lengths=lengths, seed=100 * seed + 10 * index + micro, tail=tail))
         steps.append(micros)
     return steps
@@ -103,6 +111,7 @@ def train_twins(
     options: ModelOptions = OPTIONS,
     data_parallel: bool = False,
     sharded: bool = False,
+    misfits_on: int | None = None,
     evaluate_at: int | None = None,
     around: Around = _nothing,
 ) -> dict[str, Any]:
@@ -116,13 +125,15 @@ def train_twins(
         options: of the model.
         data_parallel: give each rank packs of its own.
         sharded: shard the parameters over the ranks.
+        misfits_on: the rank some of whose packs fit no capacity.
         evaluate_at: the step before which both evaluate.
         around: entered around each step of the graphed run.
 
     Returns:
         The report of the graphed run.
     """
-    steps = steps_of(num_steps, seed=distributed.get_rank() if data_parallel else 0)
+    rank = distributed.get_rank()
+    steps = steps_of(num_steps, seed=rank if data_parallel else 0, misfits=rank == misfits_on)
     trainer_type = ShardedTrainer if sharded else Trainer
     make = partial(trainer_type, options, config=transformer, ddp=ddp)
     run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)

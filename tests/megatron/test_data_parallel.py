@@ -36,3 +36,20 @@ def test_bits(world2: World, ddp: dict[str, Any]) -> None:
     for report in reports:
         assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
         assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]
+
+
+@pytest.mark.parametrize("bucket_size", [2000, 4000, 7000])
+def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size: int) -> None:
+    """Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started
+    the reductions of their buckets in different orders, and each got what was meant for another bucket."""
+    reports = world2.run(
+        parallel_jobs.train_twins,
+        ddp={**SHARDED, "bucket_size": bucket_size},
+        data_parallel=True,
+        sharded=True,
+        misfits_on=1,
+        num_steps=8,
+    )
+    layers = reports[0]["layers"]
+    assert reports[0]["eager"] == {"WARMING_UP": 3 * layers}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * layers, "TOO_MANY_SEQUENCES": 4 * layers}
