@@ -18,6 +18,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -269,9 +270,12 @@ std::tuple<at::Tensor, at::Tensor> varlen_attention_cuda(
     return {at::zeros(q.sizes(), q.options()),
             at::zeros({q.size(1), q.size(0)}, q.options().dtype(at::kFloat))};
   }
+  // For documents of one row and grouped queries, FlashAttention takes a path for decoding, which
+  // wants as many rows as there are documents: a tail, or an empty document, is refused there.
+  const int64_t longest = std::max<int64_t>(max_seqlen, 2);
   auto [out, lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
-      token_major(q), token_major(k), token_major(v), cu_seqlens, cu_seqlens, max_seqlen,
-      max_seqlen, /*dropout_p=*/0.0, causal, /*return_debug_mask=*/false,
+      token_major(q), token_major(k), token_major(v), cu_seqlens, cu_seqlens, longest, longest,
+      /*dropout_p=*/0.0, causal, /*return_debug_mask=*/false,
       softmax_scale_or_default(q, softmax_scale));
   zero_tails_of({out}, cu_seqlens);
   return {out, lse};

@@ -3,7 +3,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -80,6 +80,8 @@ def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.3]),
 )
+# FlashAttention took this for decoding, and refused the tail.
+@example(lengths=[1], tail=1, slack=0, heads=(4, 2), causal=False, scale=None)
 def test_each_document_attends_alone_and_poison_in_the_tail_changes_no_bit(
     device: str,
     lengths: list[int],
