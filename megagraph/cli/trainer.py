@@ -13,12 +13,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph.data import Pack, next_token_labels, position_ids
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
-__all__ = ["ModelOptions", "Trainer", "process_groups"]
+__all__ = [
+    "ModelOptions",
+    "Trainer",
+    "gpt_model",
+    "in_half_precision",
+    "process_groups",
+    "transformer_config",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,65 @@ def _free_port() -> int:
         return port
 
 
+def transformer_config(options: ModelOptions, **changes: Any) -> Any:
+    """Megatron's `TransformerConfig` of a model that draws no random numbers and needs no extension.
+
+    Args:
+        options: the model's shape.
+        changes: further fields, and other values.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    fields: dict[str, Any] = {
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "num_attention_heads": options.heads,
+        "num_query_groups": options.query_groups,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": options.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+    }
+    return TransformerConfig(**{**fields, **changes})
+
+
+def gpt_model(options: ModelOptions, config: Any, spec: Any = None) -> nn.Module:
+    """A GPTModel on the host.
+
+    Args:
+        options: the model's shape.
+        config: Megatron's `TransformerConfig`.
+        spec: of a layer or a block; by default the local one with a core attention for packs.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    model: nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_block_varlen_spec(config) if spec is None else spec,
+        vocab_size=options.vocab,
+        max_sequence_length=options.max_tokens,
+        position_embedding_type="rope",
+        rotary_percent=1.0,
+    )
+    return model
+
+
+def in_half_precision(model: nn.Module) -> nn.Module:
+    """What is called in place of a model: itself, or where its config says bf16, Megatron's wrapper."""
+    from megatron.core.transformer.module import Float16Module
+
+    config: Any = model.config
+    wrapped: nn.Module = Float16Module(config, model) if config.bf16 else model
+    return wrapped
+
+
 class Trainer:
     """One model with its optimizer, trained on packs.
 
@@ -109,42 +175,13 @@ class Trainer:
         spec: Any = None,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.transformer import TransformerConfig
-        from megatron.core.transformer.module import Float16Module
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.options = options
         torch.manual_seed(options.seed)
-        dtype = torch.bfloat16 if options.bf16 else torch.float32
-        transformer = TransformerConfig(
-            **{
-                "num_layers": options.layers,
-                "hidden_size": options.hidden,
-                "num_attention_heads": options.heads,
-                "num_query_groups": options.query_groups,
-                "use_cpu_initialization": True,
-                "gradient_accumulation_fusion": False,
-                "bias_dropout_fusion": False,
-                "apply_rope_fusion": False,
-                "masked_softmax_fusion": False,
-                "hidden_dropout": 0.0,
-                "attention_dropout": 0.0,
-                "bf16": options.bf16,
-                "params_dtype": dtype,
-                "pipeline_dtype": dtype,
-                **(config or {}),
-            }
-        )
-        self.chunk: Any = GPTModel(
-            config=transformer,
-            transformer_layer_spec=get_gpt_block_varlen_spec(transformer) if spec is None else spec,
-            vocab_size=options.vocab,
-            max_sequence_length=options.max_tokens,
-            position_embedding_type="rope",
-            rotary_percent=1.0,
-        ).to(self.device)
-        module = Float16Module(transformer, self.chunk) if options.bf16 else self.chunk
+        transformer = transformer_config(options, **(config or {}))
+        self.chunk: Any = self.make_chunk(transformer, spec).to(self.device)
+        module = in_half_precision(self.chunk)
         self.model: Any = DistributedDataParallel(
             config=transformer,
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {})),
@@ -156,6 +193,15 @@ class Trainer:
             transformer.finalize_model_grads_func = finalize_model_grads
         transformer.no_sync_func = self.model.no_sync
         self.optimizer: Any = self.make_optimizer()
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        """The model itself.
+
+        Args:
+            config: Megatron's `TransformerConfig`.
+            spec: as `Trainer` was given it.
+        """
+        return gpt_model(self.options, config, spec)
 
     def make_optimizer(self) -> Any:
         """Megatron's optimizer for the model, distributed where its DDP is."""

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 import megagraph
-from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.cli.trainer import (
+    ModelOptions,
+    Trainer,
+    gpt_model,
+    in_half_precision,
+    transformer_config,
+)
 from megagraph.config import GraphConfig
 from megagraph.dispatch import Capacity
 
@@ -195,6 +201,14 @@ def assert_same(one: Step, other: Step, where: str = "") -> None:
     assert one.grads.keys() == other.grads.keys()
     bad = [name for name, grad in one.grads.items() if not torch.equal(grad, other.grads[name])]
     assert not bad, f"{where} gradients of {bad}"
+
+
+def plain_model(seed: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A GPTModel that no DDP has seen, and what is called in its place."""
+    torch.manual_seed(seed)
+    model = gpt_model(OPTIONS, transformer_config(OPTIONS))
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model, in_half_precision(model)
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import megagraph
-from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.cli.trainer import ModelOptions, Trainer, transformer_config
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 3
@@ -144,6 +144,20 @@ def train_twins(
     for one, other in zip(eager_losses, graphed_losses, strict=True):
         assert torch.equal(one, other), "evaluation"
     return report
+
+
+def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and gradients of a step of two tensor-parallel ranks, with norms of queries and keys."""
+    spec = megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), qk_layernorm=True)
+    config = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": sequence_parallel,
+        "qk_layernorm": True,
+    }
+    trainer = Trainer(OPTIONS, config=config, spec=spec)
+    micros = [rig.Micro(lengths=(9, 21)), rig.Micro(lengths=(3, 30, 7), seed=1)]
+    left = rig.step(trainer, micros, update=False)
+    return [loss.cpu() for loss in left.losses], {name: grad.cpu() for name, grad in left.grads.items()}
 
 
 # -- what one rank alone does ----------------------------------------------------------------------

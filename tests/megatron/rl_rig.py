@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, grads, graph_config
+from megatron_rig import OPTIONS, Micro, grads, graph_config, plain_model
 from torch import Tensor, nn
 
 import megagraph
@@ -48,35 +48,10 @@ def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
 
 
 def frozen_model(seed: int) -> tuple[nn.Module, nn.Module]:
-    """A GPTModel that no DDP has seen and that is never trained, and what is called in its place."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    torch.manual_seed(seed)
-    dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=OPTIONS.hidden,
-        num_attention_heads=OPTIONS.heads,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=OPTIONS.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-    )
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=megagraph.get_gpt_layer_varlen_spec(),
-        vocab_size=OPTIONS.vocab,
-        max_sequence_length=OPTIONS.max_tokens,
-        position_embedding_type="rope",
-    ).to("cuda" if torch.cuda.is_available() else "cpu")
+    """A GPTModel that is never trained, and what is called in its place."""
+    model, called = plain_model(seed)
     model.eval().requires_grad_(False)
-    return model, Float16Module(config, model) if OPTIONS.bf16 else model
+    return model, called
 
 
 def _token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HybridModel with attention and MLP layers: graphed like GPTModel, or refused by name."""
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable
@@ -51,64 +52,23 @@ class HybridTrainer(Trainer):
     """The reference loop around a HybridModel."""
 
     def __init__(
-        self,
-        *,
-        pattern: str = PATTERN,
-        spec: Any = None,
-        position: str = "rope",
-        config: dict[str, Any] | None = None,
-        ddp: dict[str, Any] | None = None,
+        self, *, pattern: str = PATTERN, spec: Any = None, position: str = "rope", **further: Any
     ) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer import TransformerConfig
-        from megatron.core.transformer.module import Float16Module
+        self._pattern, self._position = pattern, position
+        super().__init__(dataclasses.replace(OPTIONS, layers=len(pattern)), spec=spec, **further)
 
-        self.options = OPTIONS
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(OPTIONS.seed)
-        dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
-        transformer = TransformerConfig(
-            **{
-                "num_layers": len(pattern),
-                "hidden_size": OPTIONS.hidden,
-                "num_attention_heads": OPTIONS.heads,
-                "use_cpu_initialization": True,
-                "gradient_accumulation_fusion": False,
-                "bias_dropout_fusion": False,
-                "apply_rope_fusion": False,
-                "hidden_dropout": 0.0,
-                "attention_dropout": 0.0,
-                "bf16": OPTIONS.bf16,
-                "params_dtype": dtype,
-                "pipeline_dtype": dtype,
-                **(config or {}),
-            }
-        )
-        self.chunk: Any = HybridModel(
-            config=transformer,
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        model: nn.Module = HybridModel(
+            config=config,
             hybrid_stack_spec=megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
-            vocab_size=OPTIONS.vocab,
-            max_sequence_length=OPTIONS.max_tokens,
-            hybrid_layer_pattern=pattern,
-            position_embedding_type=position,
-        ).to(self.device)
-        self.model: Any = DistributedDataParallel(
-            config=transformer,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {})),
-            module=Float16Module(transformer, self.chunk) if OPTIONS.bf16 else self.chunk,
+            vocab_size=self.options.vocab,
+            max_sequence_length=self.options.max_tokens,
+            hybrid_layer_pattern=self._pattern,
+            position_embedding_type=self._position,
         )
-        transformer.finalize_model_grads_func = finalize_model_grads
-        transformer.no_sync_func = self.model.no_sync
-        self.optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-3, bf16=OPTIONS.bf16, params_dtype=dtype, clip_grad=0.0),
-            [self.model],
-        )
+        return model
 
 
 def packs(count: int) -> list[list[Micro]]:

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The specs without Transformer Engine: which norms they build, and that training keeps its bits."""
 
-import contextlib
 import importlib.util
-import os
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import parallel_jobs
 import pytest
 import torch
 from megatron_rig import (
@@ -21,11 +18,11 @@ from megatron_rig import (
     step,
 )
 from torch import Tensor, nn
+from worlds import World
 
 import megagraph
-from megagraph.cli.trainer import Trainer
+from megagraph.cli.trainer import Trainer, transformer_config
 from megagraph.config import GraphConfig
-from megagraph.megatron.cpu import megatron_on_cpu
 from megagraph.modules import Norm, VarlenAttention
 
 pytestmark = pytest.mark.megatron
@@ -41,16 +38,8 @@ each_kind = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 each_qk = pytest.mark.parametrize("qk_layernorm", [False, True], ids=["no q and k norm", "q and k norm"])
 
 
-def transformer_config(**changes: Any) -> Any:
-    """A config of as many layers as the rig's models have."""
-    from megatron.core.transformer import TransformerConfig
-
-    shape = {"num_layers": LAYERS, "hidden_size": OPTIONS.hidden, "num_attention_heads": OPTIONS.heads}
-    return TransformerConfig(**{**shape, **changes})
-
-
 def block_spec(**arguments: Any) -> Any:
-    return megagraph.get_gpt_block_varlen_spec(transformer_config(), **arguments)
+    return megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), **arguments)
 
 
 def stock_spec(**arguments: Any) -> Any:
@@ -164,7 +153,7 @@ def test_a_zero_centred_model_begins_as_the_plain_one() -> None:
 def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    config = transformer_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    config = transformer_config(OPTIONS, tensor_model_parallel_size=2, sequence_parallel=True)
     with pytest.raises(AssertionError, match="sequence parallel not supported"):
         WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
     spec = megagraph.get_gpt_block_varlen_spec(config)
@@ -173,55 +162,19 @@ def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:
     assert [param.sequence_parallel for param in norm.parameters()] == [True, True]
 
 
-def _train_on(rank: int, folder: str) -> None:
-    """One of two tensor-parallel ranks: a step without and one with sequence parallelism."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with megatron_on_cpu():
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=120),
-        )
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        get_cuda_rng_tracker().fork = contextlib.nullcontext  # its streams are a GPU's
-        for is_parallel in (False, True):
-            config = {
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": is_parallel,
-                "qk_layernorm": True,
-            }
-            spec = megagraph.get_gpt_block_varlen_spec(transformer_config(), qk_layernorm=True)
-            trainer = Trainer(OPTIONS, config=config, spec=spec)
-            left = step(trainer, [Micro(lengths=(9, 21)), Micro(lengths=(3, 30, 7), seed=1)], update=False)
-            torch.save((left.losses, left.grads), Path(folder, f"{rank} {is_parallel}.pt"))
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes over gloo, on the CPU")
-def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism(tmp_path: Path) -> None:
+def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism(world2: World) -> None:
     """Each rank sees half of the rows, and has the gradient of all of them in the end."""
-    torch.multiprocessing.spawn(_train_on, args=(str(tmp_path),), nprocs=2)
-    found: dict[tuple[int, bool], tuple[list[Tensor], dict[str, Tensor]]] = {
-        (rank, is_parallel): torch.load(tmp_path / f"{rank} {is_parallel}.pt")
-        for rank in range(2)
-        for is_parallel in (False, True)
-    }
-    for rank in range(2):
-        (losses, grads), (wanted, expected) = found[rank, True], found[rank, False]
+
+    def on_every_rank(sequence_parallel: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+        return world2.run(parallel_jobs.one_step, tensor_parallel=2, sequence_parallel=sequence_parallel)
+
+    shared, whole = on_every_rank(True), on_every_rank(False)
+    for (losses, grads), (wanted, expected) in zip(shared, whole, strict=True):
         for loss, other in zip(losses, wanted, strict=True):
             torch.testing.assert_close(loss, other)
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-    ours = [name for name in found[0, True][1] if "norm" in name]
+    ours = [name for name in shared[0][1] if "norm" in name]
     assert len(ours) == 2 * (4 * LAYERS + 1)
-    assert all(torch.equal(found[0, True][1][name], found[1, True][1][name]) for name in ours)
+    assert all(torch.equal(shared[0][1][name], shared[1][1][name]) for name in ours)

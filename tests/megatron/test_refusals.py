@@ -16,11 +16,12 @@ from megatron_rig import (
     Twins,
     evaluate,
     grads,
+    plain_model,
     report_of,
     schedule,
     step,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 import megagraph
 from megagraph.cli.trainer import Trainer
@@ -175,43 +176,12 @@ def test_queries_and_keys_with_offsets_of_their_own_run_eager(install: Install) 
     assert report["replays"] == 2 * LAYERS
 
 
-def _plain_model() -> tuple[nn.Module, nn.Module, torch.device]:
-    """A GPTModel that no DDP has seen, and what is called in its place."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(7)
-    dtype = torch.bfloat16 if OPTIONS.bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=OPTIONS.hidden,
-        num_attention_heads=OPTIONS.heads,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=OPTIONS.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-    )
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=megagraph.get_gpt_layer_varlen_spec(),
-        vocab_size=OPTIONS.vocab,
-        max_sequence_length=OPTIONS.max_tokens,
-        position_embedding_type="rope",
-    ).to(device)
-    return model, Float16Module(config, model) if OPTIONS.bf16 else model, device
-
-
 def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: Install) -> None:
     install()
     left: list[list[tuple[list[Tensor], dict[str, Tensor]]]] = []
     for eager in (True, False):
-        model, called, device = _plain_model()
+        model, called = plain_model(seed=7)
+        device = next(model.parameters()).device
         left.append([])
         for index in range(4):
             for param in model.parameters():
