@@ -215,14 +215,11 @@ def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]])
     return trainer
 
 
-def _seed_streams(job: Job) -> None:
-    """Megatron's random streams, which sequence parallelism swaps in whether anything drops out or not.
-
-    Transformer Engine's attention draws from them even so: they are its own, which a graph can advance.
-    """
+def _seed_streams() -> None:
+    """Megatron's random streams, which sequence parallelism swaps in whether anything drops out or not."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=job.transformer_engine)
+    model_parallel_cuda_manual_seed(1234)
 
 
 def main(name: str, what: str) -> None:
@@ -232,7 +229,7 @@ def main(name: str, what: str) -> None:
     torch.use_deterministic_algorithms(True)
     with process_groups(job.tensor_parallel):
         rank = distributed.get_rank()
-        _seed_streams(job)
+        _seed_streams()
         measured = measure_bits(job) if what == "bits" else measure_time(job, what)
         megatron.uninstall()
     if rank == 0:

@@ -37,16 +37,23 @@ def held_workspaces() -> list[Tensor]:
 
 
 def block_context(config: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What a block enters around its layers: under sequence parallelism, a random stream of each rank."""
-    if not config.sequence_parallel:
-        return contextlib.nullcontext
+    """What a capture has to enter around a layer, of what its block enters around all layers.
 
-    def fork() -> contextlib.AbstractContextManager[Any]:
-        (tracker,) = rng_trackers()  # looked up each time: the method is another one in a capture
+    Under sequence parallelism that is a random stream of each rank. Where streams are saved states, the block
+    writes one into the default generator, whose graphs draw from whatever it holds when they are replayed.
+    Where they are generators, the block puts another one in its place, and a graph keeps the one it was
+    captured with.
+    """
+    from megatron.core.tensor_parallel import random as streams
+
+    def own_stream() -> contextlib.AbstractContextManager[Any]:
+        (tracker,) = rng_trackers()  # may be made anew at any time
+        if not streams.is_graph_safe_cuda_rng_tracker(tracker):
+            return contextlib.nullcontext()
         forked: contextlib.AbstractContextManager[Any] = tracker.fork()
         return forked
 
-    return fork
+    return own_stream if config.sequence_parallel else contextlib.nullcontext
 
 
 @contextlib.contextmanager

@@ -88,8 +88,11 @@ def _run(
     evaluate_at: int | None,
     steps: list[list[rig.Micro]],
 ) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
     megagraph.install(config)
     try:
+        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
         trainer = make()
         done, evaluated = [], []
         for index, micros in enumerate(steps):
