@@ -26,7 +26,7 @@ def layer_sites(
 
     Args:
         layers: of the block, in execution order.
-        context: what the block enters around its layers; a capture runs them without their block.
+        context: entered around each; a capture runs layers without their block.
     """
 
     def forward(layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Tensor:
