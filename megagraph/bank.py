@@ -250,6 +250,8 @@ class Bank:
         for slot, captured in enumerate(by_slot):
             for site in captured:
                 self._set_graph(chain, variant, index, slot, site, buffers[slot])
+                if site.reached:
+                    chain.gradient_order[site.rank] = site.reached
         chain.variants[variant.key] = index
 
     def _set_graph(

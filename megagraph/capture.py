@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.accumulators import swap_of, swapped
 from megagraph.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.backends import Backend
 from megagraph.dispatch import EagerReason
@@ -65,27 +66,8 @@ class CapturedSite:
     # Of parameters without main_grad: their gradients are handed to autograd.
     params: list[nn.Parameter] = field(default_factory=list)
     param_grads: list[Tensor] = field(default_factory=list)
-
-
-def _already_added(param: Tensor) -> Callable[[], bool] | None:
-    """Asks, at the gradient's turn, whether a layer with fused accumulation has added it itself."""
-    if main_grad_of(param) is None or not hasattr(param, "grad_added_to_main_grad"):
-        return None
-    return lambda: bool(param.grad_added_to_main_grad) and not getattr(param, "zero_out_wgrad", False)
-
-
-def _swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
-    params = site.trainable() if training else []
-    return _C.AccumulatorSwap([(param, main_grad_of(param), _already_added(param)) for param in params])
-
-
-@contextlib.contextmanager
-def _swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
-    swap.install()
-    try:
-        yield
-    finally:
-        swap.restore()
+    # Parameters with main_grad, in the order in which the backward pass reached them.
+    reached: list[nn.Parameter] = field(default_factory=list)
 
 
 def _line_of(error: BaseException) -> str:
@@ -132,6 +114,8 @@ class _Plan:
         """Turns what goes wrong inside, here or on another rank, into a CaptureError that says where."""
         try:
             yield
+        except GroupGaveUp:
+            raise
         except CaptureError as error:
             if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
                 self._tell(Verdict.FAILED)
@@ -180,6 +164,7 @@ class _Plan:
             site = self._sites[rank]
             before = self._rng.snapshot()
             with self._named(rank, "warm-up"):
+                self._meet(rank, "warm-up")  # a rank that got no further enters no collective
                 with leaves_no_trace([site], work_runs=True), self._guard():
                     y = self._run_once(rank, x)
                 if self._rng.drew_unsafely(before):
@@ -193,7 +178,7 @@ class _Plan:
 
     def _run_once(self, rank: int, x: Tensor) -> Tensor:
         site, training = self._sites[rank], self._variant.training
-        with _swapped(_swap_of(site, training)), torch.set_grad_enabled(training):
+        with swapped(swap_of(site, training)), torch.set_grad_enabled(training):
             y = site.call(x.detach().requires_grad_(training), **self._arguments)
             # A rank that failed by now takes no part in the backward's collectives.
             self._meet(rank, "warm-up of the forward")
@@ -205,7 +190,9 @@ class _Plan:
 
     def record(self) -> list[CapturedSite]:
         """Captures as Note [Capture plan] says."""
-        swaps = {rank: _swap_of(self._sites[rank], self._variant.training) for rank in self._captured}
+        reached: dict[int, dict[nn.Parameter, None]] = {rank: {} for rank in self._captured}
+        training = self._variant.training
+        swaps = {rank: swap_of(self._sites[rank], training, reached[rank]) for rank in self._captured}
         for rank, captured in self._captured.items():
             with self._named(rank, "capture of the forward"):
                 captured.forward = self._backend.record(self._pool, self._forward(rank, swaps[rank]))
@@ -213,6 +200,7 @@ class _Plan:
             for rank, captured in reversed(self._captured.items()):
                 with self._named(rank, "capture of the backward"):
                     captured.backward = self._backend.record(self._pool, self._backward(rank, swaps[rank]))
+                captured.reached = list(reached[rank])
         return list(self._captured.values())
 
     def _forward(self, rank: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
@@ -224,7 +212,7 @@ class _Plan:
                 captured.input = self._empty_rows() if before is None else before.output
             assert captured.input is not None
             x = captured.input.detach().requires_grad_(training)
-            with _swapped(swap), self._guard(), torch.set_grad_enabled(training):
+            with swapped(swap), self._guard(), torch.set_grad_enabled(training):
                 y = site.call(x, **self._arguments)
             captured.output = self._backend.keep(captured.output, y)
             if training:
@@ -244,7 +232,7 @@ class _Plan:
                         torch.empty_like(captured.output) if after is None else after.grad_input
                     )
             x, y = self._open.pop(rank)
-            with _swapped(swap), self._guard():
+            with swapped(swap), self._guard():
                 torch.autograd.backward(y, captured.grad_output)
             if x.grad is None:
                 raise ValueError("expected a gradient of the hidden states, got none")

@@ -4,7 +4,7 @@
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.dispatch import EagerReason
@@ -24,6 +24,8 @@ class Chain:
         self.variants: dict[Hashable, int] = {}
         # Variants of which no site could be captured, and why the first one could not.
         self.uncapturable: dict[Hashable, EagerReason] = {}
+        # Of each captured rank: its parameters with main_grad, as the backward pass reaches them.
+        self.gradient_order: dict[int, Sequence[nn.Parameter]] = {}
         self.first_pool = first_pool
         self.num_slots = num_slots
 

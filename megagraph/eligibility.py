@@ -4,6 +4,7 @@
 Looks only; captures nothing.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -56,17 +57,19 @@ class HookWatch:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         owners = [child for module in modules for child in module.modules()]
-        self._tables: list[Mapping[int, Any]] = [
-            getattr(owner, name) for owner in owners for name in _MODULE_HOOKS
-        ]
-        self._params = [param for owner in owners for param in owner.parameters(recurse=False)]
+        # Weakly, and the tables not at all: a hook may hold the model.
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._params = [weakref.ref(p) for owner in owners for p in owner.parameters(recurse=False)]
         self._seen = self._look()
 
     def _look(self) -> tuple[list[tuple[int, ...]], int, int]:
         # Handles are numbered through, so that keys tell hooks apart.
-        keys = [tuple(table) for table in self._tables if table]
-        on_tensors = sum(len(param._backward_hooks or ()) for param in self._params)
-        on_accumulators = sum(map(_C.count_accumulator_hooks, self._params))
+        owners = [owner for ref in self._owners if (owner := ref()) is not None]
+        params = [param for ref in self._params if (param := ref()) is not None]
+        tables = (getattr(owner, name) for owner in owners for name in _MODULE_HOOKS)
+        keys = [tuple(table) for table in tables if table]
+        on_tensors = sum(len(param._backward_hooks or ()) for param in params)
+        on_accumulators = sum(map(_C.count_accumulator_hooks, params))
         return keys, on_tensors, on_accumulators
 
     def has_changed(self) -> bool:

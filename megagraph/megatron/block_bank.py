@@ -63,8 +63,7 @@ class BlockBank:
         self._annotate = annotate
         self._progress = progress
         block: Any = model.decoder
-        config: Any = model.config
-        self._specs = layer_sites(list(block.layers), while_capturing.block_context(config))
+        self._specs = layer_sites(list(block.layers), while_capturing.block_context(block))
         self._device = next(model.parameters()).device
         self.peers = Peers(model)
         self._workspaces: list[Tensor] = []
@@ -145,8 +144,11 @@ class BlockBank:
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
-    ) -> None:
-        """Captures each capacity for each kind. A failure is logged and leaves layers eager.
+    ) -> bool:
+        """Captures each capacity for each kind. A failure of a layer is logged and leaves it eager.
+
+        Returns:
+            False where everything had to be dropped, also what was captured before.
 
         Args:
             capacities: shapes.
@@ -159,7 +161,7 @@ class BlockBank:
             self._ineligible = self._find_ineligible()
             self._skip(self._ineligible_in_group())
             self._hooks = HookWatch(self.layers)
-            gradients.listen(self.chain.chunk, self._ddp(), self.layers)
+            gradients.listen(self.chain, self._ddp(), self.layers)
         variants = [
             self._variant(capacity, kind, row_shape, dtype, params_type)
             for kind in kinds
@@ -171,12 +173,12 @@ class BlockBank:
         except GroupGaveUp as error:
             _log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
-            return
+            return False
         except Exception as error:
             _log.exception("capture failed; training goes on eager")
             self.peers.exchange([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
-            return
+            return False
         self._workspaces = while_capturing.held_workspaces()
         self.failures += [str(failure) for failure in self.bank.failures]
         self.bank.failures.clear()
@@ -190,6 +192,7 @@ class BlockBank:
             self.bank.capture_seconds,
             "; ".join(str(capacity) for capacity in capacities),
         )
+        return True
 
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""

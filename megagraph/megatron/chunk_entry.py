@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megagraph.dispatch import EagerReason
 from megagraph.megatron.micro_batch import MicroBatch
 from megagraph.megatron.peers import Peers
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
@@ -48,6 +49,8 @@ class ChunkEntry:
                     training=model.training,
                     is_skipped=is_cuda_graph_skipped(),
                 )
+                if batch.entry_padding and any(given.get(name) is not None for name in _TAKE_ROWS_AS_GIVEN):
+                    batch.run_as_given(EagerReason.SIGNATURE_CHANGED)
                 if batch.capacity is not None:
                     replays = batch.reason is None
                     params = batch.constant_params() if replays else batch.canonical_params()
@@ -136,19 +139,14 @@ def _num_tokens(given: dict[str, Any], peers: Peers) -> int:
 _ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
 
 
-def _pad_rows(given: dict[str, Any], rows: int) -> None:
-    """Adds rows to each row list of a model's arguments.
+# Arguments that fit the rows that were given, and no others.
+_TAKE_ROWS_AS_GIVEN = ("decoder_input", "output_processor")
 
-    Raises:
-        ValueError: where hidden states are given in place of token ids.
-    """
+
+def _pad_rows(given: dict[str, Any], rows: int) -> None:
+    """Adds rows to each row list of a model's arguments."""
     if rows == 0:
         return
-    if given.get("decoder_input") is not None:
-        raise ValueError(
-            "under sequence parallelism, hidden states given as decoder_input are not padded: expected as "
-            f"many rows as a capacity has, got {rows} fewer"
-        )
     for name, filler in _ROW_LISTS.items():
         rows_given: Tensor | None = given.get(name)
         if rows_given is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph import _C
+from megagraph.bank import Chain
 
 __all__ = ["ParamSyncs", "accumulator_hooks", "find_ddp", "is_ddp_hook", "listen"]
 
@@ -34,31 +34,34 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     return lambda param: int(param in groups)
 
 
-def listen(chunk: _C.Chunk, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
     """Reports each finished site to the DDP's buckets, as its own hooks would.
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
     asks, so that the backward pass needs no GIL. Each parameter is reported once, since DDP compares
-    counts with those of its first step, and in the order in which eager's backward passes reach them:
-    buckets are filled in it, and ranks, of which another may run eager, must reduce them in one order.
+    counts with those of its first step, and in the order in which the backward pass reached them: buckets
+    that are complete are reduced, and a rank that runs eager beside this one reduces them in that order.
     """
     ddp_config: Any = getattr(ddp, "ddp_config", None)
     if ddp is None or not ddp_config.overlap_grad_reduce:
         return
     groups: Any = ddp.param_to_bucket_group
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    of_layers = [reversed(list(layer.parameters())) for layer in layers]
-    params = [[p for p in of_layer if p.requires_grad and p in groups] for of_layer in of_layers]
+    params = [[p for p in layer.parameters() if p.requires_grad and p in groups] for layer in layers]
+    order_of = weakref.ref(chain)
 
     def wants() -> bool:
         return any(groups[param].is_last_microbatch for site in params for param in site[:1])
 
     def done(rank: int) -> None:
         module: Any = ddp_ref()
-        for param in params[rank]:
+        order: Any = order_of()
+        # A parameter without a gradient is reported too, as eager's count would miss it for ever.
+        reached = dict.fromkeys((*order.gradient_order.get(rank, ()), *params[rank]))
+        for param in (param for param in reached if param in groups):
             groups[param].register_grad_ready(param, module.force_all_reduce)
 
-    chunk.set_listener(wants, done)
+    chain.chunk.set_listener(wants, done)
 
 
 class ParamSyncs:
@@ -81,7 +84,7 @@ class ParamSyncs:
         self._ddp = weakref.ref(ddp)
         self._groups = []
         for layer in layers:
-            # In the order of the submodules' hooks: a finished group starts the next one's gather.
+            # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
             of_layer = {id(group_of[p]): group_of[p] for p in layer.parameters() if p in group_of}
             self._groups.append(list(of_layer.values()))
 

@@ -121,15 +121,15 @@ def reports() -> list[dict[str, Any]]:
 def suspend() -> None:
     """Runs every model eager until `resume()`; call it before weights or gradients are moved away."""
     plugin = installed_plugin()
-    for graphs in [] if plugin is None else plugin.all_graphs():
-        graphs.suspend()
+    if plugin is not None:
+        plugin.suspend()
 
 
 def resume() -> None:
     """Replays again; what moved is captured anew at the next step boundary."""
     plugin = installed_plugin()
-    for graphs in [] if plugin is None else plugin.all_graphs():
-        graphs.resume()
+    if plugin is not None:
+        plugin.resume()
 
 
 # Graphs must be gone before process groups are: NCCL waits for them for ever.

@@ -3,8 +3,8 @@
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 
 from megagraph.dispatch import EagerReason
 from megagraph.megatron.model_graphs import ModelGraphs
@@ -23,24 +23,29 @@ class IntervalLog:
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._steps = 0
-        self._before: Counter[tuple[int, str]] = Counter()  # by the id of the graphs and the counter's name
+        # Of each model: its training steps, and its counters at the last line.
+        self._seen: weakref.WeakKeyDictionary[ModelGraphs, tuple[int, Mapping[str, int]]]
+        self._seen = weakref.WeakKeyDictionary()
 
     def after_training_step(self, models: Iterable[ModelGraphs]) -> None:
-        """Counts a step, and writes the lines that are due."""
-        self._steps += 1
-        if self._interval == 0 or self._steps % self._interval or int(os.environ.get("RANK", "0")) != 0:
+        """Counts a step of each model, and writes the lines that are due."""
+        if self._interval == 0 or int(os.environ.get("RANK", "0")) != 0:
             return
         for graphs in models:
-            _log.info("steps %d-%d: %s", self._steps - self._interval + 1, self._steps, self._line(graphs))
+            steps, before = self._seen.get(graphs, (0, {}))
+            steps += 1
+            if steps % self._interval == 0:
+                now = graphs.block.counters()
+                since = {name: count - before.get(name, 0) for name, count in now.items()}
+                _log.info("steps %d-%d: %s: %s", steps - self._interval + 1, steps, graphs.name, _line(since))
+                before = now
+            self._seen[graphs] = steps, before
 
-    def _line(self, graphs: ModelGraphs) -> str:
-        now = Counter({(id(graphs), name): count for name, count in graphs.block.counters().items()})
-        since = {name: count - self._before[key, name] for (key, name), count in now.items()}
-        self._before.update(now - self._before)
-        eager = {reason.name: since[reason.name] for reason in EagerReason if since[reason.name]}
-        reasons = ", ".join(f"{name} {count}" for name, count in eager.items())
-        return (
-            f"{graphs.name}: {since['replays']} of {since['calls']} layer calls replayed, "
-            f"{sum(eager.values())} eager{f' ({reasons})' if reasons else ''}"
-        )
+
+def _line(since: Mapping[str, int]) -> str:
+    eager = {reason.name: since[reason.name] for reason in EagerReason if since[reason.name]}
+    reasons = ", ".join(f"{name} {count}" for name, count in eager.items())
+    return (
+        f"{since['replays']} of {since['calls']} layer calls replayed, "
+        f"{sum(eager.values())} eager{f' ({reasons})' if reasons else ''}"
+    )

@@ -115,6 +115,11 @@ class MicroBatch:
         fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
         return new_params(type(self.params), fields)
 
+    def run_as_given(self, reason: EagerReason) -> None:
+        """Takes the decision back: nothing pads this pack."""
+        self.capacity = self.kind = None
+        self.reason = reason
+
     @property
     def entry_padding(self) -> int:
         """Rows to add to each row list of the model's input."""

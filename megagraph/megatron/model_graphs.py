@@ -225,13 +225,15 @@ class ModelGraphs:
             self._of_other_settings -= due
             self._captured |= due
             assert self._hidden is not None and self._params_type is not None
-            self.block.capture(
+            is_kept = self.block.capture(
                 self.capacities,
                 due,
                 row_shape=self._hidden[0],
                 dtype=self._hidden[1],
                 params_type=self._params_type,
             )
+            if not is_kept:
+                self._captured = set(due)  # and stay eager; what was captured before is due again
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
@@ -264,9 +266,9 @@ class ModelGraphs:
         self._has_resumed = self._has_resumed or self._is_suspended
         self._is_suspended = False
 
-    def leave_groups(self) -> None:
-        """Drops every graph that holds collectives, before their communicators go."""
-        if self.block.peers.size > 1:
+    def leave_group(self, group: Any) -> None:
+        """Drops every graph that holds collectives of a group that is about to go; None is every group."""
+        if self.block.peers.use(group):
             self.block.peers.leave()
             self.block.start_anew()
             self._captured.clear()

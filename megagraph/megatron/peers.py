@@ -33,11 +33,11 @@ class Peers:
         self._group: Any = None
 
     def _gloo_group(self) -> Any:
-        group = self._tensor_group
-        if group is None:
+        if self._tensor_group is None:
             from megatron.core import parallel_state
 
-            group = parallel_state.get_tensor_model_parallel_group()
+            self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        group = self._tensor_group
         # Only the members take part in the call: other groups make theirs whenever they get there.
         return distributed.new_group(
             distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
@@ -54,9 +54,14 @@ class Peers:
         found: list[int] = largest.tolist()
         return found
 
+    def use(self, group: Any) -> bool:
+        """Whether the graphs hold collectives of a process group; None and the world are every group."""
+        everything = group is None or group is distributed.group.WORLD
+        return self.size > 1 and (everything or group is self._tensor_group)
+
     def leave(self) -> None:
-        """Forgets the group, which is about to be destroyed."""
-        self._group = None
+        """Forgets the group, which is about to be destroyed; Megatron says which comes after it."""
+        self._group = self._tensor_group = None
 
     def agree_on(self, what: str) -> bool:
         """Whether every rank of the group says the same."""

@@ -53,6 +53,7 @@ class Plugin:
         self._interval_log = IntervalLog(config.log_interval)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._is_suspended = False
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
@@ -66,6 +67,8 @@ class Plugin:
             ddp = gradients.find_ddp(self._step_models, model)
             progress = self._progress() if self._progress is not None else None
             graphs = ModelGraphs(model, ddp, self.config, progress)
+            if self._is_suspended:
+                graphs.suspend()
             self._graphs[model] = graphs
             self._of_block[model.decoder] = graphs  # type: ignore[index]
             weakref.finalize(model, self._gone.append, graphs).atexit = False
@@ -142,8 +145,9 @@ class Plugin:
         @functools.wraps(original)
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self._retire()
+            group = args[0] if args else kwargs.get("group")
             for graphs in self.all_graphs():
-                graphs.leave_groups()
+                graphs.leave_group(group)
             return original(*args, **kwargs)
 
         return destroy
@@ -165,6 +169,18 @@ class Plugin:
             graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
             yield
             graphs.after_step()
+
+    def suspend(self) -> None:
+        """Runs every model eager until `resume()`, also those that are still to come."""
+        self._is_suspended = True
+        for graphs in self.all_graphs():
+            graphs.suspend()
+
+    def resume(self) -> None:
+        """Replays again."""
+        self._is_suspended = False
+        for graphs in self.all_graphs():
+            graphs.resume()
 
     def release(self) -> None:
         """Drops every graph of every model."""

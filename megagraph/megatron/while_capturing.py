@@ -36,15 +36,19 @@ def held_workspaces() -> list[Tensor]:
     return list(parallel_state.get_global_memory_buffer().buffer.values())
 
 
-def block_context(config: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """What a capture has to enter around a layer, of what its block enters around all layers.
 
-    Under sequence parallelism that is a random stream of each rank. Where streams are saved states, the block
-    writes one into the default generator, whose graphs draw from whatever it holds when they are replayed.
-    Where they are generators, the block puts another one in its place, and a graph keeps the one it was
-    captured with.
+    In a TransformerBlock under sequence parallelism that is a random stream of each rank. Where streams are
+    saved states, the block writes one into the default generator, whose graphs draw from whatever it holds
+    when they are replayed. Where they are generators, the block puts another one in its place, and a graph
+    keeps the one it was captured with.
     """
     from megatron.core.tensor_parallel import random as streams
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    config: Any = block.config
+    has_own_stream = config.sequence_parallel and isinstance(block, TransformerBlock)
 
     def own_stream() -> contextlib.AbstractContextManager[Any]:
         (tracker,) = rng_trackers()  # may be made anew at any time
@@ -53,7 +57,7 @@ def block_context(config: Any) -> Callable[[], contextlib.AbstractContextManager
         forked: contextlib.AbstractContextManager[Any] = tracker.fork()
         return forked
 
-    return own_stream if config.sequence_parallel else contextlib.nullcontext
+    return own_stream if has_own_stream else contextlib.nullcontext
 
 
 @contextlib.contextmanager

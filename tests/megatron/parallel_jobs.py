@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import megagraph
+from megagraph import capture
 from megagraph.cli.trainer import ModelOptions, Trainer, transformer_config
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
@@ -180,6 +181,10 @@ def _fails_to_capture(layer: nn.Module) -> None:
     layer.forward = failing
 
 
+def _fails(*args: Any) -> None:
+    raise RuntimeError("this rank gives up")
+
+
 @contextlib.contextmanager
 def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     """Does `how` to rank 0 alone."""
@@ -198,6 +203,14 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     elif how == "skip" and index == TAMPERED_STEP:
         with megagraph.disable_cuda_graphs_this_step():
             yield
+    elif how == "give up" and index == 0:
+        # Outside of any layer, so that the whole capture ends here.
+        capture._Plan._empty_rows = _fails  # type: ignore[method-assign]
+        yield
+    elif how == "group" and index == TAMPERED_STEP:
+        alone = distributed.new_group([0], backend="gloo", use_local_synchronization=True)
+        distributed.destroy_process_group(alone)
+        yield
     elif how == "suspend" and index == TAMPERED_STEP:
         megagraph.suspend()
         yield
@@ -208,4 +221,8 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
 
 def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
     """As `train_twins()`, while something happens to rank 0 alone."""
-    return train_twins(transformer=transformer, around=partial(_tamper, how))
+    empty_rows = capture._Plan._empty_rows
+    try:
+        return train_twins(transformer=transformer, around=partial(_tamper, how))
+    finally:
+        capture._Plan._empty_rows = empty_rows  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def test_bits(world2: World, ddp: dict[str, Any]) -> None:
         assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]
 
 
-@pytest.mark.parametrize("bucket_size", [2000, 4000, 7000])
+@pytest.mark.parametrize("bucket_size", [1000, 2000, 4000])
 def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size: int) -> None:
     """Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started
     the reductions of their buckets in different orders, and each got what was meant for another bucket."""

@@ -50,6 +50,14 @@ def test_evaluation_between_steps(world2: World) -> None:
     [
         # A layer that rank 0 cannot capture is eager on both, from the first replayed step on.
         ("capture", {"CAPTURE_FAILED": CALLS - STEP_CALLS}, {"GROUP_DISAGREED": CALLS - STEP_CALLS}),
+        # Outside of any layer: every layer is, and nobody waits for a rank that has gone.
+        (
+            "give up",
+            {"CAPTURE_FAILED": 2 * (CALLS - STEP_CALLS)},
+            {"GROUP_DISAGREED": 2 * (CALLS - STEP_CALLS)},
+        ),
+        # A group of its own that one rank destroys is nobody else's business.
+        ("group", {}, {}),
         ("hook", {"FOREIGN_HOOK": CALLS - STEP_CALLS}, {"GROUP_DISAGREED": CALLS - STEP_CALLS}),
         ("address", {"ADDRESS_MOVED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
         ("skip", {"DISABLED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
