@@ -131,7 +131,7 @@ def test_the_readme_explains_every_eager_reason_in_order() -> None:
 def test_every_benchmark_that_a_page_names_exists() -> None:
     for path in DOCS:
         for name in re.findall(r"python -m benchmarks (\w+)", read(path)):
-            assert (ROOT / "benchmarks" / f"{name}.py").is_file(), f"{named(path)}: {name}"
+            assert (ROOT / "benchmarks" / f"bench_{name}.py").is_file(), f"{named(path)}: {name}"
 
 
 @pytest.mark.parametrize("path", DOCS, ids=named)

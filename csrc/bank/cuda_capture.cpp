@@ -163,6 +163,7 @@ class CudaExecutable final : public Executable {
     }
   }
   int64_t num_nodes() const override { return graph_->num_nodes; }
+  void* raw() const override { return exec_; }
 
  private:
   const std::unique_ptr<Graph> graph_;

@@ -16,6 +16,8 @@ class Executable {
   // Runs on the current stream, without the GIL.
   virtual void launch() = 0;
   virtual int64_t num_nodes() const = 0;
+  // The cudaGraphExec_t; null on the host.
+  virtual void* raw() const { return nullptr; }
 };
 
 // Host backend: runs `body` again on the static buffers. It shares every path with the GPU except

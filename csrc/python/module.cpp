@@ -92,6 +92,19 @@ void set_graph(Chunk& chunk, int rank, int variant, int slot, ExecutableHandle* 
   chunk.site(rank).set_graph(variant, slot, std::move(graph));
 }
 
+// The cudaGraphExec_t of each captured site, forward and backward, in execution order.
+std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chunk& chunk, int variant,
+                                                                        int slot) {
+  std::vector<uint64_t> forward, backward;
+  for (int rank = 0; rank < chunk.num_sites(); ++rank) {
+    const SiteGraph* graph = chunk.site(rank).graph(variant, slot);
+    if (graph == nullptr) continue;
+    forward.push_back(reinterpret_cast<uint64_t>(graph->forward->raw()));
+    if (graph->backward) backward.push_back(reinterpret_cast<uint64_t>(graph->backward->raw()));
+  }
+  return {forward, backward};
+}
+
 void set_listener(Chunk& chunk, std::function<bool()> wants, std::function<void(int)> done) {
   chunk.set_listener(std::make_shared<const GradientListener>(
       GradientListener{std::move(wants), std::move(done)}));
@@ -235,6 +248,7 @@ void bind_chunk(py::module_& m) {
            py::arg("fewer_rows"), py::arg("outputs"), py::arg("grad_outputs"),
            py::arg("grad_inputs"), py::arg("params"), py::arg("param_grads"), py::arg("reads"),
            py::arg("range") = "")
+      .def("raw_graph_execs", &raw_graph_execs, py::arg("variant"), py::arg("slot"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
       .def(
           "begin",

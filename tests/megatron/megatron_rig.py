@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 from megagraph.cli.trainer import (
@@ -29,6 +29,7 @@ LAYERS = 2
 OPTIONS = ModelOptions(
     layers=LAYERS, hidden=32, heads=2, vocab=VOCAB, max_tokens=64, bf16=torch.cuda.is_available()
 )
+HYBRID_PATTERN = "*-*-"
 CAPACITY = Capacity(tokens=64, num_seqs=5, max_seqlen=64)
 
 
@@ -152,13 +153,13 @@ def schedule(
     return [result["losses"] for result in results]
 
 
-def grads(chunk: torch.nn.Module) -> dict[str, Tensor]:
+def grads(chunk: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter's gradient: Megatron's `main_grad`, else `.grad`."""
     found = {name: getattr(param, "main_grad", param.grad) for name, param in chunk.named_parameters()}
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
-def weights(chunk: torch.nn.Module) -> dict[str, Tensor]:
+def weights(chunk: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter."""
     return {name: param.detach().clone() for name, param in chunk.named_parameters()}
 
@@ -203,7 +204,37 @@ def assert_same(one: Step, other: Step, where: str = "") -> None:
     assert not bad, f"{where} gradients of {bad}"
 
 
-def plain_model(seed: int) -> tuple[torch.nn.Module, torch.nn.Module]:
+class HybridTrainer(Trainer):
+    """The reference loop around a HybridModel."""
+
+    def __init__(
+        self, *, pattern: str = HYBRID_PATTERN, spec: Any = None, position: str = "rope", **further: Any
+    ) -> None:
+        self._pattern, self._position = pattern, position
+        super().__init__(dataclasses.replace(OPTIONS, layers=len(pattern)), spec=spec, **further)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        model: nn.Module = HybridModel(
+            config=config,
+            hybrid_stack_spec=megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
+            vocab_size=self.options.vocab,
+            max_sequence_length=self.options.max_tokens,
+            hybrid_layer_pattern=self._pattern,
+            position_embedding_type=self._position,
+        )
+        return model
+
+
+def te_layer_spec() -> Any:
+    """Megatron's layer of Transformer Engine's modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
+def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
     """A GPTModel that no DDP has seen, and what is called in its place."""
     torch.manual_seed(seed)
     model = gpt_model(OPTIONS, transformer_config(OPTIONS))

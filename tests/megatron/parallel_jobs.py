@@ -113,6 +113,7 @@ def train_twins(
     ddp: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     options: ModelOptions = OPTIONS,
+    transformer_engine: bool = False,
     data_parallel: bool = False,
     sharded: bool = False,
     misfits_on: int | None = None,
@@ -127,6 +128,7 @@ def train_twins(
         ddp: further fields of Megatron's DDP config.
         config: of the plugin.
         options: of the model.
+        transformer_engine: layers of its modules.
         data_parallel: give each rank packs of its own.
         sharded: shard the parameters over the ranks.
         misfits_on: the rank some of whose packs fit no capacity.
@@ -139,7 +141,8 @@ def train_twins(
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if data_parallel else 0, misfits=rank == misfits_on)
     trainer_type = ShardedTrainer if sharded else Trainer
-    make = partial(trainer_type, options, config=transformer, ddp=ddp)
+    spec = rig.te_layer_spec() if transformer_engine else None
+    make = partial(trainer_type, options, config=transformer, ddp=ddp, spec=spec)
     run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)
     eager_steps, eager_losses, _ = run(eager=True, around=_nothing)
     graphed_steps, graphed_losses, report = run(eager=False, around=around)

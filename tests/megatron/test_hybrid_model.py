@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HybridModel with attention and MLP layers: graphed like GPTModel, or refused by name."""
 
-import dataclasses
 import importlib
 import logging
 from collections.abc import Callable
@@ -10,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import (
+    HYBRID_PATTERN,
     OPTIONS,
+    HybridTrainer,
     Micro,
     Run,
     assert_same,
@@ -33,8 +34,7 @@ from megagraph.megatron.refusals import refusal_of
 from megagraph.modules import Norm
 
 HYBRID = (seams.HYBRID_FORWARD, seams.HYBRID_STACK_FORWARD)
-PATTERN = "*-*-"
-LAYERS = len(PATTERN)
+LAYERS = len(HYBRID_PATTERN)
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 Install = Callable[..., GraphConfig]
 
@@ -46,29 +46,6 @@ def hybrid(megatron: None) -> None:
     """Only where the release has it."""
     if not seams.HYBRID_FORWARD.is_present():
         pytest.skip("this megatron-core has no HybridModel")
-
-
-class HybridTrainer(Trainer):
-    """The reference loop around a HybridModel."""
-
-    def __init__(
-        self, *, pattern: str = PATTERN, spec: Any = None, position: str = "rope", **further: Any
-    ) -> None:
-        self._pattern, self._position = pattern, position
-        super().__init__(dataclasses.replace(OPTIONS, layers=len(pattern)), spec=spec, **further)
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        model: nn.Module = HybridModel(
-            config=config,
-            hybrid_stack_spec=megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
-            vocab_size=self.options.vocab,
-            max_sequence_length=self.options.max_tokens,
-            hybrid_layer_pattern=self._pattern,
-            position_embedding_type=self._position,
-        )
-        return model
 
 
 def packs(count: int) -> list[list[Micro]]:

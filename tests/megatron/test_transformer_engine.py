@@ -6,10 +6,26 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+import parallel_jobs
 import pytest
 import torch
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, Micro, Run, Step, Twins, assert_same, graph_config, step
+from megatron_rig import (
+    CAPACITY,
+    HYBRID_PATTERN,
+    LAYERS,
+    OPTIONS,
+    HybridTrainer,
+    Micro,
+    Run,
+    Step,
+    Twins,
+    assert_same,
+    graph_config,
+    step,
+    te_layer_spec,
+)
 from torch import Tensor
+from worlds import World
 
 import megagraph
 from megagraph.cli.trainer import Trainer
@@ -32,13 +48,6 @@ def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
-def te_spec() -> Any:
-    """Megatron's layer of Transformer Engine's modules."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    return get_gpt_layer_with_transformer_engine_spec()
-
-
 def packs(step_index: int) -> list[Micro]:
     """Three packs, other ones in each step."""
     shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
@@ -53,7 +62,9 @@ def packs(step_index: int) -> list[Micro]:
 @pytest.mark.parametrize("fused_rope", [True, False])
 def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
     install()
-    twins = Twins(spec=te_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization})
+    twins = Twins(
+        spec=te_layer_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization}
+    )
     for index in range(8):
         twins.step(*packs(index))
     twins.evaluate(*packs(0))
@@ -65,7 +76,7 @@ def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
 
 def test_padding_between_documents(install: Install) -> None:
     install()
-    twins = Twins(spec=te_spec(), config={"apply_rope_fusion": True})
+    twins = Twins(spec=te_layer_spec(), config={"apply_rope_fusion": True})
     for index in range(6):
         twins.step(
             Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
@@ -74,6 +85,22 @@ def test_padding_between_documents(install: Install) -> None:
     report = twins.report()
     assert report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+@pytest.mark.parametrize("fused_rope", [True, False])
+def test_a_hybrid_model_of_its_layers(install: Install, fused_rope: bool) -> None:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    install()
+    config = {"apply_rope_fusion": fused_rope, "normalization": "RMSNorm"}
+    eager, graphed = (HybridTrainer(spec=hybrid_stack_spec, config=config) for _ in range(2))
+    for index in range(6):
+        wanted = step(eager, packs(index), eager=True)
+        assert_same(wanted, step(graphed, packs(index)), f"step {index}")
+    report = megagraph.reports()[1]
+    assert report["model"] == "HybridModel" and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * len(HYBRID_PATTERN)}
+    assert report["replays"] == 5 * 3 * len(HYBRID_PATTERN)
 
 
 def _fuse_weight_gradients(trainer: Trainer) -> None:
@@ -85,7 +112,7 @@ def _fuse_weight_gradients(trainer: Trainer) -> None:
 def test_fused_weight_gradients_are_added_once(install: Install) -> None:
     """Without an update, so that the gradients of a model that fuses nothing are those to expect."""
     install()
-    eager, graphed, plain = (Trainer(OPTIONS, spec=te_spec()) for _ in range(3))
+    eager, graphed, plain = (Trainer(OPTIONS, spec=te_layer_spec()) for _ in range(3))
     for trainer in (eager, graphed):
         _fuse_weight_gradients(trainer)
     for index in range(4):
@@ -106,7 +133,7 @@ def _train(config: GraphConfig | None, steps: list[list[Micro]], **transformer: 
     if config is not None:
         megagraph.install(config)
     try:
-        trainer = Trainer(OPTIONS, spec=te_spec(), config=transformer)
+        trainer = Trainer(OPTIONS, spec=te_layer_spec(), config=transformer)
         run = Run(steps=[step(trainer, micros) for micros in steps])
         run.report = megagraph.reports()[-1] if config is not None else {}
     finally:
@@ -160,11 +187,30 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(aliased: bool) -> Non
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: float) -> None:
+    """Bug: with sequence parallelism the block's random stream was swapped in once more for the capture, and
+    no layer, each with a kernel that draws without effect, was captured."""
+    transformer = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": sequence_parallel,
+        "apply_rope_fusion": True,
+        "hidden_dropout": dropout,
+    }
+    reports = world2.run(
+        parallel_jobs.train_twins, tensor_parallel=2, transformer_engine=True, transformer=transformer
+    )
+    for report in reports:
+        assert report["failures"] == []
+        assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_fp8_is_refused_by_name(install: Install, recipe: str) -> None:
     install()
     options = dataclasses.replace(OPTIONS, hidden=64, heads=2)
-    trainer = Trainer(options, spec=te_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
+    trainer = Trainer(options, spec=te_layer_spec(), config={"fp8": "hybrid", "fp8_recipe": recipe})
     left: Step = step(trainer, [Canonical(lengths=(64,))])
     assert not any(grad.isnan().any() for grad in left.grads.values())
     (report,) = megagraph.reports()

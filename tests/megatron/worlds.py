@@ -26,6 +26,7 @@ TIMEOUT_SECONDS = 240
 def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read when an attention module is made
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with sequence parallelism
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job on a GPU: bits, step time, memory, allocations and synchronisations.
 
-Each measurement runs in a process of its own (`python -m benchmarks.main_job CASE WHAT`), so that
+Each measurement runs in a process of its own (`python -m benchmarks.bench_main_job CASE WHAT`), so that
 memory is that of one model. Timed runs use neither deterministic algorithms nor filled memory,
 eager and graphed alike; the comparison of bits uses deterministic algorithms.
 """
@@ -133,7 +133,7 @@ def _measure_replays(trainer: Trainer) -> dict[str, Any]:
 
 
 def _in_process(case: Case, what: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.main_job", case.name, what]
+    command = [sys.executable, "-m", "benchmarks.bench_main_job", case.name, what]
     print("$", " ".join(command[1:]), flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
