@@ -33,6 +33,7 @@ BANK = [
     "main_grad_node",
     "op_trace",
     "replay_node",
+    "side_branch",
     "signature",
     "site",
     "slot_ring",
@@ -42,6 +43,7 @@ SOURCES = [
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
     "csrc/python/accumulator_hooks.cpp",
+    "csrc/python/fingerprint.cpp",
     "csrc/python/site_object.cpp",
     "csrc/python/module.cpp",
 ]

@@ -25,7 +25,10 @@ def _exits() -> list[results.Figure]:
     """Short runs with NCCL in their graphs: how many end by themselves, and well."""
 
     def code(_: int) -> int | None:
-        return run_job("exit", "bits", gpus="0,1", timeout=TIMEOUT_SECONDS)[0]
+        code, _out, err = run_job("exit", "bits", gpus="0,1", timeout=TIMEOUT_SECONDS)
+        if code != 0:
+            print(f"ended with {code}:\n{err[-2000:]}", flush=True)
+        return code
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as runs:
         codes = list(runs.map(code, range(NUM_EXITS)))

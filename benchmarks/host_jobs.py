@@ -68,7 +68,7 @@ class Job:
             model=self.model,
             max_packed_seqs=(8, self.num_seqs),
             mean_length=self.model.max_tokens // 8,
-            longest=self.longest,
+            longest=min(self.longest, self.model.max_tokens),
             multiple=self.tensor_parallel,
         )
         groups = self.ranks // self.tensor_parallel

@@ -49,5 +49,6 @@ def swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
     swap.install()
     try:
         yield
+        swap.join()
     finally:
         swap.restore()

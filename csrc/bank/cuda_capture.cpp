@@ -23,32 +23,13 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include <mutex>
 #include <utility>
 
 #include "csrc/bank/cuda_capture.h"
+#include "csrc/bank/own_streams.h"
 
 namespace megagraph {
 namespace {
-
-// A stream that this process makes for itself, once for each device.
-class OwnStreams {
- public:
-  cudaStream_t of(c10::DeviceIndex device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (streams_.empty()) streams_.resize(c10::cuda::device_count(), nullptr);
-    cudaStream_t& stream = streams_.at(device);
-    if (stream == nullptr) {
-      const c10::cuda::CUDAGuard guard(device);
-      C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    }
-    return stream;
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<cudaStream_t> streams_;
-};
 
 OwnStreams capture_streams, unused_streams;
 

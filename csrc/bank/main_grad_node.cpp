@@ -16,8 +16,10 @@ using torch::autograd::variable_list;
 // A sink like AccumulateGrad, with its highest priority.
 class AccumulatorSwap::MainGradNode final : public Node {
  public:
-  explicit MainGradNode(GradTarget target)
-      : Node(std::numeric_limits<uint64_t>::max()), target_(std::move(target)) {
+  MainGradNode(GradTarget target, std::shared_ptr<SideBranch> additions)
+      : Node(std::numeric_limits<uint64_t>::max()),
+        target_(std::move(target)),
+        additions_(std::move(additions)) {
     add_input_metadata(target_.param);
   }
 
@@ -26,7 +28,8 @@ class AccumulatorSwap::MainGradNode final : public Node {
     if (!grad.defined()) return {};
     const at::NoGradGuard no_grad;
     if (target_.main_grad.defined()) {
-      if (!target_.already_added || !target_.already_added()) target_.main_grad.add_(grad);
+      if (target_.already_added && target_.already_added()) return {};
+      additions_->run(grad, [&] { target_.main_grad.add_(grad); });
     } else if (kept_.defined()) {
       kept_ = kept_ + grad;  // a re-entrant backward delivers in several parts
     } else {
@@ -41,16 +44,18 @@ class AccumulatorSwap::MainGradNode final : public Node {
 
  private:
   const GradTarget target_;
+  const std::shared_ptr<SideBranch> additions_;
   at::Tensor kept_;
 };
 
-AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets) {
+AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
+    : additions_(std::make_shared<SideBranch>()) {
   swapped_.reserve(targets.size());
   for (GradTarget& target : targets) {
     at::Tensor param = target.param;
     TORCH_CHECK(param.is_leaf() && param.requires_grad(),
                 "only leaves that require a gradient have an accumulator to swap");
-    auto ours = std::make_shared<MainGradNode>(std::move(target));
+    auto ours = std::make_shared<MainGradNode>(std::move(target), additions_);
     swapped_.push_back({std::move(param), std::move(ours), nullptr});
   }
 }
@@ -66,9 +71,12 @@ void AccumulatorSwap::install() {
   }
 }
 
+void AccumulatorSwap::join() { additions_->join(); }
+
 void AccumulatorSwap::restore() noexcept {
   if (!installed_) return;
   installed_ = false;
+  additions_->forget();
   // In reverse, so that a parameter listed twice gets its first accumulator back.
   for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
     torch::autograd::impl::set_grad_accumulator(it->param, std::exchange(it->original, nullptr));

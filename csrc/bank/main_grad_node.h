@@ -17,6 +17,8 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/bank/side_branch.h"
+
 namespace megagraph {
 
 struct GradTarget {
@@ -36,6 +38,8 @@ class AccumulatorSwap {
   AccumulatorSwap& operator=(const AccumulatorSwap&) = delete;
 
   void install();
+  // Ends what runs beside the current stream; before the end of a capture.
+  void join();
   void restore() noexcept;
 
   // Gradients of the targets without main_grad, in order, and forgets them; undefined where none
@@ -49,6 +53,7 @@ class AccumulatorSwap {
     std::shared_ptr<MainGradNode> ours;
     std::shared_ptr<torch::autograd::Node> original;
   };
+  std::shared_ptr<SideBranch> additions_;
   std::vector<Swapped> swapped_;
   bool installed_ = false;
 };

@@ -21,6 +21,7 @@
 #include "csrc/bank/main_grad_node.h"
 #include "csrc/bank/op_trace.h"
 #include "csrc/python/accumulator_hooks.h"
+#include "csrc/python/fingerprint.h"
 #include "csrc/python/site_object.h"
 
 namespace py = pybind11;
@@ -92,7 +93,7 @@ void set_graph(Chunk& chunk, int rank, int variant, int slot, ExecutableHandle* 
   chunk.site(rank).set_graph(variant, slot, std::move(graph));
 }
 
-// The cudaGraphExec_t of each captured site, forward and backward, in execution order.
+// The cudaGraphExec_t of each captured site, forward and backward, by rank.
 std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chunk& chunk, int variant,
                                                                         int slot) {
   std::vector<uint64_t> forward, backward;
@@ -108,20 +109,6 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chunk& c
 void set_listener(Chunk& chunk, std::function<bool()> wants, std::function<void(int)> done) {
   chunk.set_listener(std::make_shared<const GradientListener>(
       GradientListener{std::move(wants), std::move(done)}));
-}
-
-// Hashes of where the tensors lie and of which of them require a gradient.
-std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors) {
-  size_t addresses = tensors.size(), flags = tensors.size();
-  const auto mix = [](size_t& hash, size_t value) {
-    hash ^= value + 0x9e3779b97f4a7c15ULL + (hash << 6) + (hash >> 2);
-  };
-  for (const at::Tensor& t : tensors) {
-    const bool stored = t.has_storage() && t.storage().nbytes() > 0;
-    mix(addresses, stored ? reinterpret_cast<size_t>(t.const_data_ptr()) : 0);
-    mix(flags, t.requires_grad() ? 1 : 2);
-  }
-  return {addresses, flags};
 }
 
 // Same memory, owned by somebody else: what a graph's boundary in a pool is.
@@ -289,6 +276,7 @@ void bind_capture(py::module_& m) {
            }),
            py::arg("targets"))
       .def("install", &AccumulatorSwap::install)
+      .def("join", &AccumulatorSwap::join)
       .def("restore", &AccumulatorSwap::restore)
       .def("take_kept_grads", [](AccumulatorSwap& swap) {
         OptionalTensors grads;
@@ -299,6 +287,7 @@ void bind_capture(py::module_& m) {
       });
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
   m.def("fingerprint", &fingerprint, py::arg("tensors"));
+  m.def("module_fingerprint", &module_fingerprint, py::arg("modules"));
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())

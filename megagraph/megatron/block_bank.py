@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megagraph.agreement import GroupGaveUp, Verdict
 from megagraph.bank import Bank, Chain, Progress
 from megagraph.dispatch import Capacity, EagerReason
-from megagraph.eligibility import HookWatch, ineligible_sites
+from megagraph.eligibility import ineligible_sites
 from megagraph.megatron import gradients, seams, while_capturing
-from megagraph.megatron.memory import MemoryWatch
+from megagraph.megatron.layer_watch import LayerWatch
 from megagraph.megatron.micro_batch import Kind
 from megagraph.megatron.peers import Peers
 from megagraph.megatron.refusals import Refusal, refusal_of
@@ -69,11 +69,9 @@ class BlockBank:
         self._workspaces: list[Tensor] = []
         self.param_syncs = gradients.ParamSyncs(ddp, self.layers)
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self.memory = MemoryWatch(self._specs)
+        self.watch = LayerWatch(self._specs, self._find_ineligible)
         # Of each variant's name: what was captured under one numeric setting after another.
         self._by_settings: dict[Any, list[int]] = {}
-        self._ineligible: Mapping[int, tuple[EagerReason, str]] = {}
-        self._hooks: HookWatch | None = None
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
         # Rotary tables and the like that each variant was captured with.
@@ -157,10 +155,9 @@ class BlockBank:
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
         """
-        if not self.memory.is_watching:
-            self._ineligible = self._find_ineligible()
+        if not self.watch.is_watching:
+            self.watch.expect_hooks()
             self._skip(self._ineligible_in_group())
-            self._hooks = HookWatch(self.layers)
             gradients.listen(self.chain, self._ddp(), self.layers)
         variants = [
             self._variant(capacity, kind, row_shape, dtype, params_type)
@@ -182,7 +179,7 @@ class BlockBank:
         self._workspaces = while_capturing.held_workspaces()
         self.failures += [str(failure) for failure in self.bank.failures]
         self.bank.failures.clear()
-        self.memory.watch(grad=any(variant.training for variant in variants))
+        self.watch.expect_memory(grad=any(variant.training for variant in variants))
         for name, index in self.chain.variants.items():
             indices = self._by_settings.setdefault(name, [])
             indices += [] if index in indices else [index]
@@ -298,18 +295,6 @@ class BlockBank:
                 without.add(name[1])
         return without
 
-    def what_changed(self) -> EagerReason | None:
-        """Why the graphs must not be replayed any more, or None: moved memory, other trainables, hooks."""
-        reason = self.memory.what_changed()
-        if reason is not None:
-            return reason
-        if not self.memory.is_watching or self._hooks is None or not self._hooks.has_changed():
-            return None
-        changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
-        if not changed:
-            self._hooks = HookWatch(self.layers)  # Megatron's own come and go
-        return min((reason for _rank, (reason, _what) in changed), default=None)
-
     def start_anew(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
         for name, count in self.bank.counters().items():
@@ -319,7 +304,7 @@ class BlockBank:
         self.constants.clear()
         self.twins.clear()
         self._by_settings.clear()
-        self.memory = MemoryWatch(self._specs)
+        self.watch = LayerWatch(self._specs, self._find_ineligible)
         self.bank, self.chain = self._new_bank()
 
     # -- figures ---------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class ModelGraphs:
             return EagerReason.DISABLED
         if self._is_suspended:
             return EagerReason.SUSPENDED
-        if kind is not None and kind.grad and self.block.memory.are_gradients_away:
+        if kind is not None and kind.grad and self.block.watch.memory.are_gradients_away:
             return EagerReason.ADDRESS_MOVED
         return self._step_reason
 
@@ -180,7 +180,7 @@ class ModelGraphs:
 
     def _look_for_changes(self, *, runs_eager: bool) -> None:
         """Finds out what keeps this step eager, here or on another rank of the group."""
-        changed = None if runs_eager else self.block.what_changed()
+        changed = None if runs_eager else self.block.watch.what_changed()
         # A host that resumes has moved what it wanted to move: captured again in this very step.
         costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
         flags = [int(changed is not None), int(runs_eager or costs_step)]
@@ -215,7 +215,7 @@ class ModelGraphs:
             return
         # Settings that last: after one eager step further graphs, beside those of the former settings.
         self._captured -= self._of_other_settings & self.block.kinds_of_other_settings()
-        due = {kind for kind in due - self._captured if self.block.memory.is_there(grad=kind.grad)}
+        due = {kind for kind in due - self._captured if self.block.watch.memory.is_there(grad=kind.grad)}
         if due and not self.block.is_idle():
             due = set()
         if not self.block.peers.agree_on(repr(sorted(map(repr, due)))):

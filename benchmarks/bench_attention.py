@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`varlen_attention` against ATen's flash attention called directly, on the same packs.
+
+GPU time is that of a graph of the call, as it runs in training: no host in between. Both are timed in
+turns, and the medians over all turns are compared.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks import rivals, tables, timing
+from benchmarks.documents import lognormal_offsets
+from benchmarks.kernel_times import kernel_us
+from benchmarks.parts import Answer, against, caught
+from megagraph import ops, results
+
+DEVICE = "cuda"
+ROUNDS = 9
+TAIL = 100  # rows past the last document
+ATEN = "ATen's flash attention"
+TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
+RIVAL_SECONDS = 25
+BAR, PADDING_BAR = 1.02, 1.03
+CAPACITY, USED = 256, 10
+
+Call = Callable[[], object]
+Make = Callable[[Sequence[Tensor], Tensor, int], dict[str, Call]]
+Measure = Callable[[Sequence[Call]], list[float]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a pack's q, and of its k and v."""
+
+    tokens: int
+    heads: int
+    groups: int
+    dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads" if self.heads == self.groups else f"{self.heads}/{self.groups} heads"
+        return f"{self.tokens} tokens, {heads} of {self.dim}, {str(self.dtype).removeprefix('torch.')}"
+
+    def inputs(self) -> list[Tensor]:
+        """q, k, v and a gradient of the output."""
+        return [
+            torch.randn(self.tokens, heads, self.dim, device=DEVICE, dtype=self.dtype)
+            for heads in (self.heads, self.groups, self.groups, self.heads)
+        ]
+
+    def offsets(self, documents: int) -> Tensor:
+        """Documents that fill all rows but a short tail."""
+        return lognormal_offsets(self.tokens - TAIL, documents, device=DEVICE)
+
+
+SHAPES = (
+    Shape(8192, 16, 16, 64),
+    Shape(8192, 16, 16, 128, torch.float16),
+    Shape(8192, 32, 8, 128),
+    Shape(16384, 16, 4, 64),
+    Shape(16384, 32, 32, 64, torch.float16),
+    Shape(16384, 32, 8, 128),
+)
+HOST_SHAPES = (SHAPES[0], SHAPES[2])
+PADDED_SHAPES = (SHAPES[0], SHAPES[-1])
+RIVAL_SHAPE = SHAPES[-1]
+
+
+def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
+    """The op's forward and backward."""
+    q, k, v, grad = inputs
+    out, lse = torch.ops.megagraph.varlen_attention(q, k, v, cu_seqlens, longest)
+    backward = torch.ops.megagraph.varlen_attention_backward
+    return {
+        "forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest),
+        "backward": lambda: backward(grad, q, k, v, out, lse, cu_seqlens, longest),
+    }
+
+
+def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
+    """ATen's forward and backward, which leave the tail unwritten."""
+    q, k, v, grad = inputs
+    scale = q.size(2) ** -0.5
+    ends = (cu_seqlens, cu_seqlens, longest, longest, 0.0, True)
+
+    def forward() -> tuple[Tensor, ...]:
+        answer: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
+            q, k, v, *ends, False, scale=scale
+        )
+        return answer
+
+    out, lse, state, unused, _ = forward()
+    backward = torch.ops.aten._flash_attention_backward.default
+    return {
+        "forward": forward,
+        "backward": lambda: backward(grad, q, k, v, out, lse, *ends, state, unused, scale=scale),
+    }
+
+
+def recorded(call: Call) -> Call:
+    """What replays a CUDA graph of `call`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def gpu_us(calls: Sequence[Call]) -> list[float]:
+    """GPU time of each call, in turns."""
+    replays = [recorded(call) for call in calls]
+    return _in_turns(lambda replay: timing.device_us(replay, repeats=5, warm_up=1), replays)
+
+
+def host_us(calls: Sequence[Call]) -> list[float]:
+    """Host time of each call, in turns."""
+    return _in_turns(lambda call: timing.host_us(call, repeats=20, warm_up=2), calls)
+
+
+def _in_turns(measure: Callable[[Call], timing.Spread], calls: Sequence[Call]) -> list[float]:
+    rounds = [[measure(call).median for call in calls] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _compare(shape: Shape, what: str, measure: Measure) -> list[results.Figure]:
+    cu_seqlens = shape.offsets(shape.tokens // 1024)
+    inputs, longest = shape.inputs(), int(cu_seqlens.diff().max())
+    mine = ours(inputs, cu_seqlens, longest)
+
+    def beside_aten(direction: str) -> results.Figure:
+        def both() -> Answer:
+            theirs = atens(inputs, cu_seqlens, longest)
+            return {"us": measure((mine[direction], theirs[direction]))}
+
+        answer = caught(both)
+        # Where the rival failed, ours is measured alone.
+        us, *other = answer.get("us") or measure((mine[direction],))
+        return against(
+            f"{shape}, {direction}: {what}",
+            us,
+            "us",
+            ATEN,
+            answer,
+            lambda _: other[0],
+            bar=BAR * other[0] if other else None,
+        )
+
+    return [beside_aten(direction) for direction in mine]
+
+
+def _compare_padded(shape: Shape) -> list[results.Figure]:
+    """The same ten documents in a capacity of 256; the launch is sized for the longest, or for any."""
+    tight, inputs = shape.offsets(USED), shape.inputs()
+    padded = ops.pad_cu_seqlens(tight, CAPACITY)
+    longest = int(tight.diff().max())
+
+    def beside_tight(make: Make, max_seqlen: int) -> list[results.Figure]:
+        many, few = make(inputs, padded, max_seqlen), make(inputs, tight, max_seqlen)
+        title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
+        figures = []
+        for direction in many:
+            us, tight_us = gpu_us((many[direction], few[direction]))
+            figures.append(
+                results.Figure(
+                    name=f"{shape}, {direction}: {title}{'' if make is ours else ', ATen alone'}",
+                    value=us,
+                    unit="us",
+                    bar=PADDING_BAR * tight_us if make is ours else None,
+                    rival=f"{USED} document slots",
+                    rival_value=tight_us,
+                )
+            )
+        return figures
+
+    figures = []
+    for max_seqlen in (longest, shape.tokens):
+        figures += beside_tight(ours, max_seqlen)
+        # What the padding costs without us says whose a missed bar is.
+        try:
+            figures += beside_tight(atens, max_seqlen)
+        except RuntimeError as error:
+            print(f"{shape}, {ATEN} on padded offsets: {error}", flush=True)
+    return figures
+
+
+def _beside_transformer_engine() -> list[results.Figure]:
+    answers = rivals.collect("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
+    cu_seqlens = RIVAL_SHAPE.offsets(RIVAL_SHAPE.tokens // 1024)
+    mine = ours(RIVAL_SHAPE.inputs(), cu_seqlens, int(cu_seqlens.diff().max()))
+    forward, backward = gpu_us((mine["forward"], mine["backward"]))
+    times: Mapping[str, float] = {"forward": forward, "forward and backward": forward + backward}
+    return [
+        against(
+            f"{RIVAL_SHAPE}, {name}: GPU time",
+            us,
+            "us",
+            TRANSFORMER_ENGINE,
+            answers[name],
+            lambda answer: float(answer["us"]),
+        )
+        for name, us in times.items()
+    ]
+
+
+def run() -> None:
+    """Measures, and writes benchmarks/results/attention.json."""
+    figures: list[results.Figure] = []
+    with torch.no_grad():
+        for shape in SHAPES:
+            figures += _compare(shape, "GPU time", gpu_us)
+        for shape in HOST_SHAPES:
+            figures += _compare(shape, "host time", host_us)
+        for shape in PADDED_SHAPES:
+            figures += _compare_padded(shape)
+        figures += _beside_transformer_engine()
+    tables.publish("attention", figures)
+
+
+def _tell_rivals() -> None:
+    shape = RIVAL_SHAPE
+    cu_seqlens = shape.offsets(shape.tokens // 1024)
+    longest = int(cu_seqlens.diff().max())
+    *leaves, grad = shape.inputs()
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def attend() -> Tensor:
+        from transformer_engine.pytorch import DotProductAttention
+
+        if not layers:
+            layers.append(
+                DotProductAttention(
+                    shape.heads,
+                    shape.dim,
+                    num_gqa_groups=shape.groups,
+                    qkv_format="thd",
+                    attn_mask_type="padding_causal",
+                )
+            )
+        out: Tensor = layers[0](
+            *leaves,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return out
+
+    layers: list[Callable[..., Tensor]] = []
+
+    def forward() -> float:
+        with torch.no_grad():
+            return kernel_us(attend)
+
+    def both() -> float:
+        return kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape)))
+
+    rivals.tell("forward", forward)
+    rivals.tell("forward and backward", both)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["rivals"]:
+        sys.exit("usage: python -m benchmarks.bench_attention rivals")
+    _tell_rivals()

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
+
+Each part runs in a process of its own (`python -m benchmarks.bench_memory MODEL/WHAT`). Eager and graphed
+steps are padded to the same capacity. Peaks are of torch's allocator, from the start of the process, warm-up
+steps and capture included; no optimizer has made its state, which would hide the difference. What lies
+outside the allocator is the device's used memory less that, so that nothing else may run beside it.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import tables
+from benchmarks.cases import Case
+from benchmarks.parts import Answer, measure_part
+from benchmarks.step_trainer import StepTrainer, batch_of, seed_streams
+from megagraph import megatron, results
+from megagraph.cli.demo import quiet_megatron
+from megagraph.cli.trainer import ModelOptions, process_groups
+from megagraph.config import GraphConfig
+from megagraph.dispatch import Capacity
+
+WARM_UP_STEPS = 3
+FURTHER_STEPS = 3  # the first of them captures
+NUM_SEQS = 64
+MIB = 2**20
+FOUR = "four capacities"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
+    """A model of 24 layers on packs.
+
+    Args:
+        hidden: size.
+        tokens: of a pack.
+        has_four: also measured with three smaller capacities beside the large one.
+    """
+
+    hidden: int
+    tokens: int
+    has_four: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"hidden {self.hidden}, 24 layers, packs of {self.tokens}"
+
+    @property
+    def model(self) -> ModelOptions:
+        """Its shape."""
+        return ModelOptions(
+            layers=24,
+            hidden=self.hidden,
+            heads=self.hidden // (64 if self.hidden <= 1024 else 128),
+            max_tokens=self.tokens,
+            bf16=True,
+        )
+
+    def capacities(self, what: str) -> tuple[Capacity, ...]:
+        """The largest; for `FOUR` also one of fewer documents and two of fewer tokens."""
+        tokens = self.tokens
+        largest = Capacity(tokens=tokens, num_seqs=NUM_SEQS, max_seqlen=tokens)
+        if what != FOUR:
+            return (largest,)
+        return (
+            largest,
+            Capacity(tokens=tokens, num_seqs=8, max_seqlen=tokens),
+            Capacity(tokens=tokens // 2, num_seqs=NUM_SEQS // 2, max_seqlen=tokens // 2),
+            Capacity(tokens=tokens // 4, num_seqs=NUM_SEQS // 4, max_seqlen=tokens // 4),
+        )
+
+
+CASES = {
+    case.name: case
+    for case in (
+        MemoryCase(hidden=1024, tokens=8192, has_four=True),
+        MemoryCase(hidden=4096, tokens=2048),
+    )
+}
+
+
+def outside_bytes() -> int:
+    """Device memory in use that torch's allocator does not hold, of every process."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def measure(case: MemoryCase, what: str) -> Answer:
+    """Memory of a few steps: `eager`, `graphed`, or graphed with `FOUR`."""
+    megatron.install(
+        GraphConfig(
+            capacities=case.capacities(what),
+            cuda_graph_warmup_steps=WARM_UP_STEPS,
+            progress=False,
+            log_interval=0,
+        )
+    )
+    graphs = what != "eager"
+    trainer = StepTrainer(case.model, beside=False)
+    packs = Case(
+        name=case.name, model=case.model, max_packed_seqs=(NUM_SEQS,), mean_length=case.tokens // 8
+    ).steps(WARM_UP_STEPS + FURTHER_STEPS)
+    steps = [[batch_of(pack, trainer.device) for pack in step] for step in packs]
+    for batches in steps[:WARM_UP_STEPS]:
+        trainer.wall_ms(batches, graphs=graphs)
+    outside_before = outside_bytes()
+    for batches in steps[WARM_UP_STEPS:]:
+        trainer.wall_ms(batches, graphs=graphs)
+    report = megatron.reports()[-1]
+    if graphs and (report["failures"] or not report["replays"]):
+        raise RuntimeError(f"expected replays, got {report['eager']}, {report['failures']}")
+    return {
+        "reserved": torch.cuda.max_memory_reserved(),
+        "outside_before": outside_before,
+        "outside": outside_bytes(),
+        "graphs": report["graphs"],
+        "pools": report["pool_bytes"],
+    }
+
+
+def figures_of(case: MemoryCase, answers: dict[str, Answer]) -> list[results.Figure]:
+    """The figures of one model, from what its processes answered."""
+    eager, graphed = answers["eager"], answers["graphed"]
+
+    def figure(what: str, value: float, unit: str = "MiB", **more: Any) -> results.Figure:
+        return results.Figure(name=f"{case.name}: {what}", value=value, unit=unit, **more)
+
+    def executables(answer: Answer) -> int:
+        return int(answer["outside"] - answer["outside_before"])
+
+    reserved = eager["reserved"] / MIB
+    figures = [
+        figure(
+            "peak memory reserved",
+            graphed["reserved"] / MIB,
+            bar=1.05 * reserved,
+            rival="eager, the same physical tokens",
+            rival_value=reserved,
+        ),
+        figure(
+            "device memory in all, executables and CUDA's own included",
+            (graphed["reserved"] + graphed["outside"]) / MIB,
+            rival="eager, the same physical tokens",
+            rival_value=reserved + graphed["outside_before"] / MIB,
+        ),
+        figure("graphs", graphed["graphs"], "graphs"),
+        figure("executables, outside the allocator", executables(graphed) / MIB),
+        figure("executables, for each graph", executables(graphed) / graphed["graphs"] / 1024, "KiB"),
+        figure("pools of the graphs", graphed["pools"] / MIB),
+    ]
+    if FOUR not in answers:
+        return figures
+    four, largest = answers[FOUR], graphed["reserved"] / MIB
+    return [
+        *figures,
+        figure(
+            f"{FOUR}, peak memory reserved",
+            four["reserved"] / MIB,
+            bar=1.10 * largest,
+            rival="the largest capacity alone",
+            rival_value=largest,
+        ),
+        figure(
+            f"{FOUR}, pools of the graphs",
+            four["pools"] / MIB,
+            rival="the largest capacity alone",
+            rival_value=graphed["pools"] / MIB,
+        ),
+        figure(
+            f"{FOUR}, executables, outside the allocator",
+            executables(four) / MIB,
+            rival="the largest capacity alone",
+            rival_value=executables(graphed) / MIB,
+        ),
+    ]
+
+
+def run() -> None:
+    """Measures every model; writes benchmarks/results/memory.json."""
+    answers: dict[str, dict[str, Answer]] = {name: {} for name in CASES}
+    with ThreadPoolExecutor(len(CASES)) as pool:  # of eager steps only the allocator's peak counts
+        parts = {name: pool.submit(_ask, f"{name}/eager") for name in CASES}
+        for name, part in parts.items():
+            answers[name]["eager"] = part.result()
+    for name, case in CASES.items():
+        for what in ("graphed", FOUR) if case.has_four else ("graphed",):
+            answers[name][what] = _ask(f"{name}/{what}")
+    tables.publish(
+        "memory", [figure for name, case in CASES.items() for figure in figures_of(case, answers[name])]
+    )
+
+
+_ask = partial(measure_part, "benchmarks.bench_memory")
+
+
+def _measure(part: str) -> None:
+    name, _, what = part.partition("/")
+    quiet_megatron()
+    with process_groups():
+        seed_streams()
+        print(json.dumps(measure(CASES[name], what)), flush=True)
+        megatron.uninstall()
+
+
+if __name__ == "__main__":
+    _measure(sys.argv[1])

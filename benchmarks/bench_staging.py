@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staging of a micro-batch: the one kernel that fills a graph's static buffers.
+
+Chains of one trivial module bring it about. The profiler tells its time from that of the graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import tables
+from benchmarks.documents import lognormal_offsets
+from benchmarks.kernel_times import Work, device_work, median_us
+from megagraph import _C, Bank, VariantSpec, results
+from megagraph.sites import MetadataSpec
+
+DEVICE = "cuda"
+TOKENS = 8192  # of the packs whose metadata alone are staged
+CAPACITIES = (64, 256)  # document slots
+HIDDEN_SHAPES = ((8192, 1024), (8192, 4096), (16384, 2048))
+TAIL = 100  # rows past the last document
+KERNEL, COPY = "stage_segments_kernel", "Memcpy DtoD"
+REPEATS = 30
+
+
+class _Glance(nn.Module):
+    """The least that is a graph: looks at eight columns."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[..., :8] + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What a micro-batch stages.
+
+    Args:
+        documents: slots of the offsets; three quarters are used.
+        tokens: rows of the pack.
+        hidden: [rows, 1, width] of the hidden states. Eight rows of 16 bytes leave the metadata alone.
+        rows_described: whether a mask and a position of each row are staged too. Megatron's packs have
+            neither: attention and rotary embedding work from the offsets.
+    """
+
+    documents: int
+    tokens: int
+    hidden: tuple[int, int, int] = (8, 1, 8)
+    rows_described: bool = False
+
+    def __str__(self) -> str:
+        what = f"offsets of {self.documents} documents, a count"
+        return f"{what}, a mask and positions of {self.tokens} rows" if self.rows_described else what
+
+    def sources(self) -> list[Tensor]:
+        """Offsets of the documents, the same as physical ones, and positions."""
+        offsets = lognormal_offsets(self.tokens - TAIL, self.documents * 3 // 4, device=DEVICE)
+        positions = torch.arange(self.tokens, device=DEVICE, dtype=torch.int32)
+        return [offsets, offsets.clone(), positions]
+
+    def variant(self) -> VariantSpec:
+        """As the Megatron floor describes a pack: two offsets and a count of the valid tokens."""
+        kinds = _C.SegmentKind
+        example = torch.linspace(0, self.tokens, self.documents + 1).to(DEVICE, torch.int32)
+        count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        metadata = {
+            "actual": MetadataSpec(kind=kinds.OFFSETS, example=example, source=0),
+            "padded": MetadataSpec(kind=kinds.OFFSETS, example=example, source=1),
+            "valid_tokens": MetadataSpec(kind=kinds.COUNT, example=count, source=0, shared=True),
+        }
+        if self.rows_described:
+            mask = torch.zeros(self.tokens, dtype=torch.bool, device=DEVICE)
+            positions = torch.zeros(self.tokens, dtype=torch.int32, device=DEVICE)
+            metadata["mask"] = MetadataSpec(kind=kinds.MASK, example=mask, source=-1)
+            metadata["positions"] = MetadataSpec(kind=kinds.COPY, example=positions, source=2)
+        rows, *row_shape = self.hidden
+        return VariantSpec(
+            key="pack",
+            training=False,
+            rows=rows,
+            row_shape=tuple(row_shape),
+            dtype=torch.bfloat16,
+            metadata=metadata,
+            end_source=1,
+        )
+
+
+def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
+    """What runs on the device in `REPEATS` micro-batches that stage this."""
+    bank, glance = Bank(DEVICE), _Glance()
+    chain = bank.add_chain([glance])
+    bank.capture({chain: [staged.variant()]})
+    if bank.failures:
+        raise RuntimeError(f"nothing was captured: {bank.failures[0]}")
+    sources = staged.sources()
+    hidden = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
+
+    def micro_batch() -> None:
+        with torch.no_grad(), chain.micro_batch("pack", sources) as reason:
+            if reason is not None:
+                raise RuntimeError(f"a micro-batch found no slot: {reason.name}")
+            chain(hidden)
+
+    try:
+        work = device_work(micro_batch, repeats=REPEATS, cold=cold)
+        counters = bank.counters()
+        if counters["replays"] != counters["calls"]:
+            raise RuntimeError(f"expected replays only, got {counters}")
+        return work
+    finally:
+        bank.release()
+
+
+def _measure_metadata() -> list[results.Figure]:
+    figures = []
+    tiny = torch.zeros(1, device=DEVICE)
+    # The least that a launch takes: one thread writes one number.
+    floor = min(w.us for w in device_work(lambda: tiny.add_(1), repeats=REPEATS) if "Mem" not in w.name)
+    for cold in (False, True):
+        for documents in CAPACITIES:
+            for rows_described in (False, True):
+                staged = Staged(documents=documents, tokens=TOKENS, rows_described=rows_described)
+                work = device_work_of(staged, cold=cold)
+                figures.append(
+                    results.Figure(
+                        name=f"metadata alone, {_cache(cold)}: {staged}",
+                        value=median_us(work, KERNEL),
+                        unit="us",
+                        bar=5,
+                        floor=floor,
+                    )
+                )
+    return figures
+
+
+def _measure_launches() -> results.Figure:
+    """Kernels of staging, copies and fills, with everything that can be staged."""
+    staged = Staged(documents=64, tokens=TOKENS, hidden=(TOKENS, 1, 1024), rows_described=True)
+    work = device_work_of(staged, cold=False)
+    launches = [item for item in work if KERNEL in item.name or item.name.startswith("Mem")]
+    return results.Figure(
+        name=f"launches that stage a micro-batch: {staged}, hidden states",
+        value=len(launches) / REPEATS,
+        unit="launches",
+        bar=1,
+        floor=1,
+    )
+
+
+def _measure_hidden(tokens: int, width: int) -> list[results.Figure]:
+    staged = Staged(documents=64, tokens=tokens, hidden=(tokens, 1, width))
+    source = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    figures = []
+    for cold in (False, True):
+        copied = device_work(lambda: target.copy_(source), repeats=REPEATS, cold=cold)
+        work = device_work_of(staged, cold=cold)
+        figures.append(
+            results.Figure(
+                name=f"hidden states of {tokens} x {width} with {TAIL} rows zeroed, and metadata, "
+                f"{_cache(cold)}: share of a copy's bandwidth",
+                value=median_us(copied, COPY) / median_us(work, KERNEL),
+                unit="share",
+                bar=0.90,
+                better="higher",
+                floor=1.0,
+            )
+        )
+    return figures
+
+
+def _cache(cold: bool) -> str:
+    return "cold cache" if cold else "warm cache"
+
+
+def run() -> None:
+    """Measures, and writes benchmarks/results/staging.json."""
+    figures = [_measure_launches(), *_measure_metadata()]
+    for tokens, width in HIDDEN_SHAPES:
+        figures += _measure_hidden(tokens, width)
+    tables.publish("staging", figures)

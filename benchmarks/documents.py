@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offsets of packs whose documents have lognormal lengths."""
+
+import torch
+from torch import Tensor
+
+from megagraph.data import lognormal_lengths
+
+__all__ = ["lognormal_offsets"]
+
+
+def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
+    """Offsets of `documents` documents that fill `tokens` rows exactly; the same at every call.
+
+    Args:
+        tokens: at least 16 for each document.
+        documents: at least 1.
+        device: of the result.
+
+    Returns:
+        int32 [documents + 1], strictly increasing.
+    """
+    mean = tokens // documents
+    lengths = lognormal_lengths(
+        documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7
+    )
+    ends = lengths.cumsum(0).double() / int(lengths.sum()) * tokens
+    offsets = torch.cat([torch.zeros(1, dtype=torch.float64), ends]).round().to(torch.int32)
+    assert int(offsets[-1]) == tokens and int(offsets.diff().min()) > 0, offsets
+    return offsets.to(device)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a replay costs the same in a bank of many variants or slots as in one of one each.
+
+Plain modules, no Megatron: its blocks have one slot.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.bare_loop import BareLoop
+from benchmarks.parts import Answer, spread
+from megagraph import Bank, VariantSpec
+
+__all__ = ["BANKS", "SITES", "Layer", "measure_banks"]
+
+# Name to (variants, slots).
+BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 slots": (1, 16)}
+SITES = 4
+ROUNDS = 128  # each of 64 variants twice
+WARM_UP = 8
+_PHASES = ("forward", "backward", "bare forward", "bare backward")
+
+Times = dict[str, list[float]]
+
+
+class Layer(nn.Module):
+    """A transformer layer of 12 parameters on rows [T, 1, H], with Megatron's `main_grad`."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def add_main_grads(self) -> None:
+        """Gives each parameter the float32 gradient that Megatron's DDP would."""
+        for param in self.parameters():
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, 1)
+        q, k, v = self.qkv(self.attention_norm(rows)).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+        rows = rows + self.out(attended[0].transpose(0, 1).flatten(1))
+        rows = rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))
+        out: Tensor = rows.view_as(hidden)
+        return out
+
+
+class _Measured:
+    """One bank of the modules, with every variant captured into every slot."""
+
+    def __init__(self, layers: list[Layer], variants: int, slots: int, hidden: Tensor) -> None:
+        self._slots, self._variants = slots, variants
+        self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
+        self.times: Times = {phase: [] for phase in _PHASES}
+        self._bank = Bank(hidden.device)
+        self._chain = self._bank.add_chain(layers, num_slots=slots)
+        rows, *row_shape = hidden.shape
+        specs = [
+            VariantSpec(key=key, training=True, rows=rows, row_shape=tuple(row_shape), dtype=hidden.dtype)
+            for key in range(variants)
+        ]
+        self._bank.capture({self._chain: specs})
+        if self._bank.failures:
+            raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
+        self._bare: dict[tuple[int, int], tuple[BareLoop, BareLoop]] = {}
+        for key in range(variants):
+            for slot in range(slots):
+                index = self._chain.variants[key]
+                forward, backward = self._chain.chunk.raw_graph_execs(index, slot)
+                self._bare[key, slot] = BareLoop(forward), BareLoop(backward)
+
+    def _time(self, phase: str, call: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = call()
+        self.times[phase].append(time.perf_counter() - start)
+        return out
+
+    def run(self, index: int) -> None:
+        """As many micro-batches in flight as there are slots, then their backwards."""
+        key = index % self._variants
+        outs: list[Tensor] = []
+        for _ in range(self._slots):
+            with self._chain.micro_batch(key) as reason:
+                if reason is not None:
+                    raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
+                outs.append(self._time("forward", lambda: self._chain(self._hidden)))
+        while outs:
+            out = outs.pop(0)
+            self._time("backward", partial(torch.autograd.grad, out, self._hidden, self._grad))
+            del out
+        for slot in range(self._slots):
+            forward, backward = self._bare[key, slot]
+            self._time("bare forward", forward)
+            self._time("bare backward", backward)
+
+    def answer(self) -> Answer:
+        """The spread of each phase for each site."""
+        counters = self._bank.counters()
+        if counters["replays"] != counters["calls"]:
+            raise RuntimeError(f"expected replays only, got {counters}")
+        return {phase: spread(times, SITES) for phase, times in self.times.items()}
+
+
+def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answer]:
+    """Host time for each site of a chain, in turn in each of `BANKS`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers = [Layer(hidden_size, hidden_size // 64).to(device, torch.bfloat16) for _ in range(SITES)]
+    for layer in layers:
+        layer.add_main_grads()
+    shape = (tokens, 1, hidden_size)
+    leaf = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    hidden = leaf.clone()  # the gradient of a leaf would be cloned
+    banks = {name: _Measured(layers, variants, slots, hidden) for name, (variants, slots) in BANKS.items()}
+    for index in range(WARM_UP + ROUNDS):
+        for bank in banks.values():
+            if index == WARM_UP:
+                bank.times = {phase: [] for phase in _PHASES}
+            bank.run(index)
+    return {name: bank.answer() for name, bank in banks.items()}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the kernels and copies of a callable one by one, with torch's profiler: no launch gaps, no host."""
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["Work", "device_work", "kernel_us", "median_us"]
+
+_CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel, copy or fill on the device, and its duration in microseconds."""
+
+    name: str
+    us: float
+
+
+@functools.cache
+def _start_profiler() -> None:
+    """The first trace of a process may miss its first kernels."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True):
+        torch.zeros(1024, device="cuda").add_(1)
+        torch.cuda.synchronize()
+
+
+def device_work(
+    call: Callable[[], object], *, repeats: int, warm_up: int = 3, cold: bool = False
+) -> list[Work]:
+    """Everything that ran on the device in `repeats` calls.
+
+    Args:
+        call: enqueues work.
+        repeats: profiled calls.
+        warm_up: calls before them.
+        cold: overwrite the second-level cache before each call; that fill is in the answer too.
+    """
+    _start_profiler()
+    cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(warm_up):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
+        for _ in range(repeats):
+            cache.zero_() if cold else None
+            call()
+        torch.cuda.synchronize()
+    return [
+        Work(event.name, event.device_time_total)
+        for event in trace.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+
+
+def kernel_us(call: Callable[[], object], *, repeats: int = 10) -> float:
+    """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`.
+
+    Raises:
+        RuntimeError: if nothing ran.
+    """
+    work = device_work(call, repeats=repeats)
+    if not work:
+        raise RuntimeError("the profiler saw nothing run on the device")
+    return sum(item.us for item in work) / repeats
+
+
+def median_us(work: list[Work], name: str) -> float:
+    """Median duration of the work whose name contains `name`.
+
+    Raises:
+        RuntimeError: if there is none, naming what ran instead.
+    """
+    times = [item.us for item in work if name in item.name]
+    if not times:
+        ran = sorted({item.name[:60] for item in work})
+        raise RuntimeError(f"the profiler saw no {name!r}; it saw {ran}")
+    return statistics.median(times)

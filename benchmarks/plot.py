@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws benchmarks/results/*.json: `python -m benchmarks.plot [NAME ...] [--out FOLDER]`, one SVG a name.
+
+Needs matplotlib (`pip install --group plot`) and no GPU. The same results give the same bytes.
+"""
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from megagraph.results import Figure, Result
+
+OURS = "megagraph"
+_OURS_COLOUR = "#1b6ca8"
+_COLOURS = ("#d98324", "#8a8d91", "#6a994e", "#9d4edd", "#c1121f", "#5e503f", "#2a9d8f", "#e0a100")
+_PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3}  # under numbers, on lines
+_LABEL_WIDTH = 60
+_MOST_ROWS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """What to draw of one result.
+
+    Args:
+        title: of the drawing.
+        result: the file's name, without `.json`.
+        command: the benchmark that writes it.
+        unit: figures of this unit only.
+        pick: figures whose name matches.
+        log: a logarithmic axis.
+        relative: each figure as a multiple of its rival; figures without one are left out.
+    """
+
+    title: str
+    result: str
+    command: str
+    unit: str = ""
+    pick: str = ""
+    log: bool = False
+    relative: bool = False
+
+    def rows(self, figures: Sequence[Figure]) -> dict[str, "Row"]:
+        """The figures to draw, by name; those of several rivals become one row."""
+        rows: dict[str, Row] = {}
+        for figure in figures:
+            if (self.unit and figure.unit != self.unit) or not re.search(self.pick, figure.name):
+                continue
+            if self.relative and not figure.rival_value:
+                continue
+            scale = 1 / figure.rival_value if self.relative and figure.rival_value else 1.0
+            name, rival = figure.name, figure.rival
+            if self.relative:
+                name, rival = f"{name}, against {rival}", None
+            row = rows.setdefault(name, Row(value=figure.value * scale, unit=figure.unit, rivals={}))
+            if rival is not None:
+                row.rivals[rival] = rival[:100] if figure.rival_value is None else figure.rival_value
+            row.bar = row.bar if figure.bar is None else figure.bar * scale
+            row.floor = row.floor if figure.floor is None else figure.floor * scale
+        return dict(list(rows.items())[:_MOST_ROWS])
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One figure: ours, the rivals' values or refusals, the value to reach and the best that could be."""
+
+    value: float
+    unit: str
+    rivals: dict[str, float | str]
+    bar: float | None = None
+    floor: float | None = None
+
+
+DRAWINGS = {
+    "replay": Drawing(
+        title="Host time of a graphed layer",
+        result="replay",
+        command="replay",
+        unit="us",
+        pick=r"^host time of a graphed layer.*median$",
+        log=True,
+    ),
+    "step": Drawing(
+        title="forward_backward_func of a training step, median",
+        result="step",
+        command="step",
+        unit="ms",
+        pick="step, median$",
+    ),
+    "rope": Drawing(
+        title="RoPE of packs: share of a device copy's bandwidth",
+        result="rope",
+        command="rope",
+        unit="share",
+    ),
+    "attention": Drawing(
+        title="Attention of packs: GPU time over the rival's",
+        result="attention",
+        command="attention",
+        unit="us",
+        relative=True,
+    ),
+    "memory": Drawing(
+        title="Device memory of a training step",
+        result="memory",
+        command="memory",
+        unit="MiB",
+        pick="peak memory reserved$",
+    ),
+    "capture": Drawing(
+        title="Capture", result="capture", command="capture", unit="ms a graph", pick=": (capture|of it .*)$"
+    ),
+    "timeline": Drawing(
+        title="Where a graphed step's time goes, hidden 1024, packs of 4096",
+        result="step_timeline",
+        command="step",
+        pick="^(busy|idle): ",
+        log=True,
+    ),
+}
+
+
+def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
+    """Draws one result as a bar chart, a group of bars for each figure.
+
+    Raises:
+        ValueError: where none of its figures is to be drawn.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = drawing.rows(figures)
+    if not rows:
+        raise ValueError(f"result {drawing.result!r}: expected figures to draw, found none of {drawing}")
+    rivals = list(dict.fromkeys(rival for row in rows.values() for rival in row.rivals))
+    colours = {rival: _COLOURS[index % len(_COLOURS)] for index, rival in enumerate(rivals)}
+    settings = {"svg.hashsalt": "megagraph", "svg.fonttype": "path", "font.size": 9}
+    with pyplot.style.context(["default", settings]):
+        height = 1.4 + 0.24 * sum(2 + len(row.rivals) for row in rows.values())
+        figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
+        _draw_rows(axes, rows, colours)
+        axes.set_title(drawing.title)
+        axes.set_xlabel("ours / the rival's" if drawing.relative else next(iter(rows.values())).unit)
+        axes.set_xscale("log" if drawing.log else "linear")
+        axes.margins(x=0.12, y=0.01)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        if axes.get_legend_handles_labels()[1] != [OURS]:
+            figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pyplot.savefig(path, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw_rows(axes: Any, rows: dict[str, Row], colours: dict[str, str]) -> None:
+    """Draws groups of bars from the top down. Of zeroes a logarithmic axis shows the number alone."""
+    lowest = min((value for row in rows.values() for value in _numbers(row) if value > 0), default=1.0) / 2
+    ticks, labels, top, named = [], [], 0.0, set[str]()
+
+    def label(text: str) -> str:
+        """A legend names each thing once."""
+        fresh = text not in named
+        named.add(text)
+        return text if fresh else "_nolegend_"
+
+    for name, row in rows.items():
+        bars = [(OURS, row.value, _OURS_COLOUR), *((who, of, colours[who]) for who, of in row.rivals.items())]
+        for index, (who, value, colour) in enumerate(bars):
+            place = top - index
+            if isinstance(value, str):
+                axes.text(
+                    0.01,
+                    place,
+                    value,
+                    va="center",
+                    fontsize=7,
+                    bbox=_PAPER,
+                    transform=axes.get_yaxis_transform(),
+                )
+                continue
+            axes.barh(place, value, 0.85, color=colour, label=label(who))
+            axes.text(max(value, lowest), place, f" {_short(value)}", va="center", fontsize=7, bbox=_PAPER)
+        bottom = top - len(bars) + 0.5
+        for limit, text, style in ((row.bar, "to reach", "--"), (row.floor, "best possible", "-")):
+            if limit is not None and limit > 0:
+                axes.plot([limit] * 2, [top + 0.5, bottom], style, color="black", label=label(text))
+        ticks.append(top - (len(bars) - 1) / 2)
+        labels.append("\n".join(textwrap.wrap(name, _LABEL_WIDTH)))
+        top -= len(bars) + 0.6
+    axes.set_yticks(ticks, labels)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _numbers(row: Row) -> list[float]:
+    return [row.value, *(value for value in row.rivals.values() if not isinstance(value, str))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws the named results, by default all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot")
+    names = ", ".join(DRAWINGS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {names}; default: all")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/images"), help="folder, docs/images by default"
+    )
+    options = parser.parse_args(arguments)
+    for name in options.names:
+        if name not in DRAWINGS:
+            parser.error(f"expected one of {names}, got {name!r}")
+    for name in options.names or DRAWINGS:
+        drawing = DRAWINGS[name]
+        source, target = tables.result_path(drawing.result), options.out / f"{name}.svg"
+        try:
+            draw(drawing, Result.read(source).figures, target)
+        except FileNotFoundError:
+            print(f"{source} is missing: `python -m benchmarks {drawing.command}` writes it", file=sys.stderr)
+            return 2
+        except ModuleNotFoundError as error:
+            print(f"drawing needs matplotlib: pip install --group plot ({error})", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(f"wrote {target}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

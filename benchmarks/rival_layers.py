@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same layers as others run them: eager, in torch's graphs, in Megatron's, in Transformer Engine's.
+
+Their rows are one unpacked document: without Transformer Engine's kernels no graphs of others take packs.
+Everybody accumulates into Megatron DDP's `main_grad`, but for plain and Transformer Engine's layers,
+which have no DDP.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.flat_bank import Layer
+from benchmarks.parts import Answer, spreads
+from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.data import Pack
+
+__all__ = [
+    "LAYERS",
+    "DenseTrainer",
+    "a_pack",
+    "eager_times",
+    "layer_arguments",
+    "made_quickly",
+    "megatrons_graphs",
+    "model_options",
+    "time_layers",
+    "torchs_graphs",
+    "torchs_graphs_of_plain_layers",
+    "transformer_engine_times",
+]
+
+LAYERS = 24
+TOKENS = 256
+_MICRO_BATCHES = 2
+
+
+def model_options(hidden: int, *, layers: int = LAYERS, tokens: int = TOKENS) -> ModelOptions:
+    """A stack with heads of 64."""
+    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // 64, max_tokens=tokens, bf16=True)
+
+
+def a_pack(tokens: int = TOKENS) -> Pack:
+    """Three documents that fill a pack."""
+    ends = [0, tokens // 2, tokens * 3 // 4, tokens]
+    return Pack(
+        tokens=torch.arange(tokens) % 256,
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        max_seqlen=tokens // 2,
+    )
+
+
+def made_quickly(
+    trainer_type: type[Trainer],
+    options: ModelOptions,
+    *,
+    config: dict[str, Any] | None = None,
+    **further: Any,
+) -> Trainer:
+    """A trainer whose random weights are drawn on the device."""
+    fields = {"perform_initialization": False, **(config or {})}
+    trainer = trainer_type(options, config=fields, **further)
+    with torch.no_grad():
+        for param in trainer.chunk.parameters():
+            param.normal_(0.0, 0.02)
+    return trainer
+
+
+class DenseTrainer(Trainer):
+    """Trains on the tokens of packs as one document, with no pack."""
+
+    def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
+        tokens = next(packs).tokens.unsqueeze(0).to(self.device)
+        positions = torch.arange(tokens.size(1), device=self.device).unsqueeze(0)
+        losses = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
+        return losses, _mean
+
+
+def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+@contextlib.contextmanager
+def _calls_of(layer: nn.Module, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Collects the keyword arguments of a layer's calls."""
+    kind: Any = type(layer)
+    original, own = kind.__call__, "__call__" in kind.__dict__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is layer:
+            found.append(kwargs)
+        return original(self, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        if own:
+            kind.__call__ = original
+        else:
+            del kind.__call__
+
+
+def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
+    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
+    found: list[dict[str, Any]] = []
+    with _calls_of(trainer.chunk.decoder.layers[0], found):
+        trainer.forward_backward(packs)
+    return {name: value for name, value in found[-1].items() if name != "hidden_states"}
+
+
+def time_layers(
+    forward: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    layers: int,
+    *,
+    repeats: int = 30,
+    before: Callable[[], None] = lambda: None,
+) -> Answer:
+    """Host time of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
+
+    Args:
+        forward: runs all layers on hidden states.
+        shape: of the hidden states.
+        layers: how many there are.
+        repeats: timed rounds.
+        before: called before each round.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(hidden) * 1e-3
+
+    def sample() -> dict[str, float]:
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = forward(hidden)
+        forward_done = time.perf_counter()
+        torch.cuda.synchronize()
+        backward_start = time.perf_counter()
+        torch.autograd.backward(out, grad)
+        return {"forward": forward_done - start, "backward": time.perf_counter() - backward_start}
+
+    answer: Answer = spreads(sample, repeats=repeats, divisor=layers)
+    return answer
+
+
+def _run_layers(layers: Sequence[nn.Module], arguments: dict[str, Any], hidden: Tensor) -> Tensor:
+    for layer in layers:
+        hidden, _context = layer(hidden_states=hidden, **arguments)
+    return hidden
+
+
+def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
+    for module in modules:
+        hidden = module(hidden)
+    return hidden
+
+
+def eager_times(
+    trainer: Trainer, packs: Sequence[Pack], *, before: Callable[[], None] = lambda: None
+) -> Answer:
+    """A trainer's layers, called one after another as its block does."""
+    arguments = layer_arguments(trainer, packs)
+    layers = list(trainer.chunk.decoder.layers)
+    shape = (trainer.options.max_tokens, 1, trainer.options.hidden)
+    return time_layers(partial(_run_layers, layers, arguments), shape, len(layers), before=before)
+
+
+# -- torch.cuda.make_graphed_callables ------------------------------------------------------------
+
+
+class _OneTensor(nn.Module):
+    """A Megatron layer that takes and gives one tensor."""
+
+    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.arguments = arguments
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.layer(hidden_states=hidden, **self.arguments)[0]
+        return out
+
+
+def torchs_graphs(options: ModelOptions) -> Answer:
+    """Captures Megatron's layers with `torch.cuda.make_graphed_callables`, and times them.
+
+    Returns:
+        `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
+    """
+    trainer = made_quickly(DenseTrainer, options)
+    arguments = layer_arguments(trainer, [a_pack(options.max_tokens)])
+    layers = tuple(_OneTensor(layer, arguments) for layer in trainer.chunk.decoder.layers)
+    return _graphed(torch.cuda.make_graphed_callables, layers, options)
+
+
+def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
+    """As `torchs_graphs()`, of plain modules with as many parameters, their gradients in `.grad`."""
+    layers = tuple(
+        Layer(options.hidden, options.heads).to("cuda", torch.bfloat16) for _ in range(options.layers)
+    )
+    return _graphed(torch.cuda.make_graphed_callables, layers, options)
+
+
+def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
+    """Captures layers, and times them."""
+    shape = (options.max_tokens, 1, options.hidden)
+    samples = tuple(
+        (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in layers
+    )
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    graphed = make(layers, samples)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    times = time_layers(partial(_run_plain, graphed), shape, len(layers))
+    return {**times, "seconds": seconds, "graphs": 2 * len(layers)}
+
+
+# -- Megatron's cuda_graph_impl="local" -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
+    """Collects the seconds and the number of graphs that Megatron creates."""
+    from megatron.core.transformer import cuda_graphs
+
+    record: Any = cuda_graphs._CudagraphGlobalRecord
+    original = record.__dict__["create_cudagraphs"]
+
+    def create(cls: Any) -> Any:
+        graphs = len(cls.cudagraph_record)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        stats = original.__get__(None, cls)()
+        torch.cuda.synchronize()
+        if graphs:
+            found.append((time.perf_counter() - start, graphs))
+        return stats
+
+    record.create_cudagraphs = classmethod(create)
+    try:
+        yield
+    finally:
+        record.create_cudagraphs = original
+
+
+def megatrons_graphs(options: ModelOptions) -> Answer:
+    """Trains with Megatron's own graphs of layers until they replay, and times them.
+
+    Only one model of a process can have them.
+
+    Returns:
+        `forward` and `backward`, `seconds` of the capture, and `graphs`.
+    """
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    # They want random streams that a graph can advance, and ask how many micro-batches there are.
+    model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
+    init_num_microbatches_calculator(0, None, _MICRO_BATCHES, 1, 1)
+    config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
+    trainer = made_quickly(DenseTrainer, options, config=config)
+    packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
+    created: list[tuple[float, int]] = []
+    with _watched_creation(created):
+        for _ in range(2):
+            trainer.forward_backward(packs)
+    if not created:
+        raise RuntimeError("Megatron created no graphs")
+    seconds, graphs = created[-1]
+    return {**eager_times(trainer, packs), "seconds": seconds, "graphs": graphs}
+
+
+# -- Transformer Engine's make_graphed_callables --------------------------------------------------
+
+
+def transformer_engine_times(options: ModelOptions) -> dict[str, Answer]:
+    """Transformer Engine's own layers, `eager` and `graphed`; unpacked, and with no DDP around them."""
+    import transformer_engine.pytorch as te
+
+    layers = tuple(
+        te.TransformerLayer(
+            options.hidden,
+            4 * options.hidden,
+            options.heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            layer_number=rank + 1,
+            self_attn_mask_type="causal",
+            params_dtype=torch.bfloat16,
+        ).cuda()
+        for rank in range(options.layers)
+    )
+    shape = (options.max_tokens, 1, options.hidden)
+    eager = time_layers(partial(_run_plain, layers), shape, len(layers), repeats=15)
+    for layer in layers:
+        layer.zero_grad()
+    return {"eager": eager, "graphed": _graphed(te.make_graphed_callables, layers, options)}

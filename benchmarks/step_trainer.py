@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer whose schedule is timed by itself: no data loading, no optimizer.
+
+Batches lie on the device, as a loader that reads ahead leaves them. Weights are drawn there too. The
+optimizer never steps, so that the weights stay and its state takes no memory.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import record_function
+
+from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.data import Pack, next_token_labels, position_ids
+from megagraph.dispatch import Capacity
+from megagraph.megatron import disable_cuda_graphs_this_step
+
+__all__ = ["Batch", "StepTrainer", "batch_of", "named_phases", "seed_streams", "without_collection"]
+
+Batch = dict[str, Any]
+Schedule = Callable[..., Any]
+
+
+def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None) -> Batch:
+    """A pack as the model takes it, on the device.
+
+    Args:
+        pack: the documents.
+        device: where to.
+        capacity: pad rows and offsets to it, so that every batch has the same shapes.
+    """
+    labels, mask = next_token_labels(pack)
+    rows = {"tokens": pack.tokens, "positions": position_ids(pack), "labels": labels, "mask": mask}
+    offsets, longest = pack.cu_seqlens, pack.max_seqlen
+    if capacity is not None:
+        missing = capacity.tokens - pack.num_tokens
+        rows = {name: functional.pad(row, (0, missing)) for name, row in rows.items()}
+        offsets = torch.cat([offsets, offsets[-1:].expand(capacity.num_seqs - pack.num_seqs)])
+        longest = capacity.max_seqlen
+    batch: Batch = {name: row.unsqueeze(0).to(device) for name, row in rows.items()}
+    return {**batch, "offsets": offsets.to(device), "longest": longest}
+
+
+def seed_streams(*, for_graphs: bool = False) -> None:
+    """Megatron's random streams, from which weights are drawn on the GPU.
+
+    Args:
+        for_graphs: streams that Megatron's own graphs accept.
+    """
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(
+        1234, te_rng_tracker=for_graphs, use_cudagraphable_rng=for_graphs, force_reset_rng=True
+    )
+
+
+class _NoOptimizer:
+    def zero_grad(self) -> None:
+        """There is nothing beside the DDP's buffer."""
+
+
+class StepTrainer(Trainer):
+    """A model that runs whole steps.
+
+    Args:
+        options: its shape.
+        beside: build it on a side stream, as Megatron-LM does: its DDP then adds gradients to `main_grad`
+            beside the backward pass.
+        wrap: put around Megatron's schedule, once.
+        transformer: further fields of Megatron's `TransformerConfig`.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        *,
+        beside: bool,
+        wrap: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+        **transformer: Any,
+    ) -> None:
+        self._wrap = wrap
+        self._schedule: Schedule | None = None
+        self._walls: list[float] = []
+        on_gpu = torch.cuda.is_available()
+        with contextlib.ExitStack() as stack:
+            if beside and on_gpu:
+                stream = torch.cuda.Stream()
+                stack.callback(lambda: torch.cuda.current_stream().wait_stream(stream))
+                stack.enter_context(torch.cuda.stream(stream))
+            super().__init__(options, config={"use_cpu_initialization": not on_gpu, **transformer})
+
+    def make_optimizer(self) -> Any:
+        return _NoOptimizer()
+
+    def wall_ms(self, batches: Sequence[Batch], *, graphs: bool) -> float:
+        """Runs a step; the time from the start of the schedule until the device has done it all."""
+        from megatron.core import pipeline_parallel
+
+        original = pipeline_parallel.get_forward_backward_func
+        if self._schedule is None:
+            self._schedule = self._wrap(original())
+        timed = partial(_timed, self._schedule, self._walls)
+        pipeline_parallel.get_forward_backward_func = lambda: timed
+        try:
+            with contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step():
+                self.forward_backward(batches)  # type: ignore[arg-type]  # hands each on as it is
+        finally:
+            pipeline_parallel.get_forward_backward_func = original
+        return self._walls[-1]
+
+    def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        batch: Batch = next(packs)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch["offsets"],
+            cu_seqlens_kv=batch["offsets"],
+            max_seqlen_q=batch["longest"],
+            max_seqlen_kv=batch["longest"],
+        )
+        losses = model(
+            input_ids=batch["tokens"],
+            position_ids=batch["positions"],
+            attention_mask=None,
+            labels=batch["labels"],
+            packed_seq_params=params,
+        )
+        return losses, partial(_mean_loss, mask=batch["mask"])
+
+
+def _mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = (losses.float() * mask).sum() / mask.sum()
+    return loss, {"loss": loss.detach().clone()}  # a copy: the schedule divides the loss in place
+
+
+def _timed(schedule: Schedule, walls: list[float], **arguments: Any) -> Any:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with record_function("phase: schedule"):
+        result = schedule(**arguments)
+        torch.cuda.synchronize()
+    walls.append((time.perf_counter() - start) * 1e3)
+    return result
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Python's cyclic garbage waits meanwhile, for whatever is timed alike."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def named_phases(trainer: StepTrainer) -> Iterator[None]:
+    """Names the host's phases for a profiler: `phase: embedding` and so on."""
+    from megatron.core.pipeline_parallel import schedules
+
+    chunk, config = trainer.chunk, trainer.model.config
+    places = (
+        (schedules, "forward_step", "forward step"),
+        (chunk.embedding, "forward", "embedding"),
+        (chunk.decoder, "forward", "layers"),
+        (chunk.output_layer, "forward", "output layer"),
+        (chunk, "compute_language_model_loss", "loss"),
+        (schedules, "backward_step", "backward"),
+        (config, "finalize_model_grads_func", "finish gradients"),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, phase in places:
+            stack.enter_context(_named(owner, name, f"phase: {phase}"))
+        yield
+
+
+@contextlib.contextmanager
+def _named(owner: Any, name: str, phase: str) -> Iterator[None]:
+    original = getattr(owner, name)
+    was_own = name in vars(owner)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(phase):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, named)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for.
+
+`python -m benchmarks.timeline TRACE.json` prints the table of a trace that `named_phases()` was entered
+for. Of several steps in a trace the last one counts.
+"""
+
+import bisect
+import functools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from megagraph import results
+
+__all__ = ["Timeline", "Work", "read_timeline"]
+
+_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_CALLS = frozenset(("cuda_runtime", "cuda_driver"))
+_PHASE = "phase: "
+_STEP = "schedule"
+_SHORT_US = 2.0
+# Phases of which replayed layers are the middle: how the parts before, in and after them are called.
+_AROUND_GRAPHS = {
+    "layers": ("staging", "layers, forward", "final norm"),
+    "backward": ("backward of loss, head and norm", "layers, backward", "backward of embedding"),
+}
+_NAMES = {_STEP: "between micro-batches", "forward step": "model, between its parts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One kernel, copy or fill; times in microseconds.
+
+    Args:
+        start: on the device.
+        end: on the device.
+        launched: when the call that launched it began, on the host.
+        returned: when that call returned.
+        graph: the call's number where it launched a graph, else None.
+    """
+
+    start: float
+    end: float
+    launched: float
+    returned: float
+    graph: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step.
+
+    Args:
+        start: of the schedule on the host, in microseconds.
+        end: of the schedule, the device being done.
+        work: what the step launched, by its start on the device.
+        phases: of the host: start, end and name, outer ones first.
+    """
+
+    start: float
+    end: float
+    work: Sequence[Work]
+    phases: Sequence[tuple[float, float, str]]
+
+    def graph_us(self) -> float:
+        """Summed duration of what graphs ran."""
+        return sum(work.end - work.start for work in self.work if work.graph is not None)
+
+    def eager_us(self) -> float:
+        """Summed duration of everything else."""
+        return sum(work.end - work.start for work in self.work if work.graph is None)
+
+    def eager_span_us(self) -> float:
+        """Time in which something outside of graphs ran; work side by side counts once."""
+        return _covered(work for work in self.work if work.graph is None)
+
+    def busy_us(self) -> float:
+        """Time in which anything ran."""
+        return _covered(self.work)
+
+    def idle_us(self) -> dict[str, float]:
+        """Time in which nothing ran, by what the device waited for; the most first.
+
+        A gap is the host's where the work after it was launched once the device was idle, and has the name
+        of the phase that launched it; else that work was queued already.
+        """
+        idle: dict[str, float] = defaultdict(float)
+        if not self.work:
+            return idle
+        idle["before the first kernel"] = max(0.0, self.work[0].start - self.start)
+        before = self.work[0]  # what ends last
+        for work in self.work[1:]:
+            gap = work.start - before.end
+            if gap > 0:
+                idle[self._waits_for(before, work, gap)] += gap
+            if work.end > before.end:
+                before = work
+        idle["after the last kernel"] = max(0.0, self.end - before.end)
+        return dict(sorted(idle.items(), key=lambda item: -item[1]))
+
+    def _waits_for(self, before: Work, work: Work, gap: float) -> str:
+        if gap <= _SHORT_US:
+            return f"gaps of up to {_SHORT_US:.0f} us"
+        if work.graph is not None and work.graph == before.graph:
+            return "between nodes of a graph"
+        who = "queued already" if work.returned <= before.end else "host"
+        return f"{who}: {self._phase_of(work)}"
+
+    def _phase_of(self, work: Work) -> str:
+        inner = [phase for phase in self.phases if phase[0] <= work.launched <= phase[1]]
+        if not inner:
+            return "outside of the schedule"
+        start, end, name = inner[-1]
+        around = _AROUND_GRAPHS.get(name)
+        if around is None:
+            return _NAMES.get(name, name)
+        launches = self._graph_launches
+        first, last = bisect.bisect_left(launches, start), bisect.bisect_right(launches, end) - 1
+        if work.graph is not None:
+            return around[1]
+        if first > last:  # ran eager
+            return name
+        if work.launched < launches[first]:
+            return around[0]
+        return around[2] if work.launched > launches[last] else around[1]
+
+    @functools.cached_property
+    def _graph_launches(self) -> list[float]:
+        return sorted({work.launched for work in self.work if work.graph is not None})
+
+    def figures(self, *, wall_us: float) -> list[results.Figure]:
+        """The table as figures.
+
+        Args:
+            wall_us: of the same step without a profiler.
+        """
+
+        def figure(name: str, value: float) -> results.Figure:
+            return results.Figure(name=name, value=value, unit="us")
+
+        wall = results.Figure(
+            name="wall of the profiled step",
+            value=self.end - self.start,
+            unit="us",
+            rival="without the profiler",
+            rival_value=wall_us,
+        )
+        busy = [
+            figure("busy: graphs", self.busy_us() - self.eager_span_us()),
+            figure("busy: eager parts", self.eager_span_us()),
+        ]
+        return [wall, *busy, *(figure(f"idle: {name}", value) for name, value in self.idle_us().items())]
+
+
+def _covered(work: Iterable[Work]) -> float:
+    """Length of the union of intervals that are sorted by their start."""
+    total, until = 0.0, float("-inf")
+    for item in work:
+        total += max(0.0, item.end - max(item.start, until))
+        until = max(until, item.end)
+    return total
+
+
+def read_timeline(trace: Mapping[str, Any]) -> Timeline:
+    """The last step of a trace in Chrome's format, as torch's profiler exports it.
+
+    Raises:
+        ValueError: where it holds no step.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    phases = sorted(
+        (
+            (_us(event["ts"]), _us(event["ts"]) + _us(event["dur"]), event["name"].removeprefix(_PHASE))
+            for event in events
+            if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
+        ),
+        key=lambda phase: (phase[0], -phase[1]),
+    )
+    steps = [phase for phase in phases if phase[2] == _STEP]
+    if not steps:
+        raise ValueError(f"expected a trace with ranges {_PHASE + _STEP!r}, found none")
+    start, end, _ = steps[-1]
+    calls = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
+    }
+    work = [_work_of(event, calls) for event in events if event.get("cat") in _DEVICE]
+    return Timeline(
+        start=start,
+        end=end,
+        work=sorted(
+            (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
+        ),
+        phases=[phase for phase in phases if start <= phase[0] <= end],
+    )
+
+
+def _us(value: Any) -> float:
+    return float(value)
+
+
+def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -> Work:
+    start = _us(event["ts"])
+    number = event.get("args", {}).get("correlation")
+    call = calls.get(number)
+    launched = start if call is None else _us(call["ts"])
+    return Work(
+        start=start,
+        end=start + _us(event["dur"]),
+        launched=launched,
+        returned=launched if call is None else launched + _us(call["dur"]),
+        graph=number if call is not None and "GraphLaunch" in call["name"] else None,
+    )
+
+
+if __name__ == "__main__":
+    found = read_timeline(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    tables.show("timeline", found.figures(wall_us=found.end - found.start))

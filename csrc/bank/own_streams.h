@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams that this process makes for itself. For CUDA builds.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <mutex>
+#include <vector>
+
+namespace megagraph {
+
+// One non-blocking stream for each device, made when it is first asked for.
+class OwnStreams {
+ public:
+  cudaStream_t of(c10::DeviceIndex device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (streams_.empty()) streams_.resize(c10::cuda::device_count(), nullptr);
+    cudaStream_t& stream = streams_.at(device);
+    if (stream == nullptr) {
+      const c10::cuda::CUDAGuard guard(device);
+      C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    }
+    return stream;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<cudaStream_t> streams_;
+};
+
+}  // namespace megagraph
