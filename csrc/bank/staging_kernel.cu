@@ -9,8 +9,11 @@ namespace megagraph {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kBytesPerBlock = 64 << 10;
-constexpr int64_t kMaxBlocksPerSegment = 1024;
+// Each thread has this many loads in flight, and a block copies one contiguous piece: on an H200
+// 95 % of a copy's bandwidth, where a loop over the whole buffer reached 73 to 93 %.
+constexpr int kLoads = 4;
+constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kLoads * 16;
+constexpr int64_t kMaxBlocksPerSegment = 1 << 20;
 
 struct Grid {
   SegmentList segments;
@@ -23,7 +26,21 @@ __device__ void copy_and_zero(const Segment& s, int64_t bytes, int64_t thread, i
   const auto* in = static_cast<const Word*>(s.src);
   auto* out = static_cast<Word*>(s.dst);
   const int64_t valid = bytes / sizeof(Word), total = s.dst_size / sizeof(Word);
-  for (int64_t i = thread; i < total; i += threads) out[i] = i < valid ? in[i] : Word{};
+  const int64_t lane = thread % kThreads, piece = int64_t{kThreads} * kLoads;
+  for (int64_t first = thread / kThreads * piece + lane; first < total;
+       first += threads / kThreads * piece) {
+    Word words[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const int64_t i = first + k * kThreads;
+      words[k] = i < valid ? in[i] : Word{};
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const int64_t i = first + k * kThreads;
+      if (i < total) out[i] = words[k];
+    }
+  }
 }
 
 __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64_t threads) {

@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // All tensors of a call in one launch, 16-byte accesses where the layout allows, 64-bit offsets. A
 // position past the tables stops the kernel with a device assertion.
+//
+// Note [RoPE at memory speed]
+// Rounded to 16 bits one by one, as c10's types do it, the products and sums of a pair cost more
+// time than its bytes. So two elements are computed at once by the packed instructions, which round
+// each product and sum once, as Note [RoPE bits] asks. A thread loads its elements of kHeads heads
+// before it looks for the token's position, so that the search hides behind the loads.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "csrc/ops/kernels.h"
 #include "csrc/ops/thd_positions.h"
@@ -16,116 +25,200 @@ namespace megagraph {
 namespace {
 
 constexpr int kMaxThreads = 512;
+constexpr int kHeads = 4;
 
 template <typename scalar_t, int kVec>
 struct alignas(sizeof(scalar_t) * kVec) Vec {
   scalar_t at[kVec];
 };
 
-// The two vectors of a chunk: kVec pairs, whose members lie either in two runs that are half a
-// rotary part apart (split) or side by side in one run (adjacent).
-template <typename scalar_t, int kVec>
-struct Chunk {
-  Vec<scalar_t, kVec> low, high;
+// Two elements in one register; void where there is no such type.
+template <typename scalar_t>
+using Packed =
+    std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, __nv_bfloat162,
+                       std::conditional_t<std::is_same_v<scalar_t, c10::Half>, __half2, void>>;
 
+// kVec pairs: their first members and their second ones.
+template <typename scalar_t, int kVec>
+struct Pairs {
+  using V = Vec<scalar_t, kVec>;
+  V first, second;
+
+  // The pairs of a chunk lie either in two runs that are half a rotary part apart (split) or side
+  // by side in one run (adjacent).
   __device__ void load(const scalar_t* base, int chunk, int half, bool split) {
-    using V = Vec<scalar_t, kVec>;
     const int step = split ? half : kVec;
     const scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    low = *reinterpret_cast<const V*>(at);
-    high = *reinterpret_cast<const V*>(at + step);
+    first = *reinterpret_cast<const V*>(at);
+    second = *reinterpret_cast<const V*>(at + step);
   }
   __device__ void store(scalar_t* base, int chunk, int half, bool split) const {
-    using V = Vec<scalar_t, kVec>;
     const int step = split ? half : kVec;
     scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    *reinterpret_cast<V*>(at) = low;
-    *reinterpret_cast<V*>(at + step) = high;
+    *reinterpret_cast<V*>(at) = first;
+    *reinterpret_cast<V*>(at + step) = second;
   }
-  __device__ RopePair<scalar_t> pair(int i, bool split) const {
-    if (split) return {low.at[i], high.at[i]};
-    const int j = 2 * i;
-    if (kVec == 1) return {low.at[0], high.at[0]};
-    return j < kVec ? RopePair<scalar_t>{low.at[j], low.at[j + 1]}
-                    : RopePair<scalar_t>{high.at[j - kVec], high.at[j - kVec + 1]};
-  }
-  __device__ void set_pair(int i, bool split, RopePair<scalar_t> p) {
-    const int j = 2 * i;
-    if (split || kVec == 1) {
-      low.at[i] = p.first;
-      high.at[i] = p.second;
-    } else if (j < kVec) {
-      low.at[j] = p.first;
-      low.at[j + 1] = p.second;
-    } else {
-      high.at[j - kVec] = p.first;
-      high.at[j - kVec + 1] = p.second;
+  // From two halves of a run of adjacent pairs, and back.
+  __device__ Pairs unzipped() const {
+    Pairs result = *this;
+    if constexpr (kVec > 1) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const V& from = 2 * i < kVec ? first : second;
+        result.first.at[i] = from.at[2 * i % kVec];
+        result.second.at[i] = from.at[2 * i % kVec + 1];
+      }
     }
+    return result;
+  }
+  __device__ Pairs zipped() const {
+    Pairs result = *this;
+    if constexpr (kVec > 1) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        V& to = 2 * i < kVec ? result.first : result.second;
+        to.at[2 * i % kVec] = first.at[i];
+        to.at[2 * i % kVec + 1] = second.at[i];
+      }
+    }
+    return result;
+  }
+};
+
+// Note [RoPE bits], two elements at once.
+template <bool backward, typename packed_t>
+__device__ void rotate_packed(packed_t& first, packed_t& second, packed_t cos_first,
+                              packed_t cos_second, packed_t sin_first, packed_t sin_second) {
+  const packed_t first_cos = __hmul2_rn(first, cos_first);
+  const packed_t second_cos = __hmul2_rn(second, cos_second);
+  if constexpr (backward) {
+    const packed_t first_sin = __hmul2_rn(first, sin_first);
+    const packed_t second_sin = __hmul2_rn(second, sin_second);
+    first = __hadd2_rn(first_cos, second_sin);
+    second = __hadd2_rn(second_cos, __hneg2(first_sin));
+  } else {
+    const packed_t first_sin = __hmul2_rn(__hneg2(second), sin_first);
+    const packed_t second_sin = __hmul2_rn(first, sin_second);
+    first = __hadd2_rn(first_cos, first_sin);
+    second = __hadd2_rn(second_cos, second_sin);
+  }
+}
+
+template <bool backward, typename scalar_t, int kVec>
+__device__ Pairs<scalar_t, kVec> rotate(Pairs<scalar_t, kVec> x, const Pairs<scalar_t, kVec>& cos,
+                                        const Pairs<scalar_t, kVec>& sin) {
+  using packed_t = Packed<scalar_t>;
+  if constexpr (!std::is_void_v<packed_t> && kVec % 2 == 0) {
+    using Lanes = Vec<packed_t, kVec / 2>;
+    auto& first = reinterpret_cast<Lanes&>(x.first);
+    auto& second = reinterpret_cast<Lanes&>(x.second);
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i) {
+      rotate_packed<backward>(first.at[i], second.at[i],
+                              reinterpret_cast<const Lanes&>(cos.first).at[i],
+                              reinterpret_cast<const Lanes&>(cos.second).at[i],
+                              reinterpret_cast<const Lanes&>(sin.first).at[i],
+                              reinterpret_cast<const Lanes&>(sin.second).at[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const RopePair<scalar_t> pair{x.first.at[i], x.second.at[i]};
+      const RopePair<scalar_t> c{cos.first.at[i], cos.second.at[i]};
+      const RopePair<scalar_t> s{sin.first.at[i], sin.second.at[i]};
+      const auto y = backward ? rotate_pair_back(pair, c, s) : rotate_pair(pair, c, s);
+      x.first.at[i] = y.first;
+      x.second.at[i] = y.second;
+    }
+  }
+  return x;
+}
+
+// One head of one token, in and out.
+template <typename scalar_t>
+struct Head {
+  const scalar_t* in;
+  scalar_t* out;
+  int32_t dim;
+
+  __device__ Head(const RopeArgs& args, int32_t row, int head) {
+    int n = 0;
+    while (head >= args.first_head[n + 1]) ++n;
+    const int local = head - args.first_head[n];
+    const int heads = args.first_head[n + 1] - args.first_head[n];
+    in = static_cast<const scalar_t*>(args.in[n]) + row * args.in_token_stride[n] +
+         local * args.in_head_stride[n];
+    out = static_cast<scalar_t*>(args.out[n]) + (int64_t{row} * heads + local) * args.dim[n];
+    dim = args.dim[n];
   }
 };
 
 // A block holds one token; threadIdx.x walks the chunks of a head and threadIdx.y the heads, so a
-// thread keeps its cos and sin in registers for all heads.
+// thread keeps its cos and sin in registers for all heads. Note [RoPE at memory speed].
 template <typename scalar_t, int kVec, RopeLayout layout, bool backward>
 __global__ void rope_thd_kernel(const __grid_constant__ RopeArgs args) {
   constexpr bool kRotatedSplit = layout != RopeLayout::kInterleaved;
   constexpr bool kSourceSplit = layout == RopeLayout::kNeox;
   constexpr bool kInSplit = backward ? kRotatedSplit : kSourceSplit;
   constexpr bool kOutSplit = backward ? kSourceSplit : kRotatedSplit;
-  using C = Chunk<scalar_t, kVec>;
+  constexpr int32_t kUnknown = -2;
+  using P = Pairs<scalar_t, kVec>;
 
   const int32_t row = blockIdx.x;
-  const int32_t position =
-      document_position(args.cu_seqlens, args.num_seqs, row, args.cp_size, args.cp_rank);
-  CUDA_KERNEL_ASSERT(position < args.positions);
   const int half = args.rotary_dim / 2;
   const int chunks = half / kVec;
   const int total_heads = args.first_head[args.num_tensors];
+  const auto look_up = [&] {
+    const int32_t found =
+        document_position(args.cu_seqlens, args.num_seqs, row, args.cp_size, args.cp_rank);
+    CUDA_KERNEL_ASSERT(found < args.positions);
+    return found;
+  };
+  int32_t position = kUnknown;
 
   for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
-    C cos, sin;
-    if (position >= 0) {
-      const int64_t table = int64_t{position} * args.rotary_dim;
-      cos.load(static_cast<const scalar_t*>(args.cos) + table, chunk, half, kRotatedSplit);
-      sin.load(static_cast<const scalar_t*>(args.sin) + table, chunk, half, kRotatedSplit);
-    }
-    int n = 0;
-    for (int head = threadIdx.y; head < total_heads; head += blockDim.y) {
-      while (head >= args.first_head[n + 1]) ++n;
-      const int local_head = head - args.first_head[n];
-      const int heads = args.first_head[n + 1] - args.first_head[n];
-      scalar_t* out =
-          static_cast<scalar_t*>(args.out[n]) + (int64_t{row} * heads + local_head) * args.dim[n];
-      C y{};
-      if (position >= 0) {
-        C x;
-        x.load(static_cast<const scalar_t*>(args.in[n]) + row * args.in_token_stride[n] +
-                   local_head * args.in_head_stride[n],
-               chunk, half, kInSplit);
+    P cos, sin;
+    bool has_tables = false;
+    for (int first = threadIdx.y; first < total_heads; first += kHeads * blockDim.y) {
+      P x[kHeads];
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          const auto p = x.pair(i, kInSplit);
-          const auto c = cos.pair(i, kRotatedSplit);
-          const auto s = sin.pair(i, kRotatedSplit);
-          y.set_pair(i, kOutSplit, backward ? rotate_pair_back(p, c, s) : rotate_pair(p, c, s));
+      for (int k = 0; k < kHeads; ++k) {
+        const int head = first + k * blockDim.y;
+        if (head < total_heads) {
+          x[k].load(Head<scalar_t>(args, row, head).in, chunk, half, kInSplit);
         }
       }
-      y.store(out, chunk, half, kOutSplit);
+      if (position == kUnknown) position = look_up();
+      if (position >= 0 && !has_tables) {
+        const int64_t table = int64_t{position} * args.rotary_dim;
+        cos.load(static_cast<const scalar_t*>(args.cos) + table, chunk, half, kRotatedSplit);
+        sin.load(static_cast<const scalar_t*>(args.sin) + table, chunk, half, kRotatedSplit);
+        if constexpr (!kRotatedSplit) {
+          cos = cos.unzipped();
+          sin = sin.unzipped();
+        }
+        has_tables = true;
+      }
+#pragma unroll
+      for (int k = 0; k < kHeads; ++k) {
+        const int head = first + k * blockDim.y;
+        if (head >= total_heads) break;
+        P y{};
+        if (position >= 0) {
+          y = rotate<backward>(kInSplit ? x[k] : x[k].unzipped(), cos, sin);
+          if constexpr (!kOutSplit) y = y.zipped();
+        }
+        y.store(Head<scalar_t>(args, row, head).out, chunk, half, kOutSplit);
+      }
     }
   }
 
   // Dimensions past the rotary part.
-  for (int head = threadIdx.y; head < total_heads; head += blockDim.y) {
-    int n = 0;
-    while (head >= args.first_head[n + 1]) ++n;
-    const int local_head = head - args.first_head[n];
-    const int heads = args.first_head[n + 1] - args.first_head[n];
-    const scalar_t* in = static_cast<const scalar_t*>(args.in[n]) + row * args.in_token_stride[n] +
-                         local_head * args.in_head_stride[n];
-    scalar_t* out =
-        static_cast<scalar_t*>(args.out[n]) + (int64_t{row} * heads + local_head) * args.dim[n];
-    for (int d = args.rotary_dim + threadIdx.x; d < args.dim[n]; d += blockDim.x) {
-      out[d] = position >= 0 ? in[d] : scalar_t(0);
+  for (int first = threadIdx.y; first < total_heads; first += blockDim.y) {
+    const Head<scalar_t> head(args, row, first);
+    for (int d = args.rotary_dim + threadIdx.x; d < head.dim; d += blockDim.x) {
+      if (position == kUnknown) position = look_up();
+      head.out[d] = position >= 0 ? head.in[d] : scalar_t(0);
     }
   }
 }
@@ -134,7 +227,8 @@ template <typename scalar_t, int kVec, bool backward>
 void launch(const RopeArgs& args, RopeLayout layout, cudaStream_t stream) {
   const int total_heads = args.first_head[args.num_tensors];
   const int chunks = std::clamp(args.rotary_dim / 2 / kVec, 1, 64);
-  const dim3 block(chunks, std::clamp(kMaxThreads / chunks, 1, total_heads));
+  const int groups = (total_heads + kHeads - 1) / kHeads;
+  const dim3 block(chunks, std::clamp(kMaxThreads / chunks, 1, groups));
   const auto run = [&](auto kernel) {
     kernel<<<static_cast<unsigned>(args.tokens), block, 0, stream>>>(args);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
