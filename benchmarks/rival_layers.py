@@ -264,7 +264,7 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     # They want random streams that a graph can advance, and ask how many micro-batches there are.
-    model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
     init_num_microbatches_calculator(0, None, _MICRO_BATCHES, 1, 1)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)

@@ -56,9 +56,7 @@ def seed_streams(*, for_graphs: bool = False) -> None:
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(
-        1234, te_rng_tracker=for_graphs, use_cudagraphable_rng=for_graphs, force_reset_rng=True
-    )
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=for_graphs, force_reset_rng=True)
 
 
 class _NoOptimizer:

@@ -285,13 +285,16 @@ class BlockBank:
     # -- what graphs read ------------------------------------------------------------------------
 
     def kinds_of_other_settings(self) -> set[Kind]:
-        """Lets each name mean the graphs of the numeric settings in force; the kinds that have none."""
+        """Lets each name mean the graphs of the numeric settings in force; the kinds that have none yet.
+
+        What could not be captured under some settings is not tried again under any others.
+        """
         without = set()
         for name, indices in self._by_settings.items():
             fitting = [index for index in indices if not self.chain.chunk.changed_setting(index)]
             if fitting:
                 self.chain.variants[name] = fitting[0]
-            else:
+            elif name not in self.chain.uncapturable:
                 without.add(name[1])
         return without
 

@@ -151,7 +151,7 @@ class ModelGraphs:
             self.block.count_eager(EagerReason.SIGNATURE_CHANGED)
 
         return LayerLoop(
-            self.block.layers,
+            self.block.chain.specs,
             self.block.chain.sites,
             constants=self.block.constants[batch.key],
             twins=self.block.twins.setdefault(batch.key, {}),

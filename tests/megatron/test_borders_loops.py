@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Step, Twins, assert_same, forward, grads, schedule, step
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Step,
+    Twins,
+    assert_same,
+    forward,
+    grads,
+    report_of,
+    schedule,
+    step,
+)
 from torch import Tensor
 
 import megagraph
@@ -221,6 +233,37 @@ def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Inst
     assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (1 + 3 * 2) * LAYERS
     assert report["graphs"] == 2 * 2 * LAYERS and report["failures"] == []
+
+
+def test_what_cannot_be_captured_under_other_settings_is_tried_once(install: Install) -> None:
+    """Bug: it was tried again before every step."""
+    from megatron.core.transformer import cuda_graphs
+
+    install()
+    trainer = Trainer(OPTIONS)
+    tries = []
+    for layer in trainer.chunk.decoder.layers:
+
+        def refusing(*args: Any, forward: Any = layer.forward, **kwargs: Any) -> Any:
+            if cuda_graphs.is_graph_capturing() and torch.get_float32_matmul_precision() == "high":
+                tries.append(forward)
+                raise RuntimeError("not under these settings")
+            return forward(*args, **kwargs)
+
+        layer.forward = refusing
+    for _ in range(2):
+        step(trainer, [ONE])
+    torch.set_float32_matmul_precision("high")
+    try:
+        for _ in range(4):
+            step(trainer, [ONE])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    step(trainer, [ONE])
+    report = report_of(trainer)
+    assert len(tries) == LAYERS
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 4 * LAYERS}
+    assert report["replays"] == 2 * LAYERS
 
 
 def test_settings_that_come_back_find_their_graphs_again(install: Install) -> None:

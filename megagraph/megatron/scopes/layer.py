@@ -50,8 +50,8 @@ class LayerLoop:
     """Stands in for all layers of a block while one micro-batch replays.
 
     Args:
-        layers: the block's own.
-        sites: their sites, in order.
+        specs: name the block's own layers, in order.
+        sites: their graphs.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
         twins: the last tensor that equalled a constant, by name; kept up here.
         eager_input: pads the hidden states for a layer that runs eager first.
@@ -62,7 +62,7 @@ class LayerLoop:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        specs: Sequence[SiteSpec],
         sites: Sequence[_C.Site],
         constants: Mapping[str, Any],
         twins: dict[str, Tensor],
@@ -71,7 +71,7 @@ class LayerLoop:
         refuse: Callable[[], None],
         before_layer: Callable[[int], None] | None,
     ) -> None:
-        self._layers = layers
+        self._specs = specs
         self._sites = sites
         self._constants = constants
         self._twins = twins
@@ -92,18 +92,17 @@ class LayerLoop:
         if not all(self._is_constant(name, value) for name, value in arguments.items()):
             self._refuse()
             hidden_states = self._eager_input(hidden_states)
-            for layer in self._layers:
-                hidden_states = self._run(layer, hidden_states, arguments)
+            for spec in self._specs:
+                hidden_states = self._run(spec, hidden_states, arguments)
             return hidden_states, None
         padded = False
-        for rank, (layer, site) in enumerate(zip(self._layers, self._sites, strict=True)):
+        for rank, site in enumerate(self._sites):
             if self._before_layer is not None:
                 self._before_layer(rank)
             out = site(hidden_states)
             if out is NotImplemented:
-                out = self._run(
-                    layer, hidden_states if padded else self._eager_input(hidden_states), arguments
-                )
+                given = hidden_states if padded else self._eager_input(hidden_states)
+                out = self._run(self._specs[rank], given, arguments)
             hidden_states, padded = out, True
         return hidden_states, None
 
@@ -123,8 +122,8 @@ class LayerLoop:
         self._twins[name] = value
         return True
 
-    def _run(self, layer: nn.Module, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        out = _hidden_states_of(layer, hidden_states, **{**arguments, **self._eager_arguments()})
+    def _run(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        out = _hidden_states_of(spec.module, hidden_states, **{**arguments, **self._eager_arguments()})
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
         return out if torch.is_grad_enabled() else out.detach()
 

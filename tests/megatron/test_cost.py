@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay costs the host, as counts: the same on every machine, unlike times.
+
+Counted are calls of Python functions of the plugin, and of anything at all for each further layer. What the
+host backend runs in place of a graph is not.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import OPTIONS, Micro, forward, graph_config, step
+
+import megagraph
+from megagraph import capture
+from megagraph.cli.trainer import Trainer
+from megagraph.megatron.installation import installed_plugin
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread"),
+]
+PACKAGE = str(Path(megagraph.__file__).parent)
+MICRO = Micro(lengths=(9, 20, 11))
+
+
+class Calls:
+    """Counts calls of this thread, less those inside what the host backend replays."""
+
+    def __init__(self) -> None:
+        self.ours: Counter[str] = Counter()
+        self.all = 0
+        self._depth = 0  # of bodies that stand for graphs
+
+    def _see(self, frame: FrameType, event: str, function: Any) -> None:
+        code = frame.f_code
+        is_body = code.co_filename == capture.__file__ and code.co_name == "body"
+        if event == "return" and is_body:
+            self._depth -= 1
+        if event in ("call", "c_call") and self._depth == 0 and not is_body:
+            self.all += 1
+            if event == "call" and code.co_filename.startswith(PACKAGE):
+                self.ours[f"{Path(code.co_filename).stem}.{code.co_name}"] += 1
+        if event == "call" and is_body:
+            self._depth += 1
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what is inside."""
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+def _count(layers: int) -> tuple[Calls, Calls, Calls]:
+    """The calls of one replayed micro-batch, forward and backward, and of a step boundary."""
+    megagraph.install(graph_config())
+    try:
+        trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers))
+        for _ in range(3):
+            step(trainer, [MICRO, MICRO])
+        plugin = installed_plugin()
+        assert plugin is not None
+        (graphs,) = plugin.all_graphs()
+        in_forward, in_backward, at_boundary = Calls(), Calls(), Calls()
+        with at_boundary.counted():
+            graphs.at_step_boundary(is_skipped=False)
+        with in_forward.counted():
+            losses, _ = forward(trainer.model, MICRO, trainer.device)
+        with in_backward.counted():
+            losses.sum().backward()
+        (report,) = megagraph.reports()
+        assert report["eager"] == {"WARMING_UP": 2 * layers}
+    finally:
+        megagraph.uninstall()
+    return in_forward, in_backward, at_boundary
+
+
+@pytest.fixture(scope="module")
+def counts(megatron: None) -> dict[int, tuple[Calls, Calls, Calls]]:
+    """By the number of layers."""
+    return {layers: _count(layers) for layers in (2, 6)}
+
+
+def _of_plugin(calls: Calls) -> int:
+    # What lets megatron-core run on the CPU is not there on a GPU.
+    return sum(count for name, count in calls.ours.items() if not name.startswith("cpu."))
+
+
+def test_a_further_layer_costs_no_call_of_a_function(counts: dict[int, tuple[Calls, Calls, Calls]]) -> None:
+    """A replayed layer is one vectorcall forward and one autograd node backward."""
+    for few, many in zip(counts[2], counts[6], strict=True):
+        assert few.all == many.all, many.ours - few.ours
+
+
+def test_a_micro_batch_costs_a_bounded_number_of_calls(counts: dict[int, tuple[Calls, Calls, Calls]]) -> None:
+    """Raise a bound only with a reason: it is paid in every micro-batch, or before every step."""
+    in_forward, in_backward, at_boundary = map(_of_plugin, counts[6])
+    assert in_forward <= 95
+    assert in_backward == 0
+    assert at_boundary <= 14
