@@ -11,7 +11,7 @@ import torch
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
 # These take longer, or two GPUs.
-FURTHER = ("main_job", "real_hosts", "megatron_loop")
+FURTHER = ("main_job", "real_hosts", "megatron_loop", "megatron_graphs")
 NAMES = DEFAULT + FURTHER
 
 

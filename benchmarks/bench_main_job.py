@@ -10,13 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES, Case
+from benchmarks.tables import result_path
 from megagraph import megatron, results
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
@@ -158,7 +158,7 @@ def run() -> None:
         figures=tuple(figures),
         comparison=_comparison(compared),
     )
-    path = Path(os.environ.get("OUT", Path(__file__).parent / "results"), "main_job.json")
+    path = result_path("main_job")
     result.write(path)
     print(f"wrote {path}; bit-equal: {result.comparison.bitwise_equal if result.comparison else None}")
 

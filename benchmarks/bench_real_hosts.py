@@ -18,6 +18,7 @@ ALONE = {
     "Transformer Engine, 4 layers of hidden 4096": "1",
 }
 SIDE_BY_SIDE = 5
+EXITS_SIDE_BY_SIDE = 2
 NUM_EXITS = 10
 
 
@@ -30,7 +31,7 @@ def _exits() -> list[results.Figure]:
             print(f"ended with {code}:\n{err[-2000:]}", flush=True)
         return code
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as runs:
+    with ThreadPoolExecutor(EXITS_SIDE_BY_SIDE) as runs:
         codes = list(runs.map(code, range(NUM_EXITS)))
     print(f"exit codes: {codes}", flush=True)
     return [
@@ -54,6 +55,5 @@ def run() -> None:
         raise RuntimeError(f"real_hosts needs two GPUs, found {torch.cuda.device_count()}")
     measurement = Measurement("real_hosts")
     bits = {name: measurement.bits_of(name, gpus) for name, gpus in (ALONE | _together()).items()}
-    measurement.take(bits, SIDE_BY_SIDE)
-    measurement.take({"exits": _exits}, 1)
+    measurement.take({"exits": _exits, **bits}, SIDE_BY_SIDE)
     measurement.check()

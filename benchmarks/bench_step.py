@@ -107,7 +107,7 @@ CASES = {
     for case in (
         StepCase(hidden=512, layers=24, tokens=2048),
         StepCase(hidden=1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
-        StepCase(hidden=1024, layers=24, tokens=8192, rivals=tuple(RIVALS)),
+        StepCase(hidden=1024, layers=24, tokens=8192),
         StepCase(hidden=2048, layers=16, tokens=16384),
         StepCase(hidden=4096, layers=4, tokens=8192),
     )

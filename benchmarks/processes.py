@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.host_jobs import JOBS
+from benchmarks.tables import result_path
 from megagraph import results
 
 TIMEOUT_SECONDS = 300
@@ -104,7 +104,7 @@ class Measurement:
             figures=tuple(self._figures),
             comparison=self._comparison() if self._compared else None,
         )
-        path = Path(os.environ.get("OUT", Path(__file__).parent / "results"), f"{self._name}.json")
+        path = result_path(self._name)
         result.write(path)
         print(f"wrote {path}", flush=True)
 

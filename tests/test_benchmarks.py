@@ -16,6 +16,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks import bench_main_job as main_job  # noqa: E402
 from benchmarks.cases import CASES, MICRO_BATCHES, Case  # noqa: E402
+from benchmarks.host_jobs import JOBS, Job  # noqa: E402
 from megagraph.data import Pack  # noqa: E402
 from megagraph.results import Comparison, Figure, Result  # noqa: E402
 
@@ -68,6 +69,15 @@ def test_the_documents_of_a_case_last_for_every_step_and_some_packs_are_over_its
 def test_every_step_before_the_timed_ones_keeps_a_pack_that_fits(case: Case) -> None:
     for packs in case.steps(main_job.WARMUP_STEPS + 3):
         assert any(pack.num_seqs <= max(case.max_packed_seqs) for pack in packs)
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+def test_a_job_has_packs_that_its_ranks_can_share(job: Job) -> None:
+    """Bug: one job drew documents that were longer than its packs, and ended before it began."""
+    packs = flat(job.packs(2))
+    assert len(packs) == 2 * MICRO_BATCHES
+    assert all(0 < pack.num_tokens <= job.model.max_tokens for pack in packs)
+    assert all(pack.num_tokens % job.tensor_parallel == 0 for pack in packs)
 
 
 def test_a_case_is_found_by_its_name() -> None:
