@@ -35,6 +35,7 @@ def _rival(name: str, what: str, *, gpus: str) -> dict[str, Any]:
 def _last_words(log: str) -> str:
     """The error of a traceback, with the line that raised it where it says nothing."""
     lines = [line.removeprefix("[rank0]:").strip() for line in log.splitlines()]
+    lines = [line for line in lines if line.strip("^~ ")]  # marks below a line of code
     for index in reversed(range(len(lines))):
         name, colon, said = lines[index].partition(":")
         if name.endswith(("Error", "Exception")) and " " not in name:

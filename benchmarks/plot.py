@@ -98,6 +98,13 @@ DRAWINGS = {
         result="rope",
         command="rope",
         unit="share",
+        pick="NeoX, .*beside a rival$",
+    ),
+    "staging": Drawing(
+        title="Staging of hidden states: share of a device copy's bandwidth",
+        result="staging",
+        command="staging",
+        unit="share",
     ),
     "attention": Drawing(
         title="Attention of packs: GPU time over the rival's",
@@ -142,7 +149,7 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
         raise ValueError(f"result {drawing.result!r}: expected figures to draw, found none of {drawing}")
     rivals = list(dict.fromkeys(rival for row in rows.values() for rival in row.rivals))
     colours = {rival: _COLOURS[index % len(_COLOURS)] for index, rival in enumerate(rivals)}
-    settings = {"svg.hashsalt": "megagraph", "svg.fonttype": "path", "font.size": 9}
+    settings = {"svg.hashsalt": "megagraph", "svg.fonttype": "none", "font.size": 9}
     with pyplot.style.context(["default", settings]):
         height = 1.4 + 0.24 * sum(2 + len(row.rivals) for row in rows.values())
         figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")

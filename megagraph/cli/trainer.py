@@ -6,7 +6,6 @@ Written as a host would write it; the plugin reaches it through Megatron alone.
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,9 +74,9 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
         if "RANK" in os.environ:
             torch.distributed.init_process_group(backend)
         else:
-            torch.distributed.init_process_group(
-                backend, init_method=f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=1
-            )
+            # It takes a free port itself; one that was found free before may be taken by now.
+            store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
@@ -88,13 +87,6 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
         if made_dist:
             torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def transformer_config(options: ModelOptions, **changes: Any) -> Any:
