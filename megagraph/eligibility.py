@@ -17,6 +17,7 @@ from megagraph.sites import SiteSpec
 
 __all__ = ["HookWatch", "ineligible_sites"]
 
+# csrc/python/fingerprint.cpp reads the same tables.
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -69,6 +70,7 @@ class HookWatch:
         tables = (getattr(owner, name) for owner in owners for name in _MODULE_HOOKS)
         keys = [tuple(table) for table in tables if table]
         on_tensors = sum(len(param._backward_hooks or ()) for param in params)
+        on_tensors += sum(len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params)
         on_accumulators = sum(map(_C.count_accumulator_hooks, params))
         return keys, on_tensors, on_accumulators
 

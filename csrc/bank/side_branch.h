@@ -2,10 +2,11 @@
 // Work beside the main line of a capture: a second stream that is forked from it and joined again.
 //
 // Note [Side branch]
-// Additions to main_grad move ten bytes a parameter and compute nothing. In eager they run on a
-// stream of DDP's beside the next matrix product; captured on one stream they would run between the
-// products, and a backward graph would be slower than eager. Each addition depends on its gradient
+// Additions to main_grad move ten bytes a parameter and compute nothing. In eager they run on the
+// stream on which DDP was built, which hosts make another one, beside the next matrix product;
+// captured on one stream they would run between the products. Each addition depends on its gradient
 // only, so it is a branch of the graph. Order among additions stays, since they share one stream.
+// Nobody else may write a gradient after it was delivered, nor the same main_grad on the main line.
 //
 // A gradient must outlive its addition: its memory belongs to the main line, which hands it out
 // again as soon as the tensor is gone. So the branch holds gradients, at most kMaxPending, and the
@@ -31,7 +32,7 @@ class SideBranch {
   void run(const at::Tensor& input, const std::function<void()>& work);
   // The current stream waits for everything; a capture cannot end before.
   void join();
-  // After a capture that failed.
+  // Lets go of what was not joined: the capture failed.
   void forget() noexcept;
 
  private:

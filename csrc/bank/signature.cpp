@@ -26,6 +26,13 @@ std::array<Named, 11> named(const NumericSettings& s) {
            {"autocast dtype", s.autocast_dtype}}};
 }
 
+// Unset means the full precision, as torch's own comparisons with TF32 take it.
+int precision_of(at::Float32Op op) {
+  const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, op);
+  return static_cast<int>(precision == at::Float32Precision::NONE ? at::Float32Precision::IEEE
+                                                                  : precision);
+}
+
 }  // namespace
 
 NumericSettings NumericSettings::current(at::DeviceType device) {
@@ -36,10 +43,8 @@ NumericSettings NumericSettings::current(at::DeviceType device) {
   s.cudnn_benchmark = context.benchmarkCuDNN();
   s.cudnn_deterministic = context.deterministicCuDNN();
   s.autocast = at::autocast::is_autocast_enabled(device);
-  s.matmul_precision =
-      static_cast<int>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL));
-  s.conv_precision =
-      static_cast<int>(context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV));
+  s.matmul_precision = precision_of(at::Float32Op::MATMUL);
+  s.conv_precision = precision_of(at::Float32Op::CONV);
   s.fp16_reduction = static_cast<int>(context.allowFP16ReductionCuBLAS());
   s.bf16_reduction = static_cast<int>(context.allowBF16ReductionCuBLAS());
   s.fp16_accumulation = context.allowFP16AccumulationCuBLAS();

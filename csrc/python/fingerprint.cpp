@@ -50,6 +50,7 @@ void mix_parameter(Hash& hash, PyObject* object) {
   }
   PyObject* grad = PyObject_GetAttr(object, main_grad->ptr());
   if (grad == nullptr) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
     PyErr_Clear();
   } else {
     const auto held = py::reinterpret_steal<py::object>(grad);
@@ -58,6 +59,7 @@ void mix_parameter(Hash& hash, PyObject* object) {
   }
 }
 
+// The tables of hooks are those of _MODULE_HOOKS in megagraph/eligibility.py.
 void mix_module(Hash& hash, PyObject* module) {
   static const auto* parameters = new py::str("_parameters");
   static const auto* submodules = new py::str("_modules");

@@ -75,7 +75,7 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
             torch.distributed.init_process_group(backend)
         else:
             # It takes a free port itself; one that was found free before may be taken by now.
-            store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bank of one block of layers: captures its variants, notices what moved, counts.
+"""The bank of one block of layers: captures its variants, begins anew, counts.
 
 Does not decide which micro-batch replays, nor when to capture.
 """
@@ -69,7 +69,7 @@ class BlockBank:
         self._workspaces: list[Tensor] = []
         self.param_syncs = gradients.ParamSyncs(ddp, self.layers)
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self.watch = LayerWatch(self._specs, self._find_ineligible)
+        self.watch = LayerWatch(self._specs)
         # Of each variant's name: what was captured under one numeric setting after another.
         self._by_settings: dict[Any, list[int]] = {}
         self._past: dict[str, int] = {}
@@ -156,7 +156,7 @@ class BlockBank:
             params_type: `PackedSeqParams`.
         """
         if not self.watch.is_watching:
-            self.watch.expect_hooks()
+            self.watch.expect_modules(self._find_ineligible())
             self._skip(self._ineligible_in_group())
             gradients.listen(self.chain, self._ddp(), self.layers)
         variants = [
@@ -282,7 +282,7 @@ class BlockBank:
         named = zip(names, tables, strict=False)
         return {name: value for name, value in named if value is not None}
 
-    # -- what graphs read ------------------------------------------------------------------------
+    # -- what graphs rely on ----------------------------------------------------------------------
 
     def kinds_of_other_settings(self) -> set[Kind]:
         """Lets each name mean the graphs of the numeric settings in force; the kinds that have none yet.
@@ -298,6 +298,10 @@ class BlockBank:
                 without.add(name[1])
         return without
 
+    def what_changed(self) -> EagerReason | None:
+        """Why the graphs must not be replayed any more, or None."""
+        return self.watch.what_changed(self._find_ineligible)
+
     def start_anew(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
         for name, count in self.bank.counters().items():
@@ -307,7 +311,7 @@ class BlockBank:
         self.constants.clear()
         self.twins.clear()
         self._by_settings.clear()
-        self.watch = LayerWatch(self._specs, self._find_ineligible)
+        self.watch = LayerWatch(self._specs)
         self.bank, self.chain = self._new_bank()
 
     # -- figures ---------------------------------------------------------------------------------

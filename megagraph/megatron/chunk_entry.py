@@ -40,6 +40,8 @@ class ChunkEntry:
             given = _Arguments(places, args, kwargs)
             if given.get("inference_context") is not None or given.get("inference_params") is not None:
                 return original(model, *args, **kwargs)
+            if given.get("input_ids") is None and given.get("decoder_input") is None:
+                return original(model, *args, **kwargs)  # which says what is missing
             graphs = self._plugin.graphs_of_model(model)
             with self._plugin.call_of(graphs):
                 batch = graphs.decide(
@@ -107,8 +109,13 @@ class ChunkEntry:
 
 
 def _places_of(method: Callable[..., Any]) -> Mapping[str, int]:
-    """Where each argument of a method stands, `self` not counted."""
-    return {name: place - 1 for place, name in enumerate(inspect.signature(method).parameters)}
+    """Where each argument of a method stands that may be given by position, `self` not counted."""
+    _self, *parameters = inspect.signature(method).parameters.values()
+    return {
+        parameter.name: place
+        for place, parameter in enumerate(parameters)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
 
 
 class _Arguments:
@@ -144,7 +151,7 @@ class _StackLoop:
 
     Args:
         loop: runs all layers.
-        given: to the stack's forward.
+        given: what the stack's forward was called with.
     """
 
     layer_number = 1  # read for the context of fp8, which is refused
@@ -162,8 +169,8 @@ def _num_tokens(given: _Arguments, peers: Peers) -> int:
     source: Tensor | None = given.get("decoder_input")
     if source is not None:
         return source.size(0) * (peers.size if peers.shards_sequence else 1)
-    ids: Tensor | None = given.get("input_ids")
-    return 0 if ids is None else ids.numel()  # the model itself says that there is no input
+    ids: Tensor = given.get("input_ids")
+    return ids.numel()
 
 
 # The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their

@@ -25,28 +25,35 @@ class LayerWatch:
 
     Args:
         specs: the sites of the layers.
-        find_ineligible: which layers no graph can replace, and why.
     """
 
-    def __init__(self, specs: Sequence[SiteSpec], find_ineligible: Callable[[], Ineligible]) -> None:
+    def __init__(self, specs: Sequence[SiteSpec]) -> None:
         self._specs = specs
-        self._find_ineligible = find_ineligible
         self._ineligible: Ineligible = {}
         self._hooks: HookWatch | None = None
         self.memory = MemoryWatch(specs)
+        # Weakly, as hooks and modules may hold the model.
+        self._modules: list[weakref.ref[nn.Module]] = []
         # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
-        self._modules: list[weakref.ref[nn.Module]] = []
 
     @property
     def is_watching(self) -> bool:
         """Whether anything was captured."""
         return self.memory.is_watching
 
-    def expect_hooks(self) -> None:
-        """Remembers the hooks of now and what they keep from being graphed; before the first capture."""
-        self._ineligible = self._find_ineligible()
-        self._hooks = HookWatch([spec.module for spec in self._specs])
+    def _layers(self) -> list[nn.Module]:
+        return [spec.module for spec in self._specs]
+
+    def expect_modules(self, ineligible: Ineligible) -> None:
+        """Remembers the modules of now and their hooks; before the first capture.
+
+        Args:
+            ineligible: which layers no graph can replace, and why.
+        """
+        self._ineligible = ineligible
+        self._hooks = HookWatch(self._layers())
+        self._modules = [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
 
     def expect_memory(self, *, grad: bool) -> None:
         """Remembers where everything lies; after each capture.
@@ -57,26 +64,32 @@ class LayerWatch:
         self.memory.watch(grad=grad)
         self._fingerprint = None
 
-    def what_changed(self) -> EagerReason | None:
-        """Why the graphs must not be replayed any more, or None: moved memory, other trainables, hooks."""
+    def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
+        """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
+
+        Args:
+            find_ineligible: which layers no graph can replace now; asked where hooks have changed.
+        """
         if not self.is_watching:
             return None
         if self._fingerprint is not None and self._fingerprint == _C.module_fingerprint(self._modules):
             return None
-        reason = self._look_closely()
-        self._fingerprint = None
-        if reason is None:
-            self._modules = [weakref.ref(module) for spec in self._specs for module in spec.module.modules()]
-            self._fingerprint = _C.module_fingerprint(self._modules)
+        reason = self._look_closely(find_ineligible)
+        self._fingerprint = _C.module_fingerprint(self._modules) if reason is None else None
         return reason
 
-    def _look_closely(self) -> EagerReason | None:
+    def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
         reason = self.memory.what_changed()
         if reason is not None:
             return reason
+        now = [module for layer in self._layers() for module in layer.modules()]
+        if len(now) != len(self._modules) or any(
+            ref() is not module for ref, module in zip(self._modules, now, strict=True)
+        ):
+            return EagerReason.PARAMETERS_CHANGED
         if self._hooks is None or not self._hooks.has_changed():
             return None
-        changed = {*self._find_ineligible().items()} ^ {*self._ineligible.items()}
+        changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
         if not changed:
-            self._hooks = HookWatch([spec.module for spec in self._specs])  # Megatron's own come and go
+            self._hooks = HookWatch(self._layers())  # Megatron's own come and go
         return min((reason for _rank, (reason, _what) in changed), default=None)

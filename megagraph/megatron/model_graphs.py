@@ -180,7 +180,7 @@ class ModelGraphs:
 
     def _look_for_changes(self, *, runs_eager: bool) -> None:
         """Finds out what keeps this step eager, here or on another rank of the group."""
-        changed = None if runs_eager else self.block.watch.what_changed()
+        changed = None if runs_eager else self.block.what_changed()
         # A host that resumes has moved what it wanted to move: captured again in this very step.
         costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
         flags = [int(changed is not None), int(runs_eager or costs_step)]

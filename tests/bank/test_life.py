@@ -249,7 +249,6 @@ def test_a_site_takes_tensors_by_position_only(device: str) -> None:
 
 
 def test_changed_numeric_settings_run_eager_and_are_named(device: str) -> None:
-    torch.set_float32_matmul_precision("highest")  # explicitly: unset is another setting
     twin = Twin(device, blocks()).capture()
     index = twin.chain.variants["train"]
     assert twin.chain.chunk.changed_setting(index) == ""

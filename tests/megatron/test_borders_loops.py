@@ -24,6 +24,7 @@ from megatron_rig import (
 from torch import Tensor
 
 import megagraph
+from megagraph.bank import Bank
 from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
 
@@ -235,18 +236,25 @@ def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Inst
     assert report["graphs"] == 2 * 2 * LAYERS and report["failures"] == []
 
 
-def test_what_cannot_be_captured_under_other_settings_is_tried_once(install: Install) -> None:
+def test_what_cannot_be_captured_under_other_settings_is_tried_once(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: it was tried again before every step."""
     from megatron.core.transformer import cuda_graphs
 
     install()
     trainer = Trainer(OPTIONS)
-    tries = []
+    captures = []
+
+    def capture(bank: Bank, *args: Any, original: Any = Bank.capture) -> None:
+        captures.append(bank)
+        original(bank, *args)
+
+    monkeypatch.setattr(Bank, "capture", capture)
     for layer in trainer.chunk.decoder.layers:
 
         def refusing(*args: Any, forward: Any = layer.forward, **kwargs: Any) -> Any:
             if cuda_graphs.is_graph_capturing() and torch.get_float32_matmul_precision() == "high":
-                tries.append(forward)
                 raise RuntimeError("not under these settings")
             return forward(*args, **kwargs)
 
@@ -261,9 +269,21 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(install: Ins
         torch.set_float32_matmul_precision("highest")
     step(trainer, [ONE])
     report = report_of(trainer)
-    assert len(tries) == LAYERS
+    assert len(captures) == 2  # under the first settings, and once under the others
     assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 4 * LAYERS}
     assert report["replays"] == 2 * LAYERS
+
+
+def test_a_precision_that_nobody_has_set_is_the_highest(install: Install) -> None:
+    """Bug: back from TF32, the first graphs were taken for those of other settings."""
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest")
+    twins.step(TWO)
+    assert twins.report()["eager"] == {"WARMING_UP": LAYERS}
 
 
 def test_settings_that_come_back_find_their_graphs_again(install: Install) -> None:

@@ -50,7 +50,7 @@ class LayerLoop:
     """Stands in for all layers of a block while one micro-batch replays.
 
     Args:
-        specs: name the block's own layers, in order.
+        specs: the block's own layers, in order.
         sites: their graphs.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
         twins: the last tensor that equalled a constant, by name; kept up here.

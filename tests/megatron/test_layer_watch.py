@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may change of captured layers between two steps is noticed, each under its reason."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import OPTIONS, Micro, report_of, step
+from torch import nn
+
+from megagraph import _C
+from megagraph.cli.trainer import Trainer
+from megagraph.config import GraphConfig
+from megagraph.dispatch import EagerReason
+from megagraph.megatron.installation import installed_plugin
+
+pytestmark = pytest.mark.megatron
+
+ONE = Micro(lengths=(9, 20))
+Install = Callable[..., GraphConfig]
+
+
+def _replace_weight(layer: Any) -> None:
+    linear = layer.mlp.linear_fc1
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+
+
+def _replace_main_grad(layer: Any) -> None:
+    weight = layer.mlp.linear_fc1.weight
+    weight.main_grad = weight.main_grad.clone()
+
+
+def _move(layer: Any) -> None:
+    layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
+
+
+def _replace_submodule(layer: Any) -> None:
+    layer.self_attention.core_attention = copy.deepcopy(layer.self_attention.core_attention)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], EagerReason]] = {
+    "moved weight": (_move, EagerReason.ADDRESS_MOVED),
+    "other weight": (_replace_weight, EagerReason.ADDRESS_MOVED),
+    "other main_grad": (_replace_main_grad, EagerReason.ADDRESS_MOVED),
+    "frozen weight": (
+        lambda layer: layer.mlp.linear_fc1.weight.requires_grad_(False),
+        EagerReason.PARAMETERS_CHANGED,
+    ),
+    "other submodule": (_replace_submodule, EagerReason.PARAMETERS_CHANGED),
+    "further submodule": (
+        lambda layer: layer.mlp.add_module("further", nn.Identity()),
+        EagerReason.PARAMETERS_CHANGED,
+    ),
+    "forward hook": (
+        lambda layer: layer.mlp.register_forward_hook(lambda *args: None),
+        EagerReason.FOREIGN_HOOK,
+    ),
+    "forward pre-hook": (
+        lambda layer: layer.mlp.register_forward_pre_hook(lambda *args: None),
+        EagerReason.FOREIGN_HOOK,
+    ),
+    "backward hook": (
+        lambda layer: layer.mlp.register_full_backward_hook(lambda *args: None),
+        EagerReason.FOREIGN_HOOK,
+    ),
+    "gradient hook": (
+        lambda layer: layer.mlp.linear_fc1.weight.register_hook(lambda grad: grad),
+        EagerReason.FOREIGN_HOOK,
+    ),
+    "accumulation hook": (
+        lambda layer: layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(lambda param: None),
+        EagerReason.FOREIGN_HOOK,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed_and_costs_a_step(change: str, install: Install) -> None:
+    """Bugs: a hook on the accumulation of a gradient that came after the capture never ran, and a submodule
+    that was replaced was replayed as it had been."""
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [ONE], update=False)
+    plugin = installed_plugin()
+    assert plugin is not None
+    (graphs,) = plugin.all_graphs()
+    work, reason = CHANGES[change]
+    assert graphs.block.what_changed() is None and graphs.block.what_changed() is None
+    layer = trainer.chunk.decoder.layers[1]
+    held = work(layer)
+    assert graphs.block.what_changed() is reason
+    step(trainer, [ONE], update=False)
+    assert report_of(trainer)["eager"][reason.name] > 0
+    del held
+
+
+def test_the_hash_is_of_modules_that_are_there() -> None:
+    modules = [nn.Linear(3, 3), nn.LayerNorm(3)]
+    references = [weakref.ref(module) for module in modules]
+    before = _C.module_fingerprint(references)
+    assert _C.module_fingerprint(references) == before
+    modules.pop()
+    assert _C.module_fingerprint(references) != before
+    assert _C.module_fingerprint([]) != before
+
+
+def test_the_hash_waits_for_nobody_and_holds_nothing() -> None:
+    module = nn.Linear(3, 3)
+    reference = weakref.ref(module)
+    _C.module_fingerprint([reference])
+    del module
+    assert reference() is None
+
+
+def test_an_attribute_that_raises_is_no_missing_one() -> None:
+    class Raising(nn.Parameter):
+        @property
+        def main_grad(self) -> torch.Tensor:
+            raise RuntimeError("not now")
+
+    module = nn.Linear(3, 3, bias=False)
+    module.weight = Raising(torch.zeros(3, 3))
+    with pytest.raises(RuntimeError, match="not now"):
+        _C.module_fingerprint([weakref.ref(module)])
