@@ -9,14 +9,17 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks import rivals, tables, timing
-from benchmarks.documents import lognormal_offsets
-from benchmarks.kernel_times import kernel_us
-from benchmarks.parts import Answer, against, caught
+from benchmarks.measuring import time_calls
+from benchmarks.measuring.compare import Answer, against, caught
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.run_children import collect, tell
+from benchmarks.measuring.time_kernels import kernel_us
+from benchmarks.packs.documents import lognormal_offsets
 from megagraph import ops, results
 
 DEVICE = "cuda"
@@ -120,15 +123,15 @@ def recorded(call: Call) -> Call:
 def gpu_us(calls: Sequence[Call]) -> list[float]:
     """GPU time of each call, in turns."""
     replays = [recorded(call) for call in calls]
-    return _in_turns(lambda replay: timing.device_us(replay, repeats=5, warm_up=1), replays)
+    return _in_turns(lambda replay: time_calls.device_us(replay, repeats=5, warm_up=1), replays)
 
 
 def host_us(calls: Sequence[Call]) -> list[float]:
     """Host time of each call, in turns."""
-    return _in_turns(lambda call: timing.host_us(call, repeats=20, warm_up=2), calls)
+    return _in_turns(lambda call: time_calls.host_us(call, repeats=20, warm_up=2), calls)
 
 
-def _in_turns(measure: Callable[[Call], timing.Spread], calls: Sequence[Call]) -> list[float]:
+def _in_turns(measure: Callable[[Call], time_calls.Spread], calls: Sequence[Call]) -> list[float]:
     rounds = [[measure(call).median for call in calls] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
@@ -160,13 +163,16 @@ def _compare(shape: Shape, what: str, measure: Measure) -> list[results.Figure]:
 
 
 def _compare_padded(shape: Shape) -> list[results.Figure]:
-    """The same ten documents in a capacity of 256; the launch is sized for the longest, or for any."""
+    """Ten documents in a capacity of 256, beside the same ten alone in a launch sized for their longest.
+
+    The capacity's launch is sized for the longest as well, or for any document that fits the pack.
+    """
     tight, inputs = shape.offsets(USED), shape.inputs()
     padded = ops.pad_cu_seqlens(tight, CAPACITY)
     longest = int(tight.diff().max())
 
     def beside_tight(make: Make, max_seqlen: int) -> list[results.Figure]:
-        many, few = make(inputs, padded, max_seqlen), make(inputs, tight, max_seqlen)
+        many, few = make(inputs, padded, max_seqlen), make(inputs, tight, longest)
         title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
         figures = []
         for direction in many:
@@ -177,7 +183,7 @@ def _compare_padded(shape: Shape) -> list[results.Figure]:
                     value=us,
                     unit="us",
                     bar=PADDING_BAR * tight_us if make is ours else None,
-                    rival=f"{USED} document slots",
+                    rival=f"{USED} document slots, max_seqlen {longest}",
                     rival_value=tight_us,
                 )
             )
@@ -195,7 +201,7 @@ def _compare_padded(shape: Shape) -> list[results.Figure]:
 
 
 def _beside_transformer_engine() -> list[results.Figure]:
-    answers = rivals.collect("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
+    answers = collect("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
     cu_seqlens = RIVAL_SHAPE.offsets(RIVAL_SHAPE.tokens // 1024)
     mine = ours(RIVAL_SHAPE.inputs(), cu_seqlens, int(cu_seqlens.diff().max()))
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
@@ -215,16 +221,16 @@ def _beside_transformer_engine() -> list[results.Figure]:
 
 def run() -> None:
     """Measures, and writes benchmarks/results/attention.json."""
-    figures: list[results.Figure] = []
+    measurement = Measurement("attention")
     with torch.no_grad():
         for shape in SHAPES:
-            figures += _compare(shape, "GPU time", gpu_us)
+            measurement.take(f"{shape}, GPU time", partial(_compare, shape, "GPU time", gpu_us))
         for shape in HOST_SHAPES:
-            figures += _compare(shape, "host time", host_us)
+            measurement.take(f"{shape}, host time", partial(_compare, shape, "host time", host_us))
         for shape in PADDED_SHAPES:
-            figures += _compare_padded(shape)
-        figures += _beside_transformer_engine()
-    tables.publish("attention", figures)
+            measurement.take(f"{shape}, padded", partial(_compare_padded, shape))
+        measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
+    measurement.publish()
 
 
 def _tell_rivals() -> None:
@@ -266,8 +272,8 @@ def _tell_rivals() -> None:
     def both() -> float:
         return kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape)))
 
-    rivals.tell("forward", forward)
-    rivals.tell("forward and backward", both)
+    tell("forward", forward)
+    tell("forward and backward", both)
 
 
 if __name__ == "__main__":

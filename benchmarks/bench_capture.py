@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the capture of a graph takes and on what, how many nodes a graph has, and what it weighs.
 
-Stacks of 24 layers, with one and with two capacities. Ours and the rivals run in a process each
-(`python -m benchmarks.bench_capture PART`).
+Stacks of 24 layers, with one and with two capacities, and with the progress bar that users see. Ours and
+each rival run in a process of their own (`python -m benchmarks.bench_capture PART`).
 """
 
 import gc
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from benchmarks import tables
-from benchmarks.parts import Answer, against, caught, measure_part, try_part
-from benchmarks.rival_layers import (
+from benchmarks.measuring.compare import Answer, against_each, caught
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.read_memory import outside_bytes
+from benchmarks.measuring.run_children import measure_part, try_part
+from benchmarks.packs.cases import model_options
+from benchmarks.replay.time_rival_layers import (
     LAYERS,
     a_pack,
     made_quickly,
     megatrons_graphs,
-    model_options,
     torchs_graphs,
 )
 from megagraph import _C, megatron
 from megagraph.backends import CudaBackend
 from megagraph.bank import Bank
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import Trainer, process_groups
+from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.config import GraphConfig
 from megagraph.megatron.installation import installed_plugin
 from megagraph.results import Figure
@@ -38,9 +39,13 @@ from megagraph.results import Figure
 HIDDEN = (512, 1024, 2048)
 RIVALS_HIDDEN = 1024
 TOKENS = 1024
-CAPACITIES = {"1 capacity": (8,), "2 capacities": (8, 16)}
+# Name to documents of each capacity, and whether progress is shown.
+CAPACITIES = {
+    "1 capacity": ((8,), False),
+    "2 capacities": ((8, 16), False),
+    "1 capacity, progress shown": ((8,), True),
+}
 BAR_MS = 40.0
-TORCH, LOCAL = "torch.cuda.make_graphed_callables", "Megatron's graphs, local"
 PHASES = {
     "warm up": "warm-up",
     "begin": "beginning captures",
@@ -112,19 +117,9 @@ class _WatchedCapture:
         self._capture.abort()
 
 
-def _bytes_outside() -> int:
-    """Device memory in use that is not the allocator's."""
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
-
-
 @contextmanager
 def _watched(watch: _Watch) -> Iterator[None]:
-    """Watches the captures inside; on the host there is nothing to see."""
-    if not torch.cuda.is_available():
-        yield
-        return
+    """Watches the captures inside."""
     capture_type, warm_up, collect = _C.CudaCapture, _BANK.warm_up_variant, gc.collect
     settle, capture = CudaBackend.settle, Bank.capture
 
@@ -142,9 +137,9 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
     def watched_bank(self: Bank, *args: Any, **kwargs: Any) -> None:
         settle(self.backend)  # type: ignore[arg-type]  # a CUDA bank's
-        before = _bytes_outside()
+        before = outside_bytes()
         capture(self, *args, **kwargs)
-        watch.own_bytes += _bytes_outside() - before
+        watch.own_bytes += outside_bytes() - before
 
     replaced: tuple[tuple[Any, str, Any, Any], ...] = (
         (_C, "CudaCapture", capture_type, lambda *args: _WatchedCapture(watch, capture_type(*args))),
@@ -178,40 +173,34 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
     return {"graphs": report["graphs"], "capture_seconds": report["capture_seconds"], **watch.answer()}
 
 
-def measure_own(
-    sizes: tuple[int, ...] = HIDDEN, layers: int = LAYERS, tokens: int = TOKENS
-) -> dict[str, dict[str, Answer]]:
+def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
     trainers = {
-        hidden: made_quickly(Trainer, model_options(hidden, layers=layers, tokens=tokens)) for hidden in sizes
+        hidden: made_quickly(Trainer, model_options(hidden, layers=LAYERS, tokens=TOKENS))
+        for hidden in HIDDEN
     }
-    measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in sizes}
-    for name, num_seqs in CAPACITIES.items():
+    measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
+    for name, (num_seqs, shows_progress) in CAPACITIES.items():
         megatron.install(
             GraphConfig(
                 cuda_graph_max_packed_seqs=num_seqs,
-                max_seqlen_per_dp_cp_rank=tokens,
+                max_seqlen_per_dp_cp_rank=TOKENS,
                 cuda_graph_warmup_steps=1,
-                progress=False,
+                progress=shows_progress,
             )
         )
         try:
             for hidden, trainer in trainers.items():
-                measured[str(hidden)][name] = _capture(trainer, tokens)
+                measured[str(hidden)][name] = _capture(trainer, TOKENS)
         finally:
             megatron.uninstall()
     return measured
 
 
-def _measure_rivals() -> dict[str, Answer]:
-    options = model_options(RIVALS_HIDDEN, tokens=TOKENS)
-    return {
-        TORCH: caught(lambda: torchs_graphs(options)),
-        LOCAL: caught(lambda: megatrons_graphs(options)),  # last: it changes the process's streams
-    }
-
-
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"own": measure_own, "rivals": _measure_rivals}
+RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
+    "torch": ("torch.cuda.make_graphed_callables", torchs_graphs),
+    "local": ("Megatron's graphs, local", megatrons_graphs),
+}
 
 
 # -- figures -------------------------------------------------------------------------------------
@@ -222,19 +211,16 @@ def _ms_a_graph(rival: Answer) -> float:
     return milliseconds
 
 
-def _figures(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
-    figures = []
+def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
+    """The figures, from what the processes answered."""
+    figures: list[Figure] = []
     for hidden, by_capacities in own.items():
         for name, answer in by_capacities.items():
             where = f"hidden {hidden}, {name}"
             value = 1e3 * answer["capture_seconds"] / answer["graphs"]
             if int(hidden) == RIVALS_HIDDEN:
-                for rival, theirs in rivals.items():
-                    figures.append(
-                        against(
-                            f"{where}: capture", value, "ms a graph", rival, theirs, _ms_a_graph, bar=BAR_MS
-                        )
-                    )
+                title = f"{where}: capture"
+                figures += against_each(title, value, "ms a graph", rivals, _ms_a_graph, bar=BAR_MS)
             else:
                 figures.append(Figure(name=f"{where}: capture", value=value, unit="ms a graph", bar=BAR_MS))
             figures += _split(where, answer)
@@ -275,15 +261,26 @@ def _weights(where: str, answer: Answer) -> list[Figure]:
 
 def run() -> None:
     """Measures and publishes; raises `RuntimeError` where ours fails."""
-    own = measure_part(_MODULE, "own")
-    tables.publish("capture", _figures(own, try_part(_MODULE, "rivals", (TORCH, LOCAL))))
+    measurement = Measurement("capture")
+
+    def everything() -> list[Figure]:
+        # Without it nothing is drawn where standard error is no terminal.
+        own = measure_part(_MODULE, "own", environment={"FORCE_COLOR": "1", "TERM": "xterm"})
+        return figures_of(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
+
+    measurement.take("capture", everything)
+    measurement.publish()
 
 
 def _measure(part: str) -> None:
     quiet_megatron()
     with process_groups():
-        measured = PARTS[part]()
-    print(json.dumps(measured))
+        if part == "own":
+            print(json.dumps(measure_own()), flush=True)
+            return
+        options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
+        print(json.dumps(caught(lambda: RIVALS[part][1](options))), flush=True)
+        os._exit(0)  # the process group may wait for ever for what a rival's graph holds of it
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ eager and graphed alike; the comparison of bits uses deterministic algorithms.
 
 import json
 import os
-import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES, Case
-from benchmarks.tables import result_path
+from benchmarks.hosts.run_jobs import comparison_of
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.run_children import measure_part
+from benchmarks.packs.cases import CASES, Case
 from megagraph import megatron, results
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
@@ -27,7 +29,10 @@ from megagraph.megatron.installation import installed_plugin
 COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARMUP_STEPS = 3
+TIMEOUT_SECONDS = 600
 REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
+
+_MODULE = "benchmarks.bench_main_job"
 
 # Runtime and driver calls that wait for the device.
 _WAITING = (
@@ -74,7 +79,7 @@ def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
     time_steps(trainer, fitting[: WARMUP_STEPS + 3], graphs=graphs)
     reserved = torch.cuda.max_memory_reserved()
     times = time_steps(trainer, steps[WARMUP_STEPS + 3 :], graphs=graphs)
-    figures = {
+    figures: dict[str, Any] = {
         "median_ms": times.median_ms,
         "fastest_ms": times.fastest_ms,
         "reserved_bytes": reserved,
@@ -85,11 +90,7 @@ def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
     wall_ms = time_steps(trainer, profiled * 3, graphs=graphs).median_ms
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         time_steps(trainer, profiled, graphs=graphs)
-    kernels_us = sum(
-        event.device_time_total
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    kernels_us = sum(event.device_time_total for event in trace.events() if event.device_type.name == "CUDA")
     figures["kernel_ms"] = kernels_us / 1e3 / len(profiled)
     figures["busy_share"] = figures["kernel_ms"] / wall_ms
     if graphs:
@@ -103,7 +104,8 @@ def _measure_replays(trainer: Trainer) -> dict[str, Any]:
     assert plugin is not None
     graphs = plugin.all_graphs()[0]
     chain = graphs.block.chain
-    key = next(key for key in chain.variants if key[1].grad)
+    variants: list[Any] = list(chain.variants)
+    key = next(key for key in variants if key[1].grad)
     capacity = key[0]
     shape = (capacity.tokens, 1, trainer.options.hidden)
     leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -132,54 +134,28 @@ def _measure_replays(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _in_process(case: Case, what: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.bench_main_job", case.name, what]
-    print("$", " ".join(command[1:]), flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 def run() -> None:
     """Measures every case and writes benchmarks/results/main_job.json."""
-    figures: list[results.Figure] = []
     compared: list[dict[str, Any]] = []
-    for case in CASES.values():
-        bits = _in_process(case, "bits")
-        eager, graphed = _in_process(case, "eager"), _in_process(case, "graphed")
-        compared.append(bits)
-        figures += _figures(case.name, bits, eager, graphed)
-        for figure in figures[-10:]:
-            print(
-                f"  {figure.name}: {figure.value:.4g} {figure.unit} (rival {figure.rival_value})", flush=True
-            )
-    result = results.Result(
-        environment=results.describe_environment(),
-        figures=tuple(figures),
-        comparison=_comparison(compared),
-    )
-    path = result_path("main_job")
-    result.write(path)
-    print(f"wrote {path}; bit-equal: {result.comparison.bitwise_equal if result.comparison else None}")
+
+    def measured(case: Case) -> list[results.Figure]:
+        bits = measure_part(_MODULE, case.name, "bits", timeout=TIMEOUT_SECONDS)
+        compared.append({**bits, "reports": [bits["report"]]})
+        eager, graphed = (
+            measure_part(_MODULE, case.name, what, timeout=TIMEOUT_SECONDS) for what in ("eager", "graphed")
+        )
+        return figures_of(case.name, bits, eager, graphed)
+
+    measurement = Measurement("main_job")
+    for name, case in CASES.items():
+        measurement.take(name, partial(measured, case))
+    measurement.publish(comparison_of(compared))
 
 
-def _comparison(compared: list[dict[str, Any]]) -> results.Comparison:
-    eager: dict[str, int] = {}
-    for bits in compared:
-        for reason, count in bits["report"]["eager"].items():
-            eager[reason] = eager.get(reason, 0) + count
-    return results.Comparison(
-        bitwise_equal=not any(bits["differences"] for bits in compared),
-        steps=sum(bits["steps"] for bits in compared),
-        calls=sum(bits["report"]["calls"] for bits in compared),
-        replays=sum(bits["report"]["replays"] for bits in compared),
-        eager=eager,
-    )
-
-
-def _figures(
+def figures_of(
     name: str, bits: dict[str, Any], eager: dict[str, Any], graphed: dict[str, Any]
 ) -> list[results.Figure]:
+    """The figures of one case."""
     report = graphed["report"]
 
     def figure(what: str, value: float, unit: str, **more: Any) -> results.Figure:

@@ -1,76 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times beside the graphs that Megatron brings, or what those answer.
 
-Each has a GPU to itself; two GPUs halve the time.
+On packs as they come, and on canonical packs, whose shapes never change: each rival beside ours on the same
+packs. Each model has a GPU to itself; two GPUs halve the time.
 """
 
-import json
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from threading import Lock
 
 import torch
 
-from benchmarks.host_jobs import JOBS
-from benchmarks.processes import Measurement, answer_of, run_job
+from benchmarks.hosts.measure_job import JOBS
+from benchmarks.hosts.run_jobs import measure_job, try_job
+from benchmarks.measuring.compare import Answer, against_each
+from benchmarks.measuring.publish import Measurement
 from megagraph import results
 
 RIVAL_TIMEOUT_SECONDS = 80
 TIMED = ("Transformer Engine, hidden 1024", "local, hidden 1024")
 RIVALS = ("local", "transformer_engine")
-PACKS = ("", ", canonical packs")
-_OURS_MS = "forward and backward of a step, median"
+PACKS = ("", ", canonical packs")  # as they come, or of one shape
 
 
-def _rival(name: str, what: str, *, gpus: str) -> dict[str, Any]:
-    """Runs a rival, which may refuse: then its last words."""
-    code, out, err = run_job(name, what, gpus=gpus, timeout=RIVAL_TIMEOUT_SECONDS)
-    if code == 0:
-        answer: dict[str, Any] = json.loads(out.splitlines()[-1])
-    else:
-        answer = {"refused": _last_words(err) or f"ended with {code}"}
-    print(f"{name}, {what}: {answer}", flush=True)
-    return answer
-
-
-def _last_words(log: str) -> str:
-    """The error of a traceback, with the line that raised it where it says nothing."""
-    lines = [line.removeprefix("[rank0]:").strip() for line in log.splitlines()]
-    lines = [line for line in lines if line.strip("^~ ")]  # marks below a line of code
-    for index in reversed(range(len(lines))):
-        name, colon, said = lines[index].partition(":")
-        if name.endswith(("Error", "Exception")) and " " not in name:
-            return lines[index][:300] if colon and said.strip() else f"{name}: {lines[index - 1]}"[:300]
-    return ""
-
-
-def _times(name: str, gpu: str) -> list[results.Figure]:
-    eager, ours = (answer_of(name, what, gpus=gpu)["median_ms"] for what in ("eager", "megagraph"))
-    figure = results.Figure(
-        name=f"{name}: {_OURS_MS}", value=ours, unit="ms", bar=eager, rival="eager", rival_value=eager
+def figures_of(
+    name: str, packs: str, ours: Answer, eager: Answer, rivals: Mapping[str, Answer]
+) -> list[results.Figure]:
+    """Our step on some packs beside eager's and the rivals' on the same packs."""
+    others = {"eager": eager, **{f"Megatron's graphs, {rival}": answer for rival, answer in rivals.items()}}
+    return against_each(
+        f"{name}: forward and backward of a step, median{packs}",
+        ours["median_ms"],
+        "ms",
+        {f"{rival}{packs}": answer for rival, answer in others.items()},
+        _median_ms,
+        bar=eager["median_ms"],
     )
-    figures = [figure]
-    for rival in RIVALS:
-        if rival == "transformer_engine" and not JOBS[name].transformer_engine:
-            continue
-        for packs in PACKS:
-            answer = _rival(name, rival + packs, gpus=gpu)
-            said = f": {answer['refused']}" if "refused" in answer else ""
-            figures.append(
-                results.Figure(
-                    name=figure.name,
-                    value=ours,
-                    unit="ms",
-                    rival=f"Megatron's graphs, {rival}{packs}{said}",
-                    rival_value=answer.get("median_ms"),
-                )
-            )
-    return figures
+
+
+def _median_ms(answer: Answer) -> float:
+    milliseconds: float = answer["median_ms"]
+    return milliseconds
+
+
+def _times(name: str, packs: str, gpu: str) -> list[results.Figure]:
+    eager, ours = (measure_job(name, what + packs, gpus=gpu) for what in ("eager", "megagraph"))
+    kinds = RIVALS if JOBS[name].transformer_engine else RIVALS[:1]
+    rivals = {kind: try_job(name, kind + packs, gpus=gpu, timeout=RIVAL_TIMEOUT_SECONDS) for kind in kinds}
+    return figures_of(name, packs, ours, eager, rivals)
 
 
 def run() -> None:
     """Measures and writes benchmarks/results/megatron_graphs.json; raises where a part failed."""
-    gpus = min(torch.cuda.device_count(), len(TIMED))
+    gpus = [Lock() for _ in range(min(torch.cuda.device_count(), len(TIMED)))]
+
+    def times(name: str, packs: str, gpu: int) -> list[results.Figure]:
+        with gpus[gpu]:
+            return _times(name, packs, str(gpu))
+
+    parts = {
+        f"times of {name}{packs}": partial(times, name, packs, index % len(gpus))
+        for packs in PACKS
+        for index, name in enumerate(TIMED)
+    }
     measurement = Measurement("megatron_graphs")
-    times = {f"times of {name}": partial(_times, name, str(index % gpus)) for index, name in enumerate(TIMED)}
-    measurement.take(times, gpus)
-    measurement.check()
+    measurement.take_side_by_side(parts, len(parts))
+    measurement.publish()

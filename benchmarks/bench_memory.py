@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import tables
-from benchmarks.cases import Case
-from benchmarks.parts import Answer, measure_part
-from benchmarks.step_trainer import StepTrainer, batch_of, seed_streams
+from benchmarks.hosts.prepare_megatron import seed_streams
+from benchmarks.measuring.compare import Answer
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.read_memory import outside_bytes
+from benchmarks.measuring.run_children import measure_part
+from benchmarks.packs.cases import Case, model_options
+from benchmarks.step.train_steps import StepTrainer, batch_of
 from megagraph import megatron, results
 from megagraph.cli.demo import quiet_megatron
 from megagraph.cli.trainer import ModelOptions, process_groups
@@ -31,37 +34,35 @@ FURTHER_STEPS = 3  # the first of them captures
 NUM_SEQS = 64
 MIB = 2**20
 FOUR = "four capacities"
+_MODULE = "benchmarks.bench_memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """A model of 24 layers on packs.
+    """A model on packs.
 
     Args:
         hidden: size.
         tokens: of a pack.
+        layers: of the model.
         has_four: also measured with three smaller capacities beside the large one.
     """
 
     hidden: int
     tokens: int
+    layers: int = 24
     has_four: bool = False
 
     @property
     def name(self) -> str:
         """For tables."""
-        return f"hidden {self.hidden}, 24 layers, packs of {self.tokens}"
+        return f"hidden {self.hidden}, {self.layers} layers, packs of {self.tokens}"
 
     @property
     def model(self) -> ModelOptions:
         """Its shape."""
-        return ModelOptions(
-            layers=24,
-            hidden=self.hidden,
-            heads=self.hidden // (64 if self.hidden <= 1024 else 128),
-            max_tokens=self.tokens,
-            bf16=True,
-        )
+        head_dim = 64 if self.hidden <= 1024 else 128
+        return model_options(self.hidden, layers=self.layers, tokens=self.tokens, head_dim=head_dim)
 
     def capacities(self, what: str) -> tuple[Capacity, ...]:
         """The largest; for `FOUR` also one of fewer documents and two of fewer tokens."""
@@ -81,16 +82,9 @@ CASES = {
     case.name: case
     for case in (
         MemoryCase(hidden=1024, tokens=8192, has_four=True),
-        MemoryCase(hidden=4096, tokens=2048),
+        MemoryCase(hidden=4096, tokens=8192),
     )
 }
-
-
-def outside_bytes() -> int:
-    """Device memory in use that torch's allocator does not hold, of every process."""
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 def measure(case: MemoryCase, what: str) -> Answer:
@@ -171,6 +165,7 @@ def figures_of(case: MemoryCase, answers: dict[str, Answer]) -> list[results.Fig
         figure(
             f"{FOUR}, pools of the graphs",
             four["pools"] / MIB,
+            bar=1.10 * graphed["pools"] / MIB,
             rival="the largest capacity alone",
             rival_value=graphed["pools"] / MIB,
         ),
@@ -185,20 +180,18 @@ def figures_of(case: MemoryCase, answers: dict[str, Answer]) -> list[results.Fig
 
 def run() -> None:
     """Measures every model; writes benchmarks/results/memory.json."""
-    answers: dict[str, dict[str, Answer]] = {name: {} for name in CASES}
     with ThreadPoolExecutor(len(CASES)) as pool:  # of eager steps only the allocator's peak counts
-        parts = {name: pool.submit(_ask, f"{name}/eager") for name in CASES}
-        for name, part in parts.items():
-            answers[name]["eager"] = part.result()
+        eager = {name: pool.submit(measure_part, _MODULE, f"{name}/eager") for name in CASES}
+
+    def measured(case: MemoryCase) -> list[results.Figure]:
+        parts = ("graphed", FOUR) if case.has_four else ("graphed",)
+        answers = {what: measure_part(_MODULE, f"{case.name}/{what}") for what in parts}
+        return figures_of(case, {"eager": eager[case.name].result(), **answers})
+
+    measurement = Measurement("memory")
     for name, case in CASES.items():
-        for what in ("graphed", FOUR) if case.has_four else ("graphed",):
-            answers[name][what] = _ask(f"{name}/{what}")
-    tables.publish(
-        "memory", [figure for name, case in CASES.items() for figure in figures_of(case, answers[name])]
-    )
-
-
-_ask = partial(measure_part, "benchmarks.bench_memory")
+        measurement.take(name, partial(measured, case))
+    measurement.publish()
 
 
 def _measure(part: str) -> None:

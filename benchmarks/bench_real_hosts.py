@@ -5,11 +5,14 @@ Jobs run side by side: nothing is timed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
-from benchmarks.host_jobs import JOBS
-from benchmarks.processes import TIMEOUT_SECONDS, Measurement, run_job
+from benchmarks.hosts.measure_job import JOBS
+from benchmarks.hosts.run_jobs import comparison_of, figures_of_bits, measure_job, run_job
+from benchmarks.measuring.compare import Answer
+from benchmarks.measuring.publish import Measurement, Part
 from megagraph import results
 
 # Jobs of one GPU, and which.
@@ -26,10 +29,10 @@ def _exits() -> list[results.Figure]:
     """Short runs with NCCL in their graphs: how many end by themselves, and well."""
 
     def code(_: int) -> int | None:
-        code, _out, err = run_job("exit", "bits", gpus="0,1", timeout=TIMEOUT_SECONDS)
-        if code != 0:
-            print(f"ended with {code}:\n{err[-2000:]}", flush=True)
-        return code
+        ended = run_job("exit", "bits", gpus="0,1")
+        if ended.code != 0:
+            print(f"{ended.why}:\n{ended.log[-2000:]}", flush=True)
+        return ended.code
 
     with ThreadPoolExecutor(EXITS_SIDE_BY_SIDE) as runs:
         codes = list(runs.map(code, range(NUM_EXITS)))
@@ -53,7 +56,16 @@ def run() -> None:
     """Measures and writes benchmarks/results/real_hosts.json; raises where a part failed."""
     if torch.cuda.device_count() < 2:
         raise RuntimeError(f"real_hosts needs two GPUs, found {torch.cuda.device_count()}")
+    compared: list[Answer] = []
+
+    def bits(name: str, gpus: str) -> list[results.Figure]:
+        answer = measure_job(name, "bits", gpus=gpus)
+        figures = figures_of_bits(name, answer)
+        compared.append(answer)
+        return figures
+
+    parts: dict[str, Part] = {"exits": _exits}
+    parts |= {name: partial(bits, name, gpus) for name, gpus in (ALONE | _together()).items()}
     measurement = Measurement("real_hosts")
-    bits = {name: measurement.bits_of(name, gpus) for name, gpus in (ALONE | _together()).items()}
-    measurement.take({"exits": _exits, **bits}, SIDE_BY_SIDE)
-    measurement.check()
+    measurement.take_side_by_side(parts, SIDE_BY_SIDE)
+    measurement.publish(comparison_of(compared))

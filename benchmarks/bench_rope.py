@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rope_thd` against a device copy of the same bytes, and against other ways to rotate a pack.
 
-Ours and the copy are timed alike, between events. A rival counts the time of its kernels only, without
-the gaps between them: its host may be slower than the GPU.
+Ours and the copy are timed alike, in turns, between events. A rival counts the time of its kernels only,
+without the gaps between them: its host may be slower than the GPU.
 """
 
 import itertools
@@ -10,19 +10,23 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks import rivals, tables, timing
-from benchmarks.documents import lognormal_offsets
-from benchmarks.kernel_times import kernel_us
-from benchmarks.parts import Answer, against
+from benchmarks.measuring.compare import Answer, against_each
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.run_children import collect, tell
+from benchmarks.measuring.time_calls import copy_of, device_us_in_turns
+from benchmarks.measuring.time_kernels import kernel_us
+from benchmarks.packs.documents import lognormal_offsets
 from megagraph import ops, results
 
 DEVICE = "cuda"
 HEAD_DIM = 128
 SMALL_MIB, LARGE_MIB = (8, 16, 32), (64, 160, 320)
+SMALL_BAR, LARGE_BAR = 1.3, 0.92  # times a copy's time; of its bandwidth
 LAYOUTS = {"NeoX": False, "interleaved": True}
 DIRECTIONS = ("forward", "backward")
 # Rivals rotate these, NeoX; the last of the sizes is compiled for.
@@ -44,6 +48,9 @@ class Inputs:
 
     heads: tuple[int, int]
     mib: int
+
+    def __str__(self) -> str:
+        return f"{self.heads[0]}+{self.heads[1]} heads, {self.tokens} tokens, {self.mib} MiB"
 
     @property
     def tokens(self) -> int:
@@ -81,32 +88,31 @@ class Inputs:
 
 def run() -> None:
     """Measures, and writes benchmarks/results/rope.json."""
-    answers = rivals.collect("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
-    figures: list[results.Figure] = []
+    answers = collect("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
+    measurement = Measurement("rope")
     for heads, mib in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB)):
-        figures += _measure(Inputs(heads, mib), answers)
-    tables.publish("rope", figures)
+        inputs = Inputs(heads, mib)
+        measurement.take(str(inputs), partial(_measure, inputs, answers))
+    measurement.publish()
 
 
 def _measure(inputs: Inputs, answers: defaultdict[str, Answer]) -> list[results.Figure]:
     figures: list[results.Figure] = []
-    cu_seqlens, tensors = inputs.offsets(), inputs.pair()
+    cu_seqlens, tensors, copying = inputs.offsets(), inputs.pair(), copy_of(inputs.num_bytes)
     for cold in (False, True):
-        copy = timing.copy_us(inputs.num_bytes, cold=cold).median
         for (layout, interleaved), direction in itertools.product(LAYOUTS.items(), DIRECTIONS):
             angles = inputs.angles(interleaved=interleaved).flatten(1)
             cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
             call = _ours(direction, tensors, cos, sin, cu_seqlens, interleaved)
-            ours = timing.device_us(call, cold=cold).median
-            name = f"{inputs.heads[0]}+{inputs.heads[1]} heads, {inputs.tokens} tokens, {inputs.mib} MiB, "
-            name += f"{layout}, {direction}, {'cold' if cold else 'warm'}"
+            ours, copy = (times.median for times in device_us_in_turns((call, copying), cold=cold))
+            name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
             if inputs.mib in SMALL_MIB:
                 figures.append(
                     results.Figure(
                         name=f"{name}: time over a copy's",
                         value=ours / copy,
                         unit="ratio",
-                        bar=1.3,
+                        bar=SMALL_BAR,
                         floor=1.0,
                     )
                 )
@@ -116,7 +122,7 @@ def _measure(inputs: Inputs, answers: defaultdict[str, Answer]) -> list[results.
                     name=f"{name}: share of a copy's bandwidth",
                     value=copy / ours,
                     unit="share",
-                    bar=0.92,
+                    bar=LARGE_BAR,
                     better="higher",
                     floor=1.0,
                 )
@@ -139,18 +145,16 @@ def _beside_rivals(
     name: str, mib: int, direction: str, copy: float, ours: float, answers: defaultdict[str, Answer]
 ) -> list[results.Figure]:
     measured = [MEGATRON, TRANSFORMER_ENGINE, *([COMPILED] if mib == RIVAL_MIB[-1] else [])]
-    return [
-        against(
-            f"{name}: share of a copy's bandwidth, beside a rival",
-            copy / ours,
-            "share",
-            rival,
-            answers[_key(rival, mib, direction)],
-            lambda answer: copy / float(answer["us"]),
-            floor=1.0,
-        )
-        for rival in measured
-    ]
+    return against_each(
+        f"{name}: share of a copy's bandwidth, beside a rival",
+        copy / ours,
+        "share",
+        {rival: answers[_key(rival, mib, direction)] for rival in measured},
+        lambda answer: copy / float(answer["us"]),
+        bar=LARGE_BAR,
+        better="higher",
+        floor=1.0,
+    )
 
 
 def _key(rival: str, mib: int, direction: str) -> str:
@@ -186,8 +190,8 @@ def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) 
             raise RuntimeError("its forward failed")
         return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
 
-    rivals.tell(_key(rival, inputs.mib, "forward"), forward)
-    rivals.tell(_key(rival, inputs.mib, "backward"), backward)
+    tell(_key(rival, inputs.mib, "forward"), forward)
+    tell(_key(rival, inputs.mib, "backward"), backward)
 
 
 def _megatrons(inputs: Inputs) -> Rotation:

@@ -5,13 +5,14 @@ Chains of one trivial module bring it about. The profiler tells its time from th
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import tables
-from benchmarks.documents import lognormal_offsets
-from benchmarks.kernel_times import Work, device_work, median_us
+from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.time_kernels import Work, device_work, median_us
+from benchmarks.packs.documents import lognormal_offsets
 from megagraph import _C, Bank, VariantSpec, results
 from megagraph.sites import MetadataSpec
 
@@ -175,7 +176,9 @@ def _cache(cold: bool) -> str:
 
 def run() -> None:
     """Measures, and writes benchmarks/results/staging.json."""
-    figures = [_measure_launches(), *_measure_metadata()]
+    measurement = Measurement("staging")
+    measurement.take("launches", lambda: [_measure_launches()])
+    measurement.take("metadata", _measure_metadata)
     for tokens, width in HIDDEN_SHAPES:
-        figures += _measure_hidden(tokens, width)
-    tables.publish("staging", figures)
+        measurement.take(f"hidden states of {tokens} x {width}", partial(_measure_hidden, tokens, width))
+    measurement.publish()

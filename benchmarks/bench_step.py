@@ -4,104 +4,40 @@
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
 outside of graphs. Each case runs in a process of its own (`python -m benchmarks.bench_step CASE/WHAT`), one
 after another. No deterministic algorithms; Python's cyclic garbage waits while steps are timed; the
-optimizer steps never. Eager and graphed steps take turns in one process, on the same packs. Models are
-built on a side stream, as Megatron-LM does, so that eager adds gradients beside its backward pass.
+optimizer steps never. Every way to run a step has the same packs. Models are built on a side stream, as
+Megatron-LM does, so that eager adds gradients beside its backward pass.
+
+Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity and so runs the
+same kernels; and without it, on packs as they come, with our attention and RoPE, which Megatron's local
+layers need.
 """
 
 import json
 import os
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import tables
-from benchmarks.bare_loop import launch_all
-from benchmarks.cases import MICRO_BATCHES, Case
-from benchmarks.parts import Answer, against, caught, measure_part
-from benchmarks.step_rivals import RIVALS, measure_rival
-from benchmarks.step_trainer import (
-    Batch,
-    StepTrainer,
-    batch_of,
-    named_phases,
-    seed_streams,
-    without_collection,
-)
-from benchmarks.timeline import Timeline, read_timeline
-from megagraph import megatron, results
+from benchmarks.hosts.prepare_megatron import seed_streams
+from benchmarks.measuring.compare import Answer, against_each, caught
+from benchmarks.measuring.publish import Measurement, publish
+from benchmarks.measuring.run_children import measure_part, try_part
+from benchmarks.packs.step_cases import StepCase
+from benchmarks.step.time_own_steps import measure_ours, spread_ms
+from benchmarks.step.time_step_rivals import RIVALS, measure_rival
+from megagraph import results
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import ModelOptions, process_groups
-from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity
-from megagraph.megatron.installation import installed_plugin
+from megagraph.cli.trainer import process_groups
 
-WARM_UP_STEPS = 3
-NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
-DISTINCT_STEPS = 4
-ROUNDS = 16  # of small models; in every other one an eager step too
-LARGE_ROUNDS = 8
-TIMEOUT_SECONDS = 90
+TIMEOUT_SECONDS = 150
 TIMELINE = "hidden 1024, packs of 4096"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCase:
-    """A model on packs.
-
-    Args:
-        layers: of the model.
-        hidden: size.
-        tokens: of a pack.
-        rivals: Megatron's graphs beside it.
-    """
-
-    layers: int
-    hidden: int
-    tokens: int
-    rivals: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return f"hidden {self.hidden}, packs of {self.tokens}"
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the floor is its bar, else eager."""
-        return self.hidden <= 1024
-
-    @property
-    def model(self) -> ModelOptions:
-        """Its shape: heads of 64, of 128 in large models."""
-        heads = self.hidden // (64 if self.hidden <= 1024 else 128)
-        return ModelOptions(
-            layers=self.layers, hidden=self.hidden, heads=heads, max_tokens=self.tokens, bf16=True
-        )
-
-    @property
-    def capacity(self) -> Capacity:
-        """The only one."""
-        return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
-
-    def steps(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:
-        """The batches of each step; with `canonical` all of one shape."""
-        case = Case(
-            name=self.name, model=self.model, max_packed_seqs=(NUM_SEQS,), mean_length=self.tokens // 8
-        )
-        capacity = self.capacity if canonical else None
-        return [[batch_of(pack, device, capacity) for pack in step] for step in case.steps(DISTINCT_STEPS)]
-
-
+SAME_KERNELS = "eager, the same kernels"
+UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
+_MODULE = "benchmarks.bench_step"
 CASES = {
     case.name: case
     for case in (
@@ -114,134 +50,36 @@ CASES = {
 }
 
 
-def spread_ms(walls: Sequence[float]) -> dict[str, float]:
-    """Median and fastest."""
-    return {"median_ms": statistics.median(walls), "fastest_ms": min(walls)}
-
-
-# -- ours and eager --------------------------------------------------------------------------------
-
-
-def measure_ours(case: StepCase) -> Answer:
-    """Graphed and eager steps in turn, the same graphs launched bare, and a trace of both."""
-    megatron.install(GraphConfig(capacities=(case.capacity,), progress=False, log_interval=0))
-    trainer = StepTrainer(case.model, beside=True)
-    steps = case.steps(trainer.device)
-    for index in range(WARM_UP_STEPS + 3):
-        trainer.wall_ms(steps[index % len(steps)], graphs=True)
-    launch = _bare_launches() if case.is_small else None
-    graphed, eager, bare = [], [], []
-    with without_collection():
-        for index in range(ROUNDS if case.is_small else LARGE_ROUNDS):
-            batches = steps[index % len(steps)]
-            graphed.append(trainer.wall_ms(batches, graphs=True))
-            if launch is not None:
-                bare.append(_wall_ms(launch))
-            if index % 2 == 0 or not case.is_small:
-                eager.append(trainer.wall_ms(batches, graphs=False))
-    _check_replays(megatron.reports()[-1])
-    traced = _trace(trainer, steps[0], graphs=True)
-    answer: Answer = {
-        "graphed": spread_ms(graphed),
-        "eager": spread_ms(eager),
-        "bare": spread_ms(bare) if bare else None,
-        "eager_parts_ms": traced.eager_span_us() / 1e3,
-        "busy_ms": traced.busy_us() / 1e3,
-    }
-    if case.is_small:
-        wall_us = statistics.median(graphed[::DISTINCT_STEPS]) * 1e3  # those of the traced packs
-        answer["timeline"] = [[f.name, f.value, f.rival_value] for f in traced.figures(wall_us=wall_us)]
-    else:
-        whole = _trace(trainer, steps[0], graphs=False)
-        answer["graph_kernels_ms"] = traced.graph_us() / 1e3
-        answer["same_kernels_ms"] = (whole.graph_us() + whole.eager_us() - traced.eager_us()) / 1e3
-    return answer
-
-
-def _bare_launches() -> Callable[[], None]:
-    """Launches the graphs of a whole step, forward and backward of each micro-batch."""
-    plugin = installed_plugin()
-    assert plugin is not None
-    chain = plugin.all_graphs()[0].block.chain
-    (variant,) = chain.variants.values()  # one capacity, training only
-    forward, backward = chain.chunk.raw_graph_execs(variant, 0)
-    if not forward or not backward:
-        raise RuntimeError("no graphs were captured")
-    execs = [*forward, *reversed(backward)]
-    return lambda: launch_all(execs, MICRO_BATCHES)
-
-
-def _wall_ms(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
-
-
-def _check_replays(report: dict[str, Any]) -> None:
-    """Raises `RuntimeError` where a timed step was not what it is taken for."""
-    expected = {"WARMING_UP", "DISABLED"}
-    others = {reason: count for reason, count in report["eager"].items() if reason not in expected}
-    if others or report["replays"] == 0 or report["failures"]:
-        raise RuntimeError(f"expected replays, got {others}, {report['failures']}")
-
-
-def _trace(trainer: StepTrainer, batches: Sequence[Batch], *, graphs: bool) -> Timeline:
-    """The second of two profiled steps; the first pays for the profiler's own start."""
-    with named_phases(trainer), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(2):
-            trainer.wall_ms(batches, graphs=graphs)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(path))
-        timeline = read_timeline(json.loads(path.read_text(encoding="utf-8")))
-    if graphs != (timeline.graph_us() > 0):
-        raise RuntimeError(
-            f"the trace of a step with graphs={graphs} has {timeline.graph_us():.0f} us in graphs"
-        )
-    return timeline
-
-
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def figures_of(case: StepCase, ours: Answer, rivals: dict[str, Answer]) -> list[results.Figure]:
+def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> list[results.Figure]:
     """The figures of one case."""
 
     def figure(what: str, value: float, unit: str, **more: Any) -> results.Figure:
         return results.Figure(name=f"{case.name}: {what}", value=value, unit=unit, **more)
 
-    def floor(key: str) -> float | None:
-        return None if ours["bare"] is None else float(ours["bare"][key] + ours["eager_parts_ms"])
-
-    others = {"eager, the same kernels": ours["eager"]}
+    floor, graphed = ours["floor"], ours["graphed"]
+    others = {SAME_KERNELS: ours["eager"], UNPATCHED: ours["unpatched"]}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
-    figures = [
-        against(
+    figures = []
+    for kind in ("median", "fastest"):
+        key = f"{kind}_ms"
+        figures += against_each(
             f"{case.name}: step, {kind}",
-            ours["graphed"][f"{kind}_ms"],
+            graphed[key],
             "ms",
-            rival,
-            answer,
-            itemgetter(f"{kind}_ms"),
-            floor=floor(f"{kind}_ms"),
+            others,
+            itemgetter(key),
+            floor=None if floor is None else floor[key],
         )
-        for kind in ("median", "fastest")
-        for rival, answer in others.items()
-    ]
-    wall, eager_wall = ours["graphed"]["median_ms"], ours["eager"]["median_ms"]
-    least = floor("median_ms")
-    if least is not None:
+    if floor is not None:
         figures += [
-            figure("forward_backward_func wall / floor", wall / least, "ratio", bar=1.03),
-            figure("floor: graphs launched by a bare loop", ours["bare"]["median_ms"], "ms"),
-            figure("floor: GPU time outside of graphs", ours["eager_parts_ms"], "ms"),
+            figure("forward_backward_func wall / floor", floor["wall_over_floor"], "ratio", bar=1.03),
+            figure("floor: graphs launched by a bare loop", floor["bare_ms"], "ms"),
+            figure("floor: GPU time outside of graphs", floor["outside_ms"], "ms"),
         ]
     else:
+        figures += _beside_eager(case, ours)
         kernels = ours["graph_kernels_ms"] / ours["same_kernels_ms"]
         figures += [
-            figure("wall / eager wall", wall / eager_wall, "ratio", bar=1.0),
             figure("kernel time inside graphs / the same kernels eager", kernels, "ratio", bar=1.01),
             figure(
                 "kernel time inside graphs",
@@ -254,7 +92,26 @@ def figures_of(case: StepCase, ours: Answer, rivals: dict[str, Answer]) -> list[
     return [*figures, figure("GPU busy in the traced step", ours["busy_ms"], "ms")]
 
 
-def timeline_figures(rows: Sequence[tuple[str, float, float | None]]) -> list[results.Figure]:
+def _beside_eager(case: StepCase, ours: Answer) -> list[results.Figure]:
+    """Ratios of the median walls. The bar stands on eager as users have it, where that could be measured."""
+    wall = ours["graphed"]["median_ms"]
+    ratios = [
+        (SAME_KERNELS, ours["eager"], None),
+        (UNPATCHED, ours["unpatched"], 1.0),
+    ]
+    return [
+        results.Figure(
+            name=f"{case.name}: wall / that of {rival}",
+            value=wall / answer["median_ms"],
+            unit="ratio",
+            bar=bar,
+        )
+        for rival, answer, bar in ratios
+        if "error" not in answer
+    ]
+
+
+def timeline_figures(rows: Iterable[tuple[str, float, float | None]]) -> list[results.Figure]:
     """The figures of a timeline, as a process told them."""
     return [
         results.Figure(
@@ -268,35 +125,34 @@ def timeline_figures(rows: Sequence[tuple[str, float, float | None]]) -> list[re
     ]
 
 
+def _measure_case(case: StepCase) -> list[results.Figure]:
+    ours = measure_part(_MODULE, f"{case.name}/ours", timeout=TIMEOUT_SECONDS)
+    if case.name == TIMELINE:
+        publish("step_timeline", timeline_figures(ours["timeline"]))
+    rivals = {kind: try_part(_MODULE, f"{case.name}/{kind}", timeout=TIMEOUT_SECONDS) for kind in case.rivals}
+    return figures_of(case, ours, rivals)
+
+
 def run() -> None:
     """Measures every case; writes benchmarks/results/step.json and step_timeline.json."""
-    figures: list[results.Figure] = []
-    for case in CASES.values():
-        ours = _ask(f"{case.name}/ours")
-        rivals = {kind: caught(partial(_ask, f"{case.name}/{kind}")) for kind in case.rivals}
-        figures += figures_of(case, ours, rivals)
-        if case.name == TIMELINE:
-            tables.publish("step_timeline", timeline_figures(ours["timeline"]))
-    tables.publish("step", figures)
-
-
-def _ask(part: str) -> Answer:
-    return measure_part("benchmarks.bench_step", part, timeout=TIMEOUT_SECONDS)
+    measurement = Measurement("step")
+    for name, case in CASES.items():
+        measurement.take(name, partial(_measure_case, case))
+    measurement.publish()
 
 
 def _measure(part: str) -> None:
     name, _, kind = part.partition("/")
+    case = CASES[name]
     quiet_megatron()
     with process_groups():
-        seed_streams(for_graphs=kind != "ours")
         if kind == "ours":
-            print(json.dumps(measure_ours(CASES[name])), flush=True)
-            megatron.uninstall()
+            seed_streams()
+            print(json.dumps(measure_ours(case)), flush=True)
             return
-        steps = CASES[name].steps(torch.device("cuda"), canonical=True)
-        print(
-            json.dumps(caught(lambda: spread_ms(measure_rival(CASES[name].model, kind, steps)))), flush=True
-        )
+        steps = case.batches(torch.device("cuda"), canonical=True)
+        answer = caught(lambda: spread_ms(measure_rival(case.model, kind, steps)))
+        print(json.dumps(answer), flush=True)
         # The group would wait for ever for what a graph of Megatron's holds of it.
         os._exit(0)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks.measuring.publish import result_path
 from megagraph.results import Figure, Result
 
 OURS = "megagraph"
@@ -98,7 +98,7 @@ DRAWINGS = {
         result="rope",
         command="rope",
         unit="share",
-        pick="NeoX, .*beside a rival$",
+        pick="(64|320) MiB, NeoX, forward, warm",
     ),
     "staging": Drawing(
         title="Staging of hidden states: share of a device copy's bandwidth",
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"expected one of {names}, got {name!r}")
     for name in options.names or DRAWINGS:
         drawing = DRAWINGS[name]
-        source, target = tables.result_path(drawing.result), options.out / f"{name}.svg"
+        source, target = result_path(drawing.result), options.out / f"{name}.svg"
         try:
             draw(drawing, Result.read(source).figures, target)
         except FileNotFoundError:

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks import bench_main_job as main_job  # noqa: E402
-from benchmarks.cases import CASES, MICRO_BATCHES, Case  # noqa: E402
-from benchmarks.host_jobs import JOBS, Job  # noqa: E402
+from benchmarks.hosts.measure_job import JOBS, Job  # noqa: E402
+from benchmarks.hosts.run_jobs import comparison_of  # noqa: E402
+from benchmarks.packs.cases import CASES, MICRO_BATCHES, Case  # noqa: E402
 from megagraph.data import Pack  # noqa: E402
 from megagraph.results import Comparison, Figure, Result  # noqa: E402
 
@@ -157,6 +158,22 @@ def test_named_benchmarks_run_and_without_names_all(
     assert runs == [*command.DEFAULT, "main_job"]
 
 
+def test_whatever_a_benchmark_raises_the_others_run(
+    call: Callable[..., int],
+    runs: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise KeyError("median")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.import_module("benchmarks.bench_rope"), "run", fail)
+    assert call("rope", "staging") == 1
+    assert runs == ["staging"]
+    assert "rope: KeyError: 'median'" in capsys.readouterr().err
+
+
 # -- the main job's figures ----------------------------------------------------------------------
 
 MIB = 2**20
@@ -187,7 +204,7 @@ def figures(
     *, bits: dict[str, Any] = BITS, eager: dict[str, Any] = TIMES, **graphed: Any
 ) -> dict[str, Figure]:
     """The figures of a case by their names, without its own."""
-    found = main_job._figures("case", bits, eager, GRAPHED | graphed)
+    found = main_job.figures_of("case", bits, eager, GRAPHED | graphed)
     assert all(figure.name.startswith("case: ") for figure in found)
     assert len({figure.name for figure in found}) == len(found)
     return {figure.name.removeprefix("case: "): figure for figure in found}
@@ -228,37 +245,67 @@ def test_a_figure_past_its_bar_does_not_hold(changes: dict[str, Any], name: str)
     assert [figure for figure, value in figures(**changes).items() if value.holds is False] == [name]
 
 
-def test_the_comparison_adds_up_over_the_cases() -> None:
+def test_the_comparison_adds_up_over_the_jobs_and_their_ranks() -> None:
     other = REPORT | {"calls": 50, "replays": 30, "eager": {"WARMING_UP": 15, "SUSPENDED": 5}}
-    assert main_job._comparison([BITS, BITS | {"steps": 6, "report": other}]) == Comparison(
+    one, two = BITS | {"reports": [REPORT]}, BITS | {"steps": 6, "reports": [other, other]}
+    assert comparison_of([one, two]) == Comparison(
         bitwise_equal=True,
         steps=110,
-        calls=1_050,
-        replays=730,
-        eager={"WARMING_UP": 215, "TOO_MANY_SEQUENCES": 100, "SUSPENDED": 5},
+        calls=1_100,
+        replays=760,
+        eager={"WARMING_UP": 230, "TOO_MANY_SEQUENCES": 100, "SUSPENDED": 10},
     )
+    assert comparison_of([]) is None
 
 
-def test_a_difference_in_one_case_is_a_difference_of_all() -> None:
-    different = BITS | {"differences": ["step 3: gradient of decoder"]}
-    assert not main_job._comparison([BITS, different, BITS]).bitwise_equal
+def test_a_difference_in_one_job_is_a_difference_of_all() -> None:
+    equal = BITS | {"reports": [REPORT]}
+    found = comparison_of([equal, equal | {"differences": ["step 3: gradient of decoder"]}, equal])
+    assert found is not None and not found.bitwise_equal
 
 
-def test_a_run_writes_every_case_in_the_common_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the main job asked its processes, which answer at once; results go to a folder of the test."""
     answers = {"bits": BITS, "eager": TIMES, "graphed": GRAPHED}
     asked: list[tuple[str, str]] = []
 
-    def answer(case: Case, what: str) -> dict[str, Any]:
-        asked.append((case.name, what))
+    def answer(module: str, case: str, what: str, *, timeout: float) -> dict[str, Any]:
+        assert module == "benchmarks.bench_main_job"
+        asked.append((case, what))
         return answers[what]
 
-    monkeypatch.setattr(main_job, "_in_process", answer)
+    monkeypatch.setattr(main_job, "measure_part", answer)
     monkeypatch.setenv("OUT", str(tmp_path))
+    return asked
+
+
+def test_a_run_writes_every_case_in_the_common_format(
+    tmp_path: Path, asked: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     main_job.run()
-    assert asked == [(name, what) for name in CASES for what in answers]
+    assert asked == [(name, what) for name in CASES for what in ("bits", "eager", "graphed")]
     result = Result.read(tmp_path / "main_job.json")
     assert len(result.figures) == len(CASES) * len(figures())
-    assert result.comparison == main_job._comparison([BITS] * len(CASES))
+    assert result.comparison == comparison_of([BITS | {"reports": [REPORT]}] * len(CASES))
     assert f"wrote {tmp_path / 'main_job.json'}; bit-equal: True" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_is_named_and_the_others_stay(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = main_job.measure_part
+
+    def failing(module: str, case: str, what: str, *, timeout: float) -> dict[str, Any]:
+        if (case, what) == ("documents", "eager"):
+            raise RuntimeError("out of memory")
+        found: dict[str, Any] = answer(module, case, what, timeout=timeout)
+        return found
+
+    monkeypatch.setattr(main_job, "measure_part", failing)
+    with pytest.raises(RuntimeError, match="documents: RuntimeError: out of memory"):
+        main_job.run()
+    result = Result.read(tmp_path / "main_job.json")
+    assert len(result.figures) == (len(CASES) - 1) * len(figures())
+    # Its bits were compared nevertheless.
+    assert result.comparison == comparison_of([BITS | {"reports": [REPORT]}] * len(CASES))

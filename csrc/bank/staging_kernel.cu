@@ -9,8 +9,8 @@ namespace megagraph {
 namespace {
 
 constexpr int kThreads = 256;
-// Each thread has this many loads in flight, and a block copies one contiguous piece: from 32 MiB on
-// it reaches 93 % of a copy's bandwidth and more on an H200 (docs/performance.md).
+// Each thread has this many loads in flight, and a block copies one contiguous piece: from 32 MiB
+// on it reaches 93 % of a copy's bandwidth and more on an H200 (docs/performance.md).
 constexpr int kLoads = 4;
 constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kLoads * 16;
 constexpr int64_t kMaxBlocksPerSegment = 1 << 20;

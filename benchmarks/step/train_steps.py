@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import record_function
 
+from benchmarks.hosts.prepare_megatron import on_side_stream
 from megagraph.cli.trainer import ModelOptions, Trainer
 from megagraph.data import Pack, next_token_labels, position_ids
 from megagraph.dispatch import Capacity
 from megagraph.megatron import disable_cuda_graphs_this_step
-
-__all__ = ["Batch", "StepTrainer", "batch_of", "named_phases", "seed_streams", "without_collection"]
 
 Batch = dict[str, Any]
 Schedule = Callable[..., Any]
@@ -48,17 +47,6 @@ def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None)
     return {**batch, "offsets": offsets.to(device), "longest": longest}
 
 
-def seed_streams(*, for_graphs: bool = False) -> None:
-    """Megatron's random streams, from which weights are drawn on the GPU.
-
-    Args:
-        for_graphs: streams that Megatron's own graphs accept.
-    """
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=for_graphs, force_reset_rng=True)
-
-
 class _NoOptimizer:
     def zero_grad(self) -> None:
         """There is nothing beside the DDP's buffer."""
@@ -80,19 +68,14 @@ class StepTrainer(Trainer):
         options: ModelOptions,
         *,
         beside: bool,
-        wrap: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+        wrap: Callable[[Schedule], Schedule] | None = None,
         **transformer: Any,
     ) -> None:
         self._wrap = wrap
-        self._schedule: Schedule | None = None
+        self._wrapped: Schedule | None = None
         self._walls: list[float] = []
-        on_gpu = torch.cuda.is_available()
-        with contextlib.ExitStack() as stack:
-            if beside and on_gpu:
-                stream = torch.cuda.Stream()
-                stack.callback(lambda: torch.cuda.current_stream().wait_stream(stream))
-                stack.enter_context(torch.cuda.stream(stream))
-            super().__init__(options, config={"use_cpu_initialization": not on_gpu, **transformer})
+        with on_side_stream() if beside else contextlib.nullcontext():
+            super().__init__(options, config={"use_cpu_initialization": False, **transformer})
 
     def make_optimizer(self) -> Any:
         return _NoOptimizer()
@@ -102,9 +85,10 @@ class StepTrainer(Trainer):
         from megatron.core import pipeline_parallel
 
         original = pipeline_parallel.get_forward_backward_func
-        if self._schedule is None:
-            self._schedule = self._wrap(original())
-        timed = partial(_timed, self._schedule, self._walls)
+        schedule = original()  # what is installed now
+        if self._wrap is not None:
+            self._wrapped = schedule = self._wrapped or self._wrap(schedule)
+        timed = partial(_timed, schedule, self._walls)
         pipeline_parallel.get_forward_backward_func = lambda: timed
         try:
             with contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step():

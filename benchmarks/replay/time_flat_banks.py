@@ -5,7 +5,7 @@ Plain modules, no Megatron: its blocks have one slot.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bare_loop import BareLoop
-from benchmarks.parts import Answer, spread
+from benchmarks.measuring.compare import Answer, spread
+from benchmarks.measuring.launch_bare import BareLoop
 from megagraph import Bank, VariantSpec
-
-__all__ = ["BANKS", "SITES", "Layer", "measure_banks"]
 
 # Name to (variants, slots).
 BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 slots": (1, 16)}
-SITES = 4
-ROUNDS = 128  # each of 64 variants twice
-WARM_UP = 8
-_PHASES = ("forward", "backward", "bare forward", "bare backward")
+SITES = 24
+MICRO_BATCHES = 16  # of each bank in a round
+ROUNDS = 12  # each of 64 variants three times
+WARM_UP = 4  # rounds in which each of 64 variants has its first replay
+_PHASES = ("forward", "backward", "engine", "bare forward", "bare backward")
 
 Times = dict[str, list[float]]
 
@@ -52,6 +51,25 @@ class Layer(nn.Module):
         rows = rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))
         out: Tensor = rows.view_as(hidden)
         return out
+
+
+def keys_of_round(index: int, *, variants: int, slots: int) -> list[int]:
+    """The variants of a round, each for as many micro-batches in flight as there are slots."""
+    flights = MICRO_BATCHES // slots
+    return [(index * flights + flight) % variants for flight in range(flights)]
+
+
+def in_turn(names: Sequence[str], index: int) -> list[str]:
+    """The names of a round: another one comes first in the next."""
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def answer_of(times: Times) -> Answer:
+    """The spread of each phase for each site, `engine` for all together, and backwards less the engine."""
+    without = [backward - engine for backward, engine in zip(times["backward"], times["engine"], strict=True)]
+    answer: Answer = {phase: spread(times[phase], SITES) for phase in _PHASES}
+    return {**answer, "engine": spread(times["engine"]), "backward without engine": spread(without, SITES)}
 
 
 class _Measured:
@@ -86,8 +104,11 @@ class _Measured:
         return out
 
     def run(self, index: int) -> None:
-        """As many micro-batches in flight as there are slots, then their backwards."""
-        key = index % self._variants
+        """A round: in turns as many micro-batches in flight as there are slots, and their backwards."""
+        for key in keys_of_round(index, variants=self._variants, slots=self._slots):
+            self._run(key)
+
+    def _run(self, key: int) -> None:
         outs: list[Tensor] = []
         for _ in range(self._slots):
             with self._chain.micro_batch(key) as reason:
@@ -98,6 +119,8 @@ class _Measured:
             out = outs.pop(0)
             self._time("backward", partial(torch.autograd.grad, out, self._hidden, self._grad))
             del out
+            nothing = self._hidden.view_as(self._hidden)
+            self._time("engine", partial(torch.autograd.grad, nothing, self._hidden, self._grad))
         for slot in range(self._slots):
             forward, backward = self._bare[key, slot]
             self._time("bare forward", forward)
@@ -108,22 +131,22 @@ class _Measured:
         counters = self._bank.counters()
         if counters["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
-        return {phase: spread(times, SITES) for phase, times in self.times.items()}
+        return answer_of(self.times)
 
 
 def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answer]:
-    """Host time for each site of a chain, in turn in each of `BANKS`."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    layers = [Layer(hidden_size, hidden_size // 64).to(device, torch.bfloat16) for _ in range(SITES)]
+    """Host time for each site of a chain, in turn in each of `BANKS`, as many micro-batches of each."""
+    layers = [Layer(hidden_size, hidden_size // 64).to("cuda", torch.bfloat16) for _ in range(SITES)]
     for layer in layers:
         layer.add_main_grads()
     shape = (tokens, 1, hidden_size)
-    leaf = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     hidden = leaf.clone()  # the gradient of a leaf would be cloned
     banks = {name: _Measured(layers, variants, slots, hidden) for name, (variants, slots) in BANKS.items()}
-    for index in range(WARM_UP + ROUNDS):
-        for bank in banks.values():
-            if index == WARM_UP:
+    for bank_round in range(WARM_UP + ROUNDS):
+        if bank_round == WARM_UP:
+            for bank in banks.values():
                 bank.times = {phase: [] for phase in _PHASES}
-            bank.run(index)
+        for name in in_turn(list(banks), bank_round):
+            banks[name].run(bank_round)
     return {name: bank.answer() for name, bank in banks.items()}

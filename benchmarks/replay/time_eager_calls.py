@@ -2,21 +2,20 @@
 """What a model call that runs eager costs the host through the patch, and with nothing patched."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parts import Answer, spread
-from benchmarks.rival_layers import a_pack, made_quickly, model_options
+from benchmarks.measuring.compare import Answer, median_difference, spread
+from benchmarks.packs.cases import model_options
+from benchmarks.replay.time_rival_layers import TOKENS, a_pack, made_quickly
 from megagraph import megatron
-from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
 from megagraph.data import Pack, position_ids
-
-__all__ = ["CASES", "LAYERS", "measure_calls"]
 
 LAYERS = 2
 HIDDEN = 256
@@ -138,25 +137,30 @@ def _one_round(trainer: _TimedTrainer, case: _Case, tokens: int) -> list[float]:
     return trainer.times[WARM_UP:]
 
 
-def measure_calls(options: ModelOptions | None = None) -> dict[str, Answer]:
+def answer_of(patched: Sequence[float], unpatched: Sequence[float]) -> Answer:
+    """Compares calls, those of one round beside those of the same round; seconds become microseconds."""
+    return {
+        "patched": spread(patched),
+        "unpatched": spread(unpatched),
+        "more": median_difference(patched, unpatched) * 1e6,
+        "samples": len(patched),
+    }
+
+
+def measure_calls() -> dict[str, Answer]:
     """Host time of a forward of the whole model, by case, patched in turn with unpatched.
 
     Returns:
-        For each of `CASES` the spreads `patched` and `unpatched`, in us a call, and `samples` of each.
+        For each of `CASES` the spreads `patched` and `unpatched` and the median of what a patched call
+        takes `more`, in us a call, and `samples` of each.
     """
-    options = options or model_options(HIDDEN, layers=LAYERS)
+    options = model_options(HIDDEN, layers=LAYERS, tokens=TOKENS)
     trainer = made_quickly(_TimedTrainer, options)
     assert isinstance(trainer, _TimedTrainer)
     kinds = [*CASES.values(), *dict.fromkeys(case.unpatched for case in CASES.values())]
     times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(ROUNDS):
-        for kind in kinds:
+    for index in range(ROUNDS):
+        start = index % len(kinds)
+        for kind in kinds[start:] + kinds[:start]:
             times[kind] += _one_round(trainer, kind, options.max_tokens)
-    return {
-        name: {
-            "patched": spread(times[case]),
-            "unpatched": spread(times[case.unpatched]),
-            "samples": len(times[case]),
-        }
-        for name, case in CASES.items()
-    }
+    return {name: answer_of(times[case], times[case.unpatched]) for name, case in CASES.items()}

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.bare_loop import BareLoop
-from benchmarks.parts import Answer, spreads
-from benchmarks.rival_layers import a_pack, eager_times, made_quickly
+from benchmarks.measuring.compare import Answer, spreads
+from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.replay.time_rival_layers import a_pack, eager_times, made_quickly
 from megagraph import megatron
 from megagraph.cli.trainer import ModelOptions, Trainer
 from megagraph.config import GraphConfig
 from megagraph.megatron import disable_cuda_graphs_this_step
 from megagraph.megatron.installation import installed_plugin
-
-__all__ = ["measure_stacks"]
 
 ROUNDS = 60
 _NUM_SEQS = 8
@@ -50,7 +48,8 @@ def _time_replays(trainer: Trainer, graphs: Any, before: Callable[[], None]) -> 
 
     Phases: `forward` and `backward` of all layers; `bare forward` and `bare backward`, the same graphs
     launched by a loop in C; `around`, the micro-batch's begin and end; `engine`, a backward pass
-    of a single node that does nothing.
+    of a single node that does nothing; `backward without engine`, of each backward less the engine's
+    time beside it.
     """
     chain = graphs.block.chain
     key = next(key for key in chain.variants if key[1].grad)
@@ -83,13 +82,16 @@ def _time_replays(trainer: Trainer, graphs: Any, before: Callable[[], None]) -> 
             done = time.perf_counter()
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)
+        backward = timed(lambda: torch.autograd.grad(out, hidden, grad))
+        engine = timed(lambda: torch.autograd.grad(nothing, hidden, grad))
         return {
             "forward": (done - begun) / layers,
             "around": begun - start + ended - done,
-            "backward": timed(lambda: torch.autograd.grad(out, hidden, grad)),
+            "backward": backward,
+            "backward without engine": backward - engine,
+            "engine": engine * layers,
             "bare forward": timed(bare_forward),
             "bare backward": timed(bare_backward),
-            "engine": timed(lambda: torch.autograd.grad(nothing, hidden, grad)) * layers,
         }
 
     counted = graphs.report()["replays"]

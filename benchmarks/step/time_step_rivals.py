@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times training steps with Megatron's own graphs, `local` and `full_iteration`, on packs of one shape."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.cases import MICRO_BATCHES
-from benchmarks.step_trainer import Batch, StepTrainer, without_collection
+from benchmarks.hosts.prepare_megatron import our_rope, prepare_megatrons_graphs
+from benchmarks.packs.cases import MICRO_BATCHES
+from benchmarks.step.train_steps import Batch, StepTrainer, without_collection
 from megagraph.cli.trainer import ModelOptions
-from megagraph.megatron import seams
-from megagraph.megatron.rope import wrap_rope
-
-__all__ = ["RIVALS", "measure_rival"]
 
 RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
 WARM_UP_STEPS = 6
@@ -29,29 +25,23 @@ def measure_rival(options: ModelOptions, kind: str, steps: Sequence[Sequence[Bat
         steps: batches, all of one shape.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-    init_num_microbatches_calculator(0, None, MICRO_BATCHES, 1, 1)
+    prepare_megatrons_graphs(MICRO_BATCHES)
     is_full = kind == "full_iteration"
 
-    def wrap(schedule: Callable[..., Any]) -> Callable[..., Any]:
-        return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=2) if is_full else schedule
+    def wrap(schedule: Callable[..., Any]) -> Any:
+        return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=2)
 
-    with _our_rope():
+    with our_rope():
         # Megatron's local graphs choose a stream themselves while the model is built.
-        trainer = StepTrainer(options, beside=is_full, wrap=wrap, cuda_graph_impl=kind, cuda_graph_modules=[])
+        trainer = StepTrainer(
+            options,
+            beside=is_full,
+            wrap=wrap if is_full else None,
+            cuda_graph_impl=kind,
+            cuda_graph_modules=[],
+        )
         for index in range(WARM_UP_STEPS):
             trainer.wall_ms(steps[index % len(steps)], graphs=True)
         with without_collection():
             return [trainer.wall_ms(steps[i % len(steps)], graphs=True) for i in range(ROUNDS)]
-
-
-@contextmanager
-def _our_rope() -> Iterator[None]:
-    seam = seams.ATTENTION_ROPE
-    owner, name, original = seam.owner(), seam.name, seam.function()
-    setattr(owner, name, wrap_rope(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one process, or each rank of a `torchrun`, measures for `real_hosts`.
 
-`python -m benchmarks.host_jobs JOB WHAT` prints one line of JSON, on rank 0. Deterministic algorithms
+`python -m benchmarks.hosts.measure_job JOB WHAT` prints one line of JSON, on rank 0. Deterministic algorithms
 throughout, in every timed run alike; fresh memory is not filled while a step is timed.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmarks.cases import MICRO_BATCHES, Case
+from benchmarks.hosts.prepare_megatron import prepare_megatrons_graphs, seed_streams
+from benchmarks.packs.cases import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
 from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
@@ -86,24 +87,22 @@ class Job:
         return Trainer(self.model, config={**self.transformer, **transformer}, ddp=self.ddp, spec=spec)
 
 
-def _model(hidden: int, layers: int, tokens: int) -> ModelOptions:
-    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // 64, max_tokens=tokens, bf16=True)
-
-
 _SHARED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _OVERLAP = {"overlap_grad_reduce": True}
 _GATHER = {**_OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
 _BUCKETS = {"bucket_size": 5_000_000}
-_SMALL = _model(1024, 8, 4096)
+_SMALL = model_options(1024, layers=8, tokens=4096)
 JOBS = {
     "Transformer Engine, 12 layers of hidden 1024": Job(
-        model=_model(1024, 12, 4096), transformer_engine=True
+        model=model_options(1024, layers=12, tokens=4096), transformer_engine=True
     ),
     "Transformer Engine, 4 layers of hidden 4096": Job(
-        model=_model(4096, 4, 2048), transformer_engine=True, longest=512
+        model=model_options(4096, layers=4, tokens=2048), transformer_engine=True, longest=512
     ),
-    "Transformer Engine, hidden 1024": Job(model=_model(1024, 24, 4096), transformer_engine=True),
-    "local, hidden 1024": Job(model=_model(1024, 24, 4096)),
+    "Transformer Engine, hidden 1024": Job(
+        model=model_options(1024, layers=24, tokens=4096), transformer_engine=True
+    ),
+    "local, hidden 1024": Job(model=model_options(1024, layers=24, tokens=4096)),
     "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED, steps=40),
     "TP=2 with SP, Transformer Engine": Job(
         model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True, steps=40
@@ -122,7 +121,7 @@ JOBS = {
         model=_SMALL, ranks=2, ddp={**_GATHER, **_BUCKETS, "align_param_gather": True}, num_seqs=12, steps=40
     ),
     # Short: what is measured is how it ends.
-    "exit": Job(model=_model(256, 2, 512), ranks=2, transformer=_SHARED, steps=8),
+    "exit": Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8),
 }
 
 
@@ -173,7 +172,7 @@ def measure_time(job: Job, what: str) -> dict[str, Any]:
     Args:
         job: the model.
         what: `eager` or `megagraph`; `local` or `transformer_engine`, Megatron's own graphs, with
-            nothing of ours installed; the latter two also as `local, canonical packs`.
+            nothing of ours installed; each also as `eager, canonical packs`.
     """
     steps = job.packs(WARM_UP_STEPS + TIMED_STEPS)
     fitting = [[pack for pack in step if pack.num_seqs < job.num_seqs] for step in steps]
@@ -187,16 +186,19 @@ def measure_time(job: Job, what: str) -> dict[str, Any]:
     else:
         trainer = _with_megatrons_graphs(job, kind, fitting[:WARM_UP_STEPS])
     times = time_steps(trainer, fitting[WARM_UP_STEPS:], graphs=kind != "eager")
+    if kind == "megagraph":
+        _check_replays(megatron.reports()[-1])
     return {"median_ms": times.median_ms, "fastest_ms": times.fastest_ms}
 
 
-def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+def _check_replays(report: dict[str, Any]) -> None:
+    """Raises `RuntimeError` where packs that fit were not replayed after the warm-up."""
+    if not report["replays"] or report["failures"] or set(report["eager"]) - {"WARMING_UP"}:
+        raise RuntimeError(f"expected replays, got {report['eager']}, {report['failures']}")
 
-    # They want random streams that a graph can advance, and ask how many micro-batches there are.
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
-    init_num_microbatches_calculator(0, None, MICRO_BATCHES, 1, 1)
+
+def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
+    prepare_megatrons_graphs(MICRO_BATCHES)
     trainer = job.trainer(cuda_graph_impl=impl, cuda_graph_modules=[])
     time_steps(trainer, steps[:CAPTURED_STEPS], graphs=True)
     if impl == "transformer_engine":
@@ -215,13 +217,6 @@ def _with_megatrons_graphs(job: Job, impl: str, steps: Sequence[Sequence[Pack]])
     return trainer
 
 
-def _seed_streams() -> None:
-    """Megatron's random streams, which sequence parallelism swaps in whether anything drops out or not."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1234)
-
-
 def main(name: str, what: str) -> None:
     """Measures and prints."""
     quiet_megatron()
@@ -229,7 +224,7 @@ def main(name: str, what: str) -> None:
     torch.use_deterministic_algorithms(True)
     with process_groups(job.tensor_parallel):
         rank = distributed.get_rank()
-        _seed_streams()
+        seed_streams()  # sequence parallelism swaps them in whether anything drops out or not
         measured = measure_bits(job) if what == "bits" else measure_time(job, what)
         megatron.uninstall()
     if rank == 0:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "pretrain_packed.py"
 LAUNCH = (sys.executable, "-m", "megagraph", "run")
 TIMEOUT_SECONDS = 300
@@ -246,7 +246,9 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron_lm", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hosts.compare_megatron_lm", description=__doc__
+    )
     parser.add_argument("folder", type=Path, help="for logs and checkpoints (4 GB for a moment)")
     parser.add_argument("--spec", choices=SPECS, nargs="+", default=list(SPECS))
     parser.add_argument("--iterations", type=int, default=100)

@@ -20,6 +20,11 @@ from megagraph.data import (
 MICRO_BATCHES = 4
 
 
+def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) -> ModelOptions:
+    """A model in bfloat16 on packs of `tokens`."""
+    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // head_dim, max_tokens=tokens, bf16=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One model on one stream of packs.
@@ -63,8 +68,8 @@ class Case:
         )
 
 
-_LARGE = ModelOptions(layers=24, hidden=1024, heads=16, max_tokens=8192, bf16=True)
-_SMALL = ModelOptions(layers=24, hidden=512, heads=8, max_tokens=2048, bf16=True)
+_LARGE = model_options(1024, layers=24, tokens=8192)
+_SMALL = model_options(512, layers=24, tokens=2048)
 CASES = {
     case.name: case
     for case in (

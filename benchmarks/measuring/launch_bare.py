@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["BareLoop", "launch_all"]
-
 _SOURCE = """
 typedef int (*Launch)(void *, void *);
 int launch_all(Launch launch, void **execs, long count, long rounds, void *stream) {
@@ -85,8 +83,3 @@ class BareLoop:
         code = self._loop(self._launch, self._execs, len(self._execs), rounds, self._stream)
         if code != 0:
             raise RuntimeError(f"cudaGraphLaunch failed with CUDA error {code}")
-
-
-def launch_all(execs: Sequence[int], rounds: int = 1, stream: int | None = None) -> None:
-    """Enqueues all graphs, `rounds` times, as `BareLoop` does."""
-    BareLoop(execs, stream)(rounds)

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from megagraph.data import lognormal_lengths
 
-__all__ = ["lognormal_offsets"]
-
 
 def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
     """Offsets of `documents` documents that fill `tokens` rows exactly; the same at every call.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for.
 
-`python -m benchmarks.timeline TRACE.json` prints the table of a trace that `named_phases()` was entered
-for. Of several steps in a trace the last one counts.
+`python -m benchmarks.measuring.read_timeline TRACE.json` prints the table of a trace that
+`named_phases()` was entered for. Of several steps in a trace the last one counts.
 """
 
 import bisect
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks.measuring.publish import show
 from megagraph import results
-
-__all__ = ["Timeline", "Work", "read_timeline"]
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
@@ -222,4 +220,4 @@ def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -
 
 if __name__ == "__main__":
     found = read_timeline(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    tables.show("timeline", found.figures(wall_us=found.end - found.start))
+    show("timeline", found.figures(wall_us=found.end - found.start))

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Work", "device_work", "kernel_us", "median_us"]
-
-_CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
+from benchmarks.measuring.time_calls import flush_cache
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,18 @@ def device_work(
         call: enqueues work.
         repeats: profiled calls.
         warm_up: calls before them.
-        cold: overwrite the second-level cache before each call; that fill is in the answer too.
+        cold: flush the second-level cache before each call; that read is in the answer too.
     """
     _start_profiler()
-    cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(warm_up):
+        if cold:
+            flush_cache()
         call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         for _ in range(repeats):
-            cache.zero_() if cold else None
+            if cold:
+                flush_cache()
             call()
         torch.cuda.synchronize()
     return [

@@ -15,34 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.flat_bank import Layer
-from benchmarks.parts import Answer, spreads
+from benchmarks.hosts.prepare_megatron import on_side_stream, prepare_megatrons_graphs
+from benchmarks.measuring.compare import Answer, spreads
+from benchmarks.replay.time_flat_banks import Layer
 from megagraph.cli.trainer import ModelOptions, Trainer
 from megagraph.data import Pack
-
-__all__ = [
-    "LAYERS",
-    "DenseTrainer",
-    "a_pack",
-    "eager_times",
-    "layer_arguments",
-    "made_quickly",
-    "megatrons_graphs",
-    "model_options",
-    "time_layers",
-    "torchs_graphs",
-    "torchs_graphs_of_plain_layers",
-    "transformer_engine_times",
-]
 
 LAYERS = 24
 TOKENS = 256
 _MICRO_BATCHES = 2
-
-
-def model_options(hidden: int, *, layers: int = LAYERS, tokens: int = TOKENS) -> ModelOptions:
-    """A stack with heads of 64."""
-    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // 64, max_tokens=tokens, bf16=True)
 
 
 def a_pack(tokens: int = TOKENS) -> Pack:
@@ -60,14 +41,24 @@ def made_quickly(
     options: ModelOptions,
     *,
     config: dict[str, Any] | None = None,
+    beside: bool = False,
     **further: Any,
 ) -> Trainer:
-    """A trainer whose random weights are drawn on the device."""
+    """A trainer whose random weights are drawn on the device.
+
+    Args:
+        trainer_type: its class.
+        options: the model's shape.
+        config: further fields of Megatron's `TransformerConfig`.
+        beside: build it on a side stream, as Megatron-LM does.
+        further: arguments of the class.
+    """
     fields = {"perform_initialization": False, **(config or {})}
-    trainer = trainer_type(options, config=fields, **further)
-    with torch.no_grad():
-        for param in trainer.chunk.parameters():
-            param.normal_(0.0, 0.02)
+    with on_side_stream() if beside else contextlib.nullcontext():
+        trainer = trainer_type(options, config=fields, **further)
+        with torch.no_grad():
+            for param in trainer.chunk.parameters():
+                param.normal_(0.0, 0.02)
     return trainer
 
 
@@ -132,8 +123,7 @@ def time_layers(
         repeats: timed rounds.
         before: called before each round.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(hidden) * 1e-3
 
     def sample() -> dict[str, float]:
@@ -195,7 +185,8 @@ def torchs_graphs(options: ModelOptions) -> Answer:
     Returns:
         `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
     """
-    trainer = made_quickly(DenseTrainer, options)
+    # On a side stream: gradient accumulators of the current one cannot be captured on another.
+    trainer = made_quickly(DenseTrainer, options, beside=True)
     arguments = layer_arguments(trainer, [a_pack(options.max_tokens)])
     layers = tuple(_OneTensor(layer, arguments) for layer in trainer.chunk.decoder.layers)
     return _graphed(torch.cuda.make_graphed_callables, layers, options)
@@ -255,17 +246,12 @@ def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
 def megatrons_graphs(options: ModelOptions) -> Answer:
     """Trains with Megatron's own graphs of layers until they replay, and times them.
 
-    Only one model of a process can have them.
+    Only one model of a process can have them, and they change the process's streams.
 
     Returns:
         `forward` and `backward`, `seconds` of the capture, and `graphs`.
     """
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    # They want random streams that a graph can advance, and ask how many micro-batches there are.
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
-    init_num_microbatches_calculator(0, None, _MICRO_BATCHES, 1, 1)
+    prepare_megatrons_graphs(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)
     packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
@@ -282,11 +268,10 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
 # -- Transformer Engine's make_graphed_callables --------------------------------------------------
 
 
-def transformer_engine_times(options: ModelOptions) -> dict[str, Answer]:
-    """Transformer Engine's own layers, `eager` and `graphed`; unpacked, and with no DDP around them."""
+def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
     import transformer_engine.pytorch as te
 
-    layers = tuple(
+    return tuple(
         te.TransformerLayer(
             options.hidden,
             4 * options.hidden,
@@ -299,8 +284,17 @@ def transformer_engine_times(options: ModelOptions) -> dict[str, Answer]:
         ).cuda()
         for rank in range(options.layers)
     )
+
+
+def transformer_engines_eager(options: ModelOptions) -> Answer:
+    """Transformer Engine's own layers; unpacked, and with no DDP around them."""
+    layers = _transformer_engines_layers(options)
     shape = (options.max_tokens, 1, options.hidden)
-    eager = time_layers(partial(_run_plain, layers), shape, len(layers), repeats=15)
-    for layer in layers:
-        layer.zero_grad()
-    return {"eager": eager, "graphed": _graphed(te.make_graphed_callables, layers, options)}
+    return time_layers(partial(_run_plain, layers), shape, len(layers), repeats=15)
+
+
+def transformer_engines_graphs(options: ModelOptions) -> Answer:
+    """The same layers in graphs of Transformer Engine."""
+    import transformer_engine.pytorch as te
+
+    return _graphed(te.make_graphed_callables, _transformer_engines_layers(options), options)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks train on: models, packs and documents."""
