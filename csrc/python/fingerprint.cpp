@@ -62,6 +62,7 @@ void mix_parameter(Hash& hash, PyObject* object) {
 // The tables of hooks are those of _MODULE_HOOKS in megagraph/eligibility.py.
 void mix_module(Hash& hash, PyObject* module) {
   static const auto* parameters = new py::str("_parameters");
+  static const auto* buffers = new py::str("_buffers");
   static const auto* submodules = new py::str("_modules");
   static const auto* hook_tables =
       new std::array<py::str, 4>{py::str("_forward_hooks"), py::str("_forward_pre_hooks"),
@@ -75,6 +76,12 @@ void mix_module(Hash& hash, PyObject* module) {
     while (PyDict_Next(found, &position, &key, &value)) {
       hash.mix(value);
       mix_parameter(hash, value);
+    }
+  }
+  position = 0;
+  if (PyObject* found = table(attributes.ptr(), *buffers)) {
+    while (PyDict_Next(found, &position, &key, &value)) {
+      if (THPVariable_Check(value)) mix_address(hash, THPVariable_Unpack(value));
     }
   }
   position = 0;

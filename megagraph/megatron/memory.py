@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that the memory which graphs read has moved or is gone: parameters and main gradients.
+"""Notices that the memory which graphs read has moved or is gone: parameters, buffers, main gradients.
 
 Looks only; what follows from it is decided elsewhere.
 """
@@ -16,7 +16,7 @@ __all__ = ["MemoryWatch"]
 
 
 class MemoryWatch:
-    """Where the parameters of some sites and their main gradients lie.
+    """Where the parameters and buffers of some sites and their main gradients lie.
 
     Main gradients count only once graphs read them: hosts free them outside of training, and graphs
     without a backward pass go on.
@@ -27,7 +27,7 @@ class MemoryWatch:
 
     def __init__(self, specs: Sequence[SiteSpec]) -> None:
         self._specs = specs
-        self._params: tuple[int, int] | None = None
+        self._read: tuple[int, int] | None = None
         self._grads: int | None = None
         # Graphs read main gradients that have no memory now.
         self.are_gradients_away = False
@@ -35,10 +35,14 @@ class MemoryWatch:
     @property
     def is_watching(self) -> bool:
         """Whether `watch()` was called."""
-        return self._params is not None
+        return self._read is not None
 
     def _parameters(self) -> list[Tensor]:
         return [param for spec in self._specs for param in spec.module.parameters()]
+
+    def _read_by_graphs(self) -> list[Tensor]:
+        buffers = [buffer for spec in self._specs for buffer in spec.module.buffers()]
+        return [*self._parameters(), *buffers]
 
     def _main_grads(self) -> list[Tensor]:
         grads = (getattr(param, "main_grad", None) for param in self._parameters())
@@ -50,7 +54,7 @@ class MemoryWatch:
         Args:
             grad: graphs read main gradients too.
         """
-        self._params = _C.fingerprint(self._parameters())
+        self._read = _C.fingerprint(self._read_by_graphs())
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
 
@@ -65,12 +69,12 @@ class MemoryWatch:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None: moved addresses, other trainables."""
-        if self._params is None:
+        if self._read is None:
             return None
-        addresses, flags = _C.fingerprint(self._parameters())
-        if addresses != self._params[0] or self._have_gradients_moved():
+        addresses, flags = _C.fingerprint(self._read_by_graphs())
+        if addresses != self._read[0] or self._have_gradients_moved():
             return EagerReason.ADDRESS_MOVED
-        return None if flags == self._params[1] else EagerReason.PARAMETERS_CHANGED
+        return None if flags == self._read[1] else EagerReason.PARAMETERS_CHANGED
 
     def _have_gradients_moved(self) -> bool:
         """Whether main gradients lie elsewhere; while they have no memory, nobody can tell."""

@@ -98,6 +98,21 @@ def test_a_change_is_noticed_and_costs_a_step(change: str, install: Install) -> 
     del held
 
 
+def test_a_buffer_that_is_replaced_is_noticed(install: Install) -> None:
+    """Bug: graphs went on to read the buffer of their capture."""
+    install()
+    trainer = Trainer(OPTIONS)
+    mlp = trainer.chunk.decoder.layers[1].mlp
+    mlp.register_buffer("table", torch.ones(3, device=trainer.device), persistent=False)
+    for _ in range(3):
+        step(trainer, [ONE], update=False)
+        mlp.table.add_(1)  # in place: graphs read it
+    assert set(report_of(trainer)["eager"]) == {"WARMING_UP"}
+    mlp.table = torch.zeros(3, device=trainer.device)
+    step(trainer, [ONE], update=False)
+    assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == 2
+
+
 def test_the_hash_is_of_modules_that_are_there() -> None:
     modules = [nn.Linear(3, 3), nn.LayerNorm(3)]
     references = [weakref.ref(module) for module in modules]
