@@ -27,6 +27,7 @@ class MemoryWatch:
 
     def __init__(self, specs: Sequence[SiteSpec]) -> None:
         self._specs = specs
+        # Hashes of what graphs read: of the addresses, and of what requires a gradient.
         self._read: tuple[int, int] | None = None
         self._grads: int | None = None
         # Graphs read main gradients that have no memory now.
