@@ -28,6 +28,7 @@ OPS_WITH_KERNELS = ["pad_cu_seqlens", "thd_partition_indices", "zero_tail", "rop
 BANK = [
     "chunk",
     "graph_bank",
+    "grid_tables",
     "host_executable",
     "leased_storage",
     "main_grad_node",
@@ -50,6 +51,7 @@ SOURCES = [
 CUDA_SOURCES = [
     *(f"csrc/ops/{name}_kernel.cu" for name in OPS_WITH_KERNELS),
     "csrc/bank/staging_kernel.cu",
+    "csrc/ops/document_grids.cpp",
     "csrc/bank/cuda_capture.cpp",
 ]
 
@@ -94,7 +96,17 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
     return cpp_extension.CUDAExtension(
         "megagraph._C",
         SOURCES + CUDA_SOURCES,
-        extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-fmad=false"]},
+        # A kernel that sets other kernels' grids calls CUDA's device runtime, which has to be linked.
+        extra_compile_args={
+            "cxx": cxx,
+            "nvcc": ["-O3", "-fmad=false", "-rdc=true"],
+            "nvcc_dlink": [
+                "-dlink",
+                *(f"-L{path}" for path in cpp_extension.library_paths("cuda")),
+                "-lcudadevrt",
+            ],
+        },
+        libraries=["cudadevrt"],
         **common,
     )
 

@@ -107,6 +107,12 @@ class Chunk:
     def raw_graph_execs(self, variant: int, slot: int) -> tuple[list[int], list[int]]:
         """The `cudaGraphExec_t` of each captured site, forwards and backwards, by rank."""
 
+    def num_document_grids(self, variant: int, slot: int) -> int:
+        """How many kernels of a slot's graphs are launched over the documents that a pack has.
+
+        Attention's on a GPU: staging sets their grids, csrc/ops/document_grids.h says how. 0 on the host.
+        """
+
     def set_listener(self, wants: Callable[[], bool], done: Callable[[int], None]) -> None: ...
     def begin(self, variant: int, sources: Sequence[Tensor]) -> int: ...
     def end(self) -> None: ...

@@ -38,7 +38,12 @@ int Chunk::add_variant(Variant variant) {
   }
   variants_.push_back(std::move(variant));
   for (const auto& site : sites_) site->add_variant(num_slots());
+  grids_.emplace_back(num_slots());
   return num_variants() - 1;
+}
+
+void Chunk::add_document_grids(int variant, int slot, const Executable& executable) {
+  grids_.at(variant).at(slot).add(executable.document_grids());
 }
 
 void Chunk::check_source(const MetadataBuffer& buffer,
@@ -117,7 +122,20 @@ void Chunk::append_metadata(SegmentList& segments) {
     segment.fill = buffer.fill;
     segment.extend_last = buffer.extend_last;
     segments.add(segment);
+    if (buffer.kind == SegmentKind::kOffsets) append_document_grids(segments, segment, target);
   }
+}
+
+void Chunk::append_document_grids(SegmentList& segments, const Segment& offsets,
+                                  const at::Tensor& target) {
+  const at::Tensor& table = grids_[current_->variant()][current_->index()].of(target);
+  if (!table.defined()) return;
+  Segment segment = offsets;
+  segment.kind = SegmentKind::kGrids;
+  segment.num_offsets = segment.dst_size;
+  segment.dst = table.mutable_data_ptr();
+  segment.dst_size = table.numel() / static_cast<int64_t>(sizeof(DocumentGrid));
+  segments.add(segment);
 }
 
 void Chunk::append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,
@@ -171,6 +189,7 @@ void Chunk::release() {
   }
   for (const auto& site : sites_) site->release();
   variants_.clear();
+  grids_.clear();
   listener_ = nullptr;
 }
 

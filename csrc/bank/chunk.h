@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "csrc/bank/graph_bank.h"
+#include "csrc/bank/grid_tables.h"
 #include "csrc/bank/signature.h"
 #include "csrc/bank/site.h"
 #include "csrc/bank/slot_ring.h"
@@ -66,6 +67,10 @@ class Chunk {
   void set_slots(int num_slots, const std::vector<std::shared_ptr<void>>& pools, bool poison,
                  bool holds_collectives);
   int add_variant(Variant variant);
+  // Before a graph of this variant and slot is launched.
+  void add_document_grids(int variant, int slot, const Executable& executable);
+  // How many kernels each micro-batch of this variant and slot launches over its documents.
+  int num_document_grids(int variant, int slot) const { return grids_.at(variant).at(slot).size(); }
   // Null: nobody listens.
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
@@ -90,6 +95,8 @@ class Chunk {
   void release();
 
  private:
+  void append_document_grids(SegmentList& segments, const Segment& offsets,
+                             const at::Tensor& target);
   void on_slot_free(int slot, int variant);
   void check_source(const MetadataBuffer& buffer, const std::vector<at::Tensor>& sources) const;
 
@@ -98,6 +105,7 @@ class Chunk {
   std::vector<std::unique_ptr<Site>> sites_;
   std::unique_ptr<SlotRing> slots_;
   std::vector<Variant> variants_;
+  std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
   std::shared_ptr<const GradientListener> listener_;
   bool poison_ = false, holds_collectives_ = false;
 

@@ -23,10 +23,13 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <optional>
 #include <utility>
 
 #include "csrc/bank/cuda_capture.h"
 #include "csrc/bank/own_streams.h"
+#include "csrc/ops/capturing.h"
+#include "csrc/ops/document_grids.h"
 
 namespace megagraph {
 namespace {
@@ -116,6 +119,8 @@ class CudaCapture::Graph : public at::cuda::CUDAGraph {
 
   State state = State::kNew;
   int64_t num_nodes = 0;
+  std::optional<DocumentGridCollector> collector;
+  std::vector<DocumentGrid> document_grids;
 
  private:
   // Note [Workspaces of the capture stream]
@@ -145,6 +150,9 @@ class CudaExecutable final : public Executable {
   }
   int64_t num_nodes() const override { return graph_->num_nodes; }
   void* raw() const override { return exec_; }
+  const std::vector<DocumentGrid>& document_grids() const override {
+    return graph_->document_grids;
+  }
 
  private:
   const std::unique_ptr<Graph> graph_;
@@ -167,6 +175,7 @@ void CudaCapture::begin() {
               "a capture can begin only once");
   graph_->state = Graph::State::kCapturing;
   graph_->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+  graph_->collector.emplace(c10::cuda::getCurrentCUDAStream().stream());
 }
 
 std::unique_ptr<Executable> CudaCapture::end() {
@@ -174,19 +183,11 @@ std::unique_ptr<Executable> CudaCapture::end() {
               "a capture can end only after it began");
   // The number of nodes while the graph can still be read.
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaGraph_t captured = nullptr;
-#if CUDART_VERSION >= 13000
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, nullptr, &captured));
-#else
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &captured));
-#endif
-  size_t num_nodes = 0;
-  if (status == cudaStreamCaptureStatusActive) {
-    C10_CUDA_CHECK(cudaGraphGetNodes(captured, nullptr, &num_nodes));
-  }
+  const auto capturing = capturing_of(stream);
+  const int64_t num_nodes = capturing ? static_cast<int64_t>(capturing->nodes().size()) : 0;
   graph_->capture_end();
-  graph_->num_nodes = static_cast<int64_t>(num_nodes);
+  graph_->num_nodes = num_nodes;
+  graph_->document_grids = graph_->collector->take();
   graph_->state = Graph::State::kDone;
   C10_CUDA_CHECK(cudaGraphUpload(graph_->exec(), stream));
   return std::make_unique<CudaExecutable<Graph>>(std::move(graph_));

@@ -6,6 +6,9 @@
 #include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
+
+#include "csrc/ops/document_grids.h"
 
 namespace megagraph {
 
@@ -18,6 +21,11 @@ class Executable {
   virtual int64_t num_nodes() const = 0;
   // The cudaGraphExec_t; null on the host.
   virtual void* raw() const { return nullptr; }
+  // What it launches over documents; none on the host.
+  virtual const std::vector<DocumentGrid>& document_grids() const {
+    static const std::vector<DocumentGrid> none;
+    return none;
+  }
 };
 
 // Host backend: runs `body` again on the static buffers. It shares every path with the GPU except

@@ -4,6 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include "csrc/bank/chunk.h"
+#ifdef MEGAGRAPH_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
 
 namespace megagraph {
 namespace {
@@ -25,6 +29,23 @@ bool may_become(BankState from, BankState to) {
   return false;
 }
 
+// A bank that nobody released: what staged its last micro-batch may still be about to set grids of
+// graphs that were not launched since, which CUDA does not know. Garbage is collected also in the
+// middle of a capture, where waiting is forbidden.
+void wait_for(c10::Device device) noexcept {
+#ifdef MEGAGRAPH_WITH_CUDA
+  if (!device.is_cuda()) return;
+  try {
+    const c10::cuda::CUDAGuard guard(device);
+    using c10::cuda::CaptureStatus;
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == CaptureStatus::None) {
+      static_cast<void>(cudaDeviceSynchronize());
+    }
+  } catch (...) {  // at the end of the process the driver may be gone
+  }
+#endif
+}
+
 const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t>(state)]; }
 
 }  // namespace
@@ -32,7 +53,10 @@ const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t
 GraphBank::GraphBank(c10::Device device)
     : device_(device), status_(std::make_shared<BankStatus>()) {}
 
-GraphBank::~GraphBank() { release(); }
+GraphBank::~GraphBank() {
+  if (state() != BankState::kReleased && !chunks_.empty()) wait_for(device_);
+  release();
+}
 
 void GraphBank::become(BankState next) {
   const BankState now = state();

@@ -46,6 +46,8 @@ void Site::set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph) {
   const SiteGraph* before = rank_ == 0 ? nullptr : chunk_.site(rank_ - 1).graph(variant, slot);
   graph->is_chained = before != nullptr && before->outputs.front().const_data_ptr() ==
                                                graph->inputs.front().const_data_ptr();
+  chunk_.add_document_grids(variant, slot, *graph->forward);
+  if (graph->backward != nullptr) chunk_.add_document_grids(variant, slot, *graph->backward);
   place = std::move(graph);
 }
 

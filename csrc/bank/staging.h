@@ -16,6 +16,9 @@ enum class SegmentKind : int32_t {
   kOffsets,  // int32 offsets: src_size entries, the rest repeat the last one or hold `fill`
   kMask,     // bool per row: true at or past *end or past the src_size given entries
   kCount,    // adds the last of src_size int32 entries to an int64 counter
+  // Sets the grids of dst_size `DocumentGrid`s for offsets staged as kOffsets stages them: see Note
+  // [Document grids] in csrc/ops/document_grids.h. Their buffer has num_offsets entries.
+  kGrids,
 };
 
 struct Segment {
@@ -25,9 +28,10 @@ struct Segment {
   int64_t src_size;
   int64_t dst_size;
   int64_t row_bytes;
+  int64_t num_offsets;
   const int32_t* end;  // the last physical offset of the pack, on the same device
   int32_t fill;        // -1: repeat the last entry
-  bool extend_last;    // kOffsets: the last given entry, too, becomes `fill`
+  bool extend_last;    // kOffsets, kGrids: the last given entry, too, becomes `fill`
 };
 
 constexpr int kMaxSegments = 16;

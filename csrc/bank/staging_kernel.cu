@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <c10/cuda/CUDAException.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
 
 #include "csrc/bank/staging.h"
+#include "csrc/ops/document_grids.h"
 
 namespace megagraph {
 namespace {
@@ -43,6 +45,37 @@ __device__ void copy_and_zero(const Segment& s, int64_t bytes, int64_t thread, i
   }
 }
 
+// The entry of a buffer of offsets that a kOffsets or a kGrids segment stages.
+__device__ int32_t offset_at(const Segment& s, int64_t i) {
+  const auto* in = static_cast<const int32_t*>(s.src);
+  const int64_t kept = s.src_size - (s.extend_last && s.src_size > 1 ? 1 : 0);
+  if (i < kept) return in[i];
+  return s.fill >= 0 ? s.fill : in[s.src_size - 1];
+}
+
+// Called by whole blocks: each finds the pack's documents, and sets its share of the grids.
+__device__ void set_grids(const Segment& s, int64_t thread, int64_t threads) {
+  __shared__ int32_t longest, num_seqs;
+  if (threadIdx.x == 0) longest = num_seqs = 1;
+  __syncthreads();
+  for (int64_t i = threadIdx.x + 1; i < s.num_offsets; i += kThreads) {
+    const int32_t length = offset_at(s, i) - offset_at(s, i - 1);
+    if (length <= 0) continue;
+    atomicMax(&longest, length);
+    atomicMax(&num_seqs, static_cast<int32_t>(i));
+  }
+  __syncthreads();
+  const auto* grids = static_cast<const DocumentGrid*>(s.dst);
+  for (int64_t i = thread; i < s.dst_size; i += threads) {
+    const DocumentGrid grid = grids[i];
+    const int32_t rows = grid.rows_per_block;
+    const unsigned x = rows == 0 ? grid.x : min(grid.x, (longest + rows - 1) / rows);
+    const auto error = cudaGraphKernelNodeSetGridDim(static_cast<cudaGraphDeviceNode_t>(grid.node),
+                                                     dim3(x, num_seqs, grid.z));
+    CUDA_KERNEL_ASSERT(error == cudaSuccess);
+  }
+}
+
 __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64_t threads) {
   switch (s.kind) {
     case SegmentKind::kCopy:
@@ -57,11 +90,8 @@ __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64
       return;
     }
     case SegmentKind::kOffsets: {
-      const auto* in = static_cast<const int32_t*>(s.src);
-      const int64_t kept = s.src_size - (s.extend_last && s.src_size > 1 ? 1 : 0);
       for (int64_t i = thread; i < s.dst_size; i += threads) {
-        const int32_t rest = s.fill >= 0 ? s.fill : in[s.src_size - 1];
-        static_cast<int32_t*>(s.dst)[i] = i < kept ? in[i] : rest;
+        static_cast<int32_t*>(s.dst)[i] = offset_at(s, i);
       }
       return;
     }
@@ -78,6 +108,8 @@ __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64
         *static_cast<int64_t*>(s.dst) += static_cast<const int32_t*>(s.src)[s.src_size - 1];
       }
       return;
+    case SegmentKind::kGrids:
+      return set_grids(s, thread, threads);
   }
 }
 

@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // All tensors of a call in one launch, 16-byte accesses where the layout allows, 64-bit offsets. A
 // position past the tables stops the kernel with a device assertion.
-//
-// Note [RoPE at memory speed]
-// Rounded to 16 bits one by one, as c10's types do it, the products and sums of a pair cost more
-// time than its bytes. So two elements are computed at once by the packed instructions, which round
-// each product and sum once, as Note [RoPE bits] asks. A thread loads its elements of kHeads heads
-// before it looks for the token's position, so that the search hides behind the loads.
+// Most calls run rope_thd_lanes.cuh; what it does not take runs the kernel below: partly rotated
+// heads, heads that are not a power of two, DeepSeek's layout, other dtypes, unaligned views.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/macros/Macros.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <type_traits>
 
 #include "csrc/ops/kernels.h"
+#include "csrc/ops/rope_thd_lanes.cuh"
 #include "csrc/ops/thd_positions.h"
 
 namespace megagraph {
@@ -31,12 +24,6 @@ template <typename scalar_t, int kVec>
 struct alignas(sizeof(scalar_t) * kVec) Vec {
   scalar_t at[kVec];
 };
-
-// Two elements in one register; void where there is no such type.
-template <typename scalar_t>
-using Packed =
-    std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, __nv_bfloat162,
-                       std::conditional_t<std::is_same_v<scalar_t, c10::Half>, __half2, void>>;
 
 // kVec pairs: their first members and their second ones.
 template <typename scalar_t, int kVec>
@@ -154,7 +141,7 @@ struct Head {
 };
 
 // A block holds one token; threadIdx.x walks the chunks of a head and threadIdx.y the heads, so a
-// thread keeps its cos and sin in registers for all heads. Note [RoPE at memory speed].
+// thread keeps its cos and sin in registers for all heads.
 template <typename scalar_t, int kVec, RopeLayout layout, bool backward>
 __global__ void rope_thd_kernel(const __grid_constant__ RopeArgs args) {
   constexpr bool kRotatedSplit = layout != RopeLayout::kInterleaved;
@@ -260,6 +247,12 @@ template <typename scalar_t>
 void launch_typed(const RopeArgs& args, RopeLayout layout, bool backward, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(scalar_t);
   if (allows_wide_access(args, sizeof(scalar_t))) {
+    if constexpr (!std::is_void_v<Packed<scalar_t>>) {
+      if (fits_lanes(args, layout)) {
+        return backward ? launch_lanes<scalar_t, true>(args, layout, stream)
+                        : launch_lanes<scalar_t, false>(args, layout, stream);
+      }
+    }
     return backward ? launch<scalar_t, kWide, true>(args, layout, stream)
                     : launch<scalar_t, kWide, false>(args, layout, stream);
   }

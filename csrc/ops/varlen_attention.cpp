@@ -21,8 +21,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include "csrc/ops/checks.h"
+#ifdef MEGAGRAPH_WITH_CUDA
+#include "csrc/ops/document_grids.h"
+#endif
 
 namespace megagraph {
 namespace {
@@ -273,10 +277,13 @@ std::tuple<at::Tensor, at::Tensor> varlen_attention_cuda(
   // For documents of one row and grouped queries, FlashAttention takes a path for decoding, which
   // wants as many rows as there are documents: a tail, or an empty document, is refused there.
   const int64_t longest = std::max<int64_t>(max_seqlen, 2);
-  auto [out, lse, rng_state, unused, debug_mask] = at::_flash_attention_forward(
-      token_major(q), token_major(k), token_major(v), cu_seqlens, cu_seqlens, longest, longest,
-      /*dropout_p=*/0.0, causal, /*return_debug_mask=*/false,
-      softmax_scale_or_default(q, softmax_scale));
+  at::Tensor out, lse;
+  launch_over_documents(cu_seqlens, longest, [&] {
+    std::tie(out, lse, std::ignore, std::ignore, std::ignore) = at::_flash_attention_forward(
+        token_major(q), token_major(k), token_major(v), cu_seqlens, cu_seqlens, longest, longest,
+        /*dropout_p=*/0.0, causal, /*return_debug_mask=*/false,
+        softmax_scale_or_default(q, softmax_scale));
+  });
   zero_tails_of({out}, cu_seqlens);
   return {out, lse};
 }
@@ -291,10 +298,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_backward_cuda(
   }
   // Read only where there is dropout.
   const at::Tensor no_rng = at::empty({0}, q.options().dtype(at::kLong));
-  auto [dq, dk, dv] = at::_flash_attention_backward(
-      token_major(grad), token_major(q), token_major(k), token_major(v), out, lse, cu_seqlens,
-      cu_seqlens, max_seqlen, max_seqlen, /*dropout_p=*/0.0, causal, no_rng, no_rng,
-      softmax_scale_or_default(q, softmax_scale));
+  at::Tensor dq, dk, dv;
+  launch_over_documents(cu_seqlens, max_seqlen, [&] {
+    std::tie(dq, dk, dv) = at::_flash_attention_backward(
+        token_major(grad), token_major(q), token_major(k), token_major(v), out, lse, cu_seqlens,
+        cu_seqlens, max_seqlen, max_seqlen, /*dropout_p=*/0.0, causal, no_rng, no_rng,
+        softmax_scale_or_default(q, softmax_scale));
+  });
   zero_tails_of({dq, dk, dv}, cu_seqlens);
   return {dq, dk, dv};
 }

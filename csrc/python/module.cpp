@@ -236,6 +236,7 @@ void bind_chunk(py::module_& m) {
            py::arg("grad_inputs"), py::arg("params"), py::arg("param_grads"), py::arg("reads"),
            py::arg("range") = "")
       .def("raw_graph_execs", &raw_graph_execs, py::arg("variant"), py::arg("slot"))
+      .def("num_document_grids", &Chunk::num_document_grids, py::arg("variant"), py::arg("slot"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
       .def(
           "begin",
