@@ -34,6 +34,7 @@ BANK = [
     "main_grad_node",
     "op_trace",
     "replay_node",
+    "replay_run",
     "side_branch",
     "signature",
     "site",

@@ -5,6 +5,7 @@
 - `plot.py` draws the results.
 - `measuring/`: clocks, kernels, bare launches, timelines, memory, child processes, figures, the written file.
 - `packs/`: the models and packs that are measured.
+- `attention/`: attention in a bank's graphs.
 - `replay/`: host time of a graphed layer, ours and others'; for `replay` and `capture`.
 - `step/`: a trainer whose schedule is timed by itself; for `step` and `memory`.
 - `hosts/`: jobs of one or more ranks, Megatron's own loop, and what Megatron's own graphs ask for.

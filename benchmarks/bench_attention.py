@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.attention.capture_attention import captured_attention
 from benchmarks.measuring import time_calls
 from benchmarks.measuring.compare import Answer, against, caught
 from benchmarks.measuring.publish import Measurement
@@ -121,9 +122,13 @@ def recorded(call: Call) -> Call:
 
 
 def gpu_us(calls: Sequence[Call]) -> list[float]:
-    """GPU time of each call, in turns."""
-    replays = [recorded(call) for call in calls]
-    return _in_turns(lambda replay: time_calls.device_us(replay, repeats=5, warm_up=1), replays)
+    """GPU time of each call in a graph, in turns."""
+    return _device_us([recorded(call) for call in calls])
+
+
+def _device_us(calls: Sequence[Call]) -> list[float]:
+    """GPU time of what each call enqueues, in turns."""
+    return _in_turns(lambda call: time_calls.device_us(call, repeats=5, warm_up=1), calls)
 
 
 def host_us(calls: Sequence[Call]) -> list[float]:
@@ -163,41 +168,52 @@ def _compare(shape: Shape, what: str, measure: Measure) -> list[results.Figure]:
 
 
 def _compare_padded(shape: Shape) -> list[results.Figure]:
-    """Ten documents in a capacity of 256, beside the same ten alone in a launch sized for their longest.
+    """Ten documents in a bank's graphs of a capacity of 256, beside graphs of ten of their very lengths.
 
-    The capacity's launch is sized for the longest as well, or for any document that fits the pack.
+    The capacity's documents are as long as the longest one, or as the whole pack.
     """
     tight, inputs = shape.offsets(USED), shape.inputs()
-    padded = ops.pad_cu_seqlens(tight, CAPACITY)
     longest = int(tight.diff().max())
+    alone = captured_attention(inputs, tight, USED, longest)
 
-    def beside_tight(make: Make, max_seqlen: int) -> list[results.Figure]:
-        many, few = make(inputs, padded, max_seqlen), make(inputs, tight, longest)
-        title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
+    def beside_tight(max_seqlen: int) -> list[results.Figure]:
+        title = f"{CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
+        many = captured_attention(inputs, tight, CAPACITY, max_seqlen)
         figures = []
-        for direction in many:
-            us, tight_us = gpu_us((many[direction], few[direction]))
+        for direction in many.calls:
+            us, tight_us = _device_us((many.calls[direction], alone.calls[direction]))
             figures.append(
                 results.Figure(
-                    name=f"{shape}, {direction}: {title}{'' if make is ours else ', ATen alone'}",
+                    name=f"{shape}, {direction}: GPU time of {title}",
                     value=us,
                     unit="us",
-                    bar=PADDING_BAR * tight_us if make is ours else None,
+                    bar=PADDING_BAR * tight_us,
                     rival=f"{USED} document slots, max_seqlen {longest}",
                     rival_value=tight_us,
                 )
             )
+            figures += beside_aten(direction, title, max_seqlen, us)
         return figures
 
-    figures = []
-    for max_seqlen in (longest, shape.tokens):
-        figures += beside_tight(ours, max_seqlen)
-        # What the padding costs without us says whose a missed bar is.
+    def beside_aten(direction: str, title: str, max_seqlen: int, us: float) -> list[results.Figure]:
+        """What the slots cost in a graph whose grids stay as they were captured."""
         try:
-            figures += beside_tight(atens, max_seqlen)
+            fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
+            (aten_us,) = gpu_us((fixed[direction],))
         except RuntimeError as error:
             print(f"{shape}, {ATEN} on padded offsets: {error}", flush=True)
-    return figures
+            return []
+        return [
+            results.Figure(
+                name=f"{shape}, {direction}: GPU time of {title}, beside ATen alone",
+                value=us,
+                unit="us",
+                rival=ATEN,
+                rival_value=aten_us,
+            )
+        ]
+
+    return [figure for max_seqlen in (longest, shape.tokens) for figure in beside_tight(max_seqlen)]
 
 
 def _beside_transformer_engine() -> list[results.Figure]:

@@ -20,6 +20,7 @@ class Chain:
         self.chunk = chunk
         self.specs = tuple(sites)
         self.sites = tuple(chunk.site(rank) for rank in range(len(sites)))
+        self.run = chunk.run()
         self.skipped: dict[int, EagerReason] = {}
         self.variants: dict[Hashable, int] = {}
         # Variants of which no site could be captured, and why the first one could not.
@@ -54,6 +55,9 @@ class Chain:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Runs every site inside a micro-batch: its graph, or its module where that answers so."""
+        out = self.run(hidden)
+        if out is not NotImplemented:
+            return out
         for spec, site in zip(self.specs, self.sites, strict=True):
             out = site(hidden)
             hidden = spec.call(hidden) if out is NotImplemented else out

@@ -6,10 +6,11 @@ that see the same pack decide alike, because nothing else enters.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Capacity", "Decision", "EagerReason", "PackShape", "decide", "smallest_fit"]
+__all__ = ["Capacity", "EagerReason", "PackShape", "decide"]
 
 
 class EagerReason(enum.IntEnum):
@@ -64,9 +65,8 @@ class Capacity:
         return f"{self.tokens} tokens, {self.num_seqs} documents of up to {self.max_seqlen}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackShape:
-    """What a pack needs, read without touching the device.
+class PackShape(NamedTuple):
+    """What a pack needs, read without touching the device. Made in each micro-batch, hence a plain tuple.
 
     Args:
         tokens: physical tokens of this rank's share.
@@ -80,61 +80,50 @@ class PackShape:
     max_seqlen: int
     cp_size: int = 1
 
-    def fits(self, capacity: Capacity) -> bool:
-        """Whether `capacity` holds this pack."""
-        return (
-            self.tokens <= capacity.tokens
-            and self.num_seqs <= capacity.num_seqs
-            and self.max_seqlen <= capacity.max_seqlen
-        )
+    def exceeds(self, capacity: Capacity) -> EagerReason | None:
+        """The first of tokens, documents and length that `capacity` does not hold; None if it fits."""
+        if self.tokens > capacity.tokens:
+            return _TOO_MANY_TOKENS
+        if self.num_seqs > capacity.num_seqs:
+            return _TOO_MANY_SEQUENCES
+        if self.max_seqlen > capacity.max_seqlen:
+            return _SEQUENCE_TOO_LONG
+        return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The capacity to use, or the reason to run eager as the pack was given."""
-
-    capacity: Capacity | None
-    reason: EagerReason | None
-
-    def __post_init__(self) -> None:
-        assert (self.capacity is None) != (self.reason is None)
+# Looked up once: an attribute of an enumeration costs as much as a call.
+_TOO_MANY_TOKENS = EagerReason.TOO_MANY_TOKENS
+_TOO_MANY_SEQUENCES = EagerReason.TOO_MANY_SEQUENCES
+_SEQUENCE_TOO_LONG = EagerReason.SEQUENCE_TOO_LONG
 
 
-def smallest_fit(shape: PackShape, capacities: Iterable[Capacity]) -> Capacity | None:
-    """The cheapest capacity that holds the pack, or None.
-
-    Cheapest is fewest tokens, then fewest documents, then the shortest longest document.
-    """
-    return min((capacity for capacity in capacities if shape.fits(capacity)), default=None)
-
-
-def _too_small(shape: PackShape, capacities: Sequence[Capacity]) -> EagerReason:
-    """The first dimension in which the pack exceeds every capacity that held the ones before it."""
-    fitting = [capacity for capacity in capacities if shape.tokens <= capacity.tokens]
-    if not fitting:
-        return EagerReason.TOO_MANY_TOKENS
-    fitting = [capacity for capacity in fitting if shape.num_seqs <= capacity.num_seqs]
-    if not fitting:
-        return EagerReason.TOO_MANY_SEQUENCES
-    return EagerReason.SEQUENCE_TOO_LONG
-
-
-def decide(shape: PackShape | None, capacities_by_cp_size: dict[int, tuple[Capacity, ...]]) -> Decision:
+def decide(
+    shape: PackShape | None, capacities_by_cp_size: Mapping[int, Sequence[Capacity]]
+) -> Capacity | EagerReason:
     """Picks the capacity for a pack.
+
+    Cheapest is fewest tokens, then fewest documents, then the shortest longest document. Where none
+    holds the pack, the reason is the first dimension in which it exceeds every capacity that held the
+    ones before it.
 
     Args:
         shape: the pack; None where the micro-batch carries no packed sequences.
         capacities_by_cp_size: what the bank can hold for each context-parallel size.
 
     Returns:
-        The smallest capacity that holds the pack, else the reason why there is none.
+        The cheapest capacity that holds the pack, else the reason to run eager as the pack was given.
     """
     if shape is None:
-        return Decision(capacity=None, reason=EagerReason.NO_PACK_METADATA)
-    capacities = capacities_by_cp_size.get(shape.cp_size, ())
-    if not capacities:
-        return Decision(capacity=None, reason=EagerReason.CP_SIZE_NOT_CAPTURED)
-    capacity = smallest_fit(shape, capacities)
-    if capacity is None:
-        return Decision(capacity=None, reason=_too_small(shape, capacities))
-    return Decision(capacity=capacity, reason=None)
+        return EagerReason.NO_PACK_METADATA
+    found: Capacity | None = None
+    why: EagerReason | None = None
+    for capacity in capacities_by_cp_size.get(shape.cp_size, ()):
+        exceeded = shape.exceeds(capacity)
+        if exceeded is None:
+            if found is None or capacity < found:
+                found = capacity
+        elif why is None or exceeded is _SEQUENCE_TOO_LONG or why is _TOO_MANY_TOKENS:
+            why = exceeded
+    if found is not None:
+        return found
+    return EagerReason.CP_SIZE_NOT_CAPTURED if why is None else why

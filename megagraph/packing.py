@@ -9,9 +9,10 @@ rows; where a pack carries no padded offsets the actual ones are physical.
 """
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -58,14 +59,11 @@ class TailConvention(enum.Enum):
     EMPTY_DUMMY = "empty-dummy"
     EXTEND_LAST = "extend-last"
 
-    @property
-    def extra_seqs(self) -> int:
-        """Documents that the convention adds."""
-        return int(self in (TailConvention.DUMMY, TailConvention.EMPTY_DUMMY))
+    def __init__(self, name: str) -> None:
+        self.extra_seqs = int(name in ("dummy", "empty-dummy"))  # documents that the convention adds
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackForm:
+class PackForm(NamedTuple):
     """What of a pack changes the graph beside its shape: which fields it carries.
 
     Args:
@@ -76,33 +74,30 @@ class PackForm:
     """
 
     has_padded: bool
-    is_aliased: bool = False
+    is_aliased: bool
     pad_between_seqs: bool | None
 
     @staticmethod
     def of(params: PackedSequences) -> "PackForm | None":
         """The form of a pack; None where queries and keys have offsets of their own."""
-        same = params.cu_seqlens_q is params.cu_seqlens_kv or _same_memory(
-            params.cu_seqlens_q, params.cu_seqlens_kv
-        )
+        q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
         q_padded, kv_padded = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
-        if (q_padded is None) != (kv_padded is None):
+        if not (q is kv or _same_memory(q, kv)):
             return None
-        if q_padded is not None and not _same_memory(q_padded, kv_padded):
-            same = False
-        if not same:
+        if not (q_padded is kv_padded or _same_memory(q_padded, kv_padded)):
             return None
-        is_aliased = q_padded is params.cu_seqlens_q and kv_padded is params.cu_seqlens_kv
-        return PackForm(
-            has_padded=q_padded is not None and not is_aliased,
-            is_aliased=is_aliased,
-            pad_between_seqs=getattr(params, "pad_between_seqs", None),
-        )
+        is_aliased = q_padded is q and kv_padded is kv
+        has_padded = q_padded is not None and not is_aliased
+        return _form(has_padded, is_aliased, getattr(params, "pad_between_seqs", None))
+
+
+_form = functools.cache(PackForm)  # which are few, and looked up faster than made
 
 
 def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors that are not the same object are views of the same entries."""
     if a is None or b is None:
-        return a is b
+        return False
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
 
 
@@ -124,14 +119,11 @@ def pack_shape(
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
         return None
     longest = params.max_seqlen_q
-    if longest is None or (isinstance(longest, Tensor) and longest.is_cuda):
-        longest = tokens * cp_size
-    return PackShape(
-        tokens=tokens,
-        num_seqs=params.cu_seqlens_q.numel() - 1 + tail.extra_seqs,
-        max_seqlen=max(int(longest), 1),
-        cp_size=cp_size,
-    )
+    if type(longest) is not int:
+        on_device = isinstance(longest, Tensor) and longest.is_cuda
+        longest = tokens * cp_size if longest is None or on_device else int(longest)
+    num_seqs = params.cu_seqlens_q.numel() - 1 + tail.extra_seqs
+    return PackShape(tokens, num_seqs, longest if longest > 1 else 1, cp_size)
 
 
 @dataclass(frozen=True, kw_only=True)

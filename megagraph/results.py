@@ -5,6 +5,7 @@ A result names the code, the machine and the command that produced its figures. 
 anything, and nothing in megagraph but the command line imports it.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ __all__ = ["Comparison", "Environment", "Figure", "Result", "describe_environmen
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_ENVIRONMENT_KEYS = ("commit", "device", "driver", "torch", "megatron_core", "command")
+_ENVIRONMENT_KEYS = ("commit", "device", "driver", "torch", "megatron_core", "transformer_engine", "command")
 _FIGURE_KEYS = ("name", "value", "unit", "bar", "holds", "rival", "rival_value", "floor")
 _COMPARISON_KEYS = ("bitwise_equal", "steps", "calls", "replays", "eager")
 _KIND_NAMES: dict[type, str] = {
@@ -48,6 +49,7 @@ class Environment:
         driver: the NVIDIA driver's version; None on a CPU.
         torch: torch's version.
         megatron_core: megatron-core's version; None where it is not installed.
+        transformer_engine: its version; None where it is not installed, and in older files.
         command: the command line, program name without folders.
     """
 
@@ -56,6 +58,7 @@ class Environment:
     driver: str | None
     torch: str
     megatron_core: str | None
+    transformer_engine: str | None = None
     command: str
 
 
@@ -195,7 +198,7 @@ class Result:
 
 
 def describe_environment() -> Environment:
-    """Describes the running process. It does not import megatron-core, only asks for its version.
+    """Describes the running process. It imports neither megatron-core nor Transformer Engine.
 
     Returns:
         The environment. Without a git checkout the commit is that of `MEGAGRAPH_COMMIT`, else None.
@@ -206,7 +209,8 @@ def describe_environment() -> Environment:
         device=torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         driver=_driver_version() if on_gpu else None,
         torch=str(torch.__version__),
-        megatron_core=_megatron_core_version(),
+        megatron_core=_version("megatron.core", "megatron-core"),
+        transformer_engine=_version("transformer_engine", "transformer-engine", "transformer-engine-torch"),
         command=_command(),
     )
 
@@ -245,28 +249,28 @@ def _driver_version() -> str | None:
     return versions.splitlines()[0].strip() if versions else None
 
 
-def _megatron_core_version() -> str | None:
-    imported = getattr(sys.modules.get("megatron.core"), "__version__", None)
+def _version(module: str, *distributions: str) -> str | None:
+    """Of the module where it is imported, else of the first distribution that is installed."""
+    imported = getattr(sys.modules.get(module), "__version__", None)
     if imported is not None:
         return str(imported)
-    try:
-        return metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        return None
+    for distribution in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(distribution)
+    return None
 
 
 def _command() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
-        program = ["python", "-m", str(spec.name).removesuffix(".__main__")]
-    else:
-        program = [Path(sys.argv[0]).name]
+    module = None if spec is None else str(spec.name).removesuffix(".__main__")
+    program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])
 
 
 def _parse(record: Any) -> Result:
     if not isinstance(record, dict):
         raise ValueError(f"key '(whole file)': expected an object, got {_shown(record)}")
+    record = {"transformer_engine": None, **record}  # older files lack it
     compared = any(key in record for key in _COMPARISON_KEYS)
     _check_keys(record, (*_ENVIRONMENT_KEYS, "figures", *(_COMPARISON_KEYS if compared else ())))
     return Result(
@@ -276,6 +280,7 @@ def _parse(record: Any) -> Result:
             driver=_take_or_none(record, "driver", str),
             torch=_take(record, "torch", str),
             megatron_core=_take_or_none(record, "megatron_core", str),
+            transformer_engine=_take_or_none(record, "transformer_engine", str),
             command=_take(record, "command", str),
         ),
         figures=tuple(
@@ -291,9 +296,7 @@ def _parse_figure(record: Any, where: str) -> Figure:
     where += "."
     _check_keys(record, _FIGURE_KEYS, where)
     value, bar = _take(record, "value", float, where), _take_or_none(record, "bar", float, where)
-    holds = None
-    if bar is not None:
-        holds = _take(record, "holds", bool, where)
+    holds = None if bar is None else _take(record, "holds", bool, where)
     if record["holds"] is not holds or (value == bar and not holds):
         expected = "null without a bar" if bar is None else "true where value equals bar"
         raise ValueError(f"key {where + 'holds'!r}: expected {expected}, got {_shown(record['holds'])}")

@@ -20,6 +20,7 @@ ENVIRONMENT = Environment(
     driver="580.1",
     torch="2.11.0+cu130",
     megatron_core="0.16.1",
+    transformer_engine="2.20.0",
     command="python -m benchmarks host_time",
 )
 FORWARD = Figure(
@@ -68,12 +69,19 @@ def test_the_file_has_these_keys_and_no_others(tmp_path: Path) -> None:
     path = written(tmp_path / "r.json")
     record = json.loads(path.read_text())
     assert list(record) == [
-        *("commit", "device", "driver", "torch", "megatron_core", "command", "figures"),
+        *("commit", "device", "driver", "torch", "megatron_core", "transformer_engine", "command", "figures"),
         *("bitwise_equal", "steps", "calls", "replays", "eager"),
     ]
     assert record["figures"] == [
         figure_record(rival="make_graphed_callables", rival_value=25.0, floor=1.1),
     ]
+
+
+def test_an_older_file_has_no_transformer_engine(tmp_path: Path) -> None:
+    read = Result.read(written(tmp_path / "r.json", transformer_engine=...))
+    assert read.environment == dataclasses.replace(ENVIRONMENT, transformer_engine=None)
+    committed = sorted((results.ROOT / "benchmarks" / "results").glob("*.json"))
+    assert committed and all(Result.read(path).figures for path in committed)
 
 
 def test_the_comparison_keys_are_absent_where_nothing_was_compared(tmp_path: Path) -> None:
@@ -119,6 +127,7 @@ def test_a_comparison_accounts_for_every_call() -> None:
         ({"device": ...}, "key 'device': expected it to be there, got nothing"),
         ({"colour": "red"}, "key 'colour': expected only commit, .*, got it too"),
         ({"commit": 7}, "key 'commit': expected a string, got 7"),
+        ({"transformer_engine": 2}, "key 'transformer_engine': expected a string, got 2"),
         ({"device": None}, "key 'device': expected a string, got null"),
         ({"figures": {}}, "key 'figures': expected a list, got {}"),
         ({"figures": [1]}, "key 'figures\\[0\\]': expected an object, got 1"),
@@ -217,9 +226,21 @@ def test_the_environment_names_device_and_versions() -> None:
 def test_describing_does_not_import_megatron() -> None:
     code = (
         "import sys; from megagraph.results import describe_environment; describe_environment(); "
-        "assert 'megatron.core' not in sys.modules"
+        "assert not {'megatron.core', 'transformer_engine'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=results.ROOT)
+
+
+def test_the_version_is_of_what_is_imported_else_of_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert results._version("no_such_module", "no-such-one", "nor-this") is None
+    folder = tmp_path / "nor_this-1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nor-this\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert results._version("no_such_module", "no-such-one", "nor-this") == "1.2"
+    assert results._version("torch", "nor-this") == torch.__version__
 
 
 def test_the_command_has_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:

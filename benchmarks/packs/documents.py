@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offsets of packs whose documents have lognormal lengths."""
+"""Offsets of packs whose documents have lognormal lengths, and packs that are full."""
 
 import torch
 from torch import Tensor
 
-from megagraph.data import lognormal_lengths
+from megagraph.data import Pack, lognormal_lengths
 
 
 def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
@@ -26,3 +26,21 @@ def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> T
     offsets = torch.cat([torch.zeros(1, dtype=torch.float64), ends]).round().to(torch.int32)
     assert int(offsets[-1]) == tokens and int(offsets.diff().min()) > 0, offsets
     return offsets.to(device)
+
+
+def filled(pack: Pack, tokens: int) -> Pack:
+    """The pack with one more document that fills it, or itself where it is full.
+
+    Args:
+        pack: of at most `tokens` tokens.
+        tokens: of the full pack.
+    """
+    missing = tokens - pack.num_tokens
+    if missing == 0:
+        return pack
+    further = torch.arange(missing) % 256
+    return Pack(
+        tokens=torch.cat([pack.tokens, further]),
+        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens.new_tensor([tokens])]),
+        max_seqlen=max(pack.max_seqlen, missing),
+    )

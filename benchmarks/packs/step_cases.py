@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.packs.cases import MICRO_BATCHES, Case, model_options
+from benchmarks.packs.documents import filled
 from benchmarks.step.train_steps import Batch, batch_of
 from megagraph.cli.trainer import ModelOptions
 from megagraph.data import Pack
@@ -58,7 +59,7 @@ class StepCase:
         return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
 
     def packs(self) -> list[list[Pack]]:
-        """The packs of each distinct step, the same for every way to run it.
+        """The packs of each distinct step, the same for every way to run it, and full.
 
         A small model's step has one pack several times: graphs that are launched again, without staging,
         then do the work of the whole step.
@@ -66,7 +67,7 @@ class StepCase:
         case = Case(
             name=self.name, model=self.model, max_packed_seqs=(NUM_SEQS,), mean_length=self.tokens // 8
         )
-        steps = case.steps(self.distinct_steps)
+        steps = [[filled(pack, self.tokens) for pack in step] for step in case.steps(self.distinct_steps)]
         return [[step[0]] * MICRO_BATCHES for step in steps] if self.is_small else steps
 
     def batches(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:

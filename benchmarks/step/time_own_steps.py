@@ -37,6 +37,19 @@ def spread_ms(walls: Sequence[float]) -> dict[str, float]:
     return {"median_ms": statistics.median(walls), "fastest_ms": min(walls)}
 
 
+def spread_by_step(walls: Sequence[float], steps: Sequence[int]) -> Answer:
+    """Median and fastest, and the median of each distinct step.
+
+    Args:
+        walls: of each round, in ms.
+        steps: which of the distinct steps each round ran.
+    """
+    of_step = {
+        step: [w for w, s in zip(walls, steps, strict=True) if s == step] for step in sorted(set(steps))
+    }
+    return {**spread_ms(walls), "by_step_ms": [statistics.median(of) for of in of_step.values()]}
+
+
 def floor_answer(
     walls: Sequence[float], bare: Sequence[float], steps: Sequence[int], outside: Sequence[float]
 ) -> Answer:
@@ -61,18 +74,21 @@ def measure_ours(case: StepCase) -> Answer:
     """Graphed and eager steps in turn, unpatched ones before and after them, and what their floor is."""
     trainer = StepTrainer(case.model, beside=True)
     steps = case.batches(trainer.device)
-    unpatched = [caught(lambda: _unpatched(trainer, case, steps))]
+    before = caught(lambda: _unpatched(trainer, case, steps))
     megatron.install(GraphConfig(capacities=(case.capacity,), progress=False, log_interval=0))
     answer = _in_turns(trainer, case, steps)
     _check_replays(megatron.reports()[-1])
     megatron.uninstall()
-    unpatched.append(caught(lambda: _unpatched(trainer, case, steps)))
-    return {**answer, "unpatched": _joined(unpatched)}
+    after = caught(lambda: _unpatched(trainer, case, steps))
+    return {**answer, "unpatched": _joined(before, after)}
 
 
-def _joined(answers: Sequence[Answer]) -> Answer:
-    failed = [answer for answer in answers if "error" in answer]
-    return failed[0] if failed else spread_ms([wall for answer in answers for wall in answer["walls"]])
+def _joined(before: Answer, after: Answer) -> Answer:
+    for answer in (before, after):
+        if "error" in answer:
+            return answer
+    walls, order = (before[name] + after[name] for name in ("walls", "order"))
+    return {**spread_by_step(walls, order), "kernels_ms": after["kernels_ms"]}
 
 
 def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
@@ -82,7 +98,9 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
         for index in range(WARM_UP_STEPS):
             trainer.wall_ms(steps[index % len(steps)], graphs=True)
         order = in_rounds(len(steps), rounds * len(steps))
-        return {"walls": [trainer.wall_ms(steps[index], graphs=True) for index in order]}
+        walls = [trainer.wall_ms(steps[index], graphs=True) for index in order]
+        kernels = _trace(trainer, steps[0]).eager_us() / 1e3
+    return {"walls": walls, "order": order, "kernels_ms": kernels}
 
 
 def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
@@ -98,22 +116,21 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
             if launch is not None:  # with what this step has staged
                 bare.append(_wall_ms(launch))
             eager.append(trainer.wall_ms(steps[index], graphs=False))
-    traced = [_trace(trainer, batches, graphs=True) for batches in (steps if case.is_small else steps[:1])]
+    traced = [_trace(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
+    if not traced[0].graph_us():
+        raise RuntimeError("the trace of a graphed step has no graphs")
     answer: Answer = {
-        "graphed": spread_ms(graphed),
-        "eager": spread_ms(eager),
+        "graphed": spread_by_step(graphed, order),
+        "eager": spread_by_step(eager, order),
         "floor": None,
         "busy_ms": traced[0].busy_us() / 1e3,
+        "kernels_ms": (traced[0].graph_us() + traced[0].eager_us()) / 1e3,
     }
     if case.is_small:
         outside = [timeline.eager_span_us() / 1e3 for timeline in traced]
         answer["floor"] = floor_answer(graphed, bare, order, outside)
-        wall_us = statistics.median(graphed[:: len(steps)]) * 1e3  # those of the traced packs
+        wall_us = answer["graphed"]["by_step_ms"][0] * 1e3  # of the traced packs
         answer["timeline"] = [[f.name, f.value, f.rival_value] for f in traced[0].figures(wall_us=wall_us)]
-    else:
-        whole = _trace(trainer, steps[0], graphs=False)
-        answer["graph_kernels_ms"] = traced[0].graph_us() / 1e3
-        answer["same_kernels_ms"] = (whole.graph_us() + whole.eager_us() - traced[0].eager_us()) / 1e3
     return answer
 
 
@@ -145,17 +162,12 @@ def _check_replays(report: dict[str, Any]) -> None:
         raise RuntimeError(f"expected replays, got {others}, {report['failures']}")
 
 
-def _trace(trainer: StepTrainer, batches: Sequence[Batch], *, graphs: bool) -> Timeline:
+def _trace(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
     """The second of two profiled steps; the first pays for the profiler's own start."""
     with named_phases(trainer), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for _ in range(2):
-            trainer.wall_ms(batches, graphs=graphs)
+            trainer.wall_ms(batches, graphs=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         trace.export_chrome_trace(str(path))
-        timeline = read_timeline(json.loads(path.read_text(encoding="utf-8")))
-    if graphs != (timeline.graph_us() > 0):
-        raise RuntimeError(
-            f"the trace of a step with graphs={graphs} has {timeline.graph_us():.0f} us in graphs"
-        )
-    return timeline
+        return read_timeline(json.loads(path.read_text(encoding="utf-8")))

@@ -83,6 +83,15 @@ class Chunk {
   // The running micro-batch's slot; null between micro-batches.
   const std::shared_ptr<Slot>& current() const { return current_; }
 
+  // Whether the running micro-batch can replay these sites in one go: Note [Runs] in
+  // replay_run.cpp.
+  bool is_run(int first, int last) const;
+  // Replays the running micro-batch's graphs of a run of sites on `inputs` and appends the last
+  // one's outputs, or answers why the caller has to run eager, which is for the caller to count. On
+  // the current stream; never waits.
+  std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
+                                    std::vector<at::Tensor>& outputs);
+
   // Appends the running micro-batch's metadata, the first time it is asked.
   void append_metadata(SegmentList& segments);
   // Appends `input`. Of a packed one, rows past the pack's end become zero.

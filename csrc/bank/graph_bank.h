@@ -31,9 +31,9 @@ struct Counters {
   std::atomic<int64_t> calls{0}, replays{0};
   std::array<std::atomic<int64_t>, kEagerReasonNames.size()> eager{};
 
-  void count_replay() {
-    calls.fetch_add(1, std::memory_order_relaxed);
-    replays.fetch_add(1, std::memory_order_relaxed);
+  void count_replays(int64_t calls_made) {
+    calls.fetch_add(calls_made, std::memory_order_relaxed);
+    replays.fetch_add(calls_made, std::memory_order_relaxed);
   }
   void count_eager(EagerReason reason, int64_t calls_made) {
     calls.fetch_add(calls_made, std::memory_order_relaxed);

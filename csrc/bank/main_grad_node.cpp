@@ -49,7 +49,8 @@ class AccumulatorSwap::MainGradNode final : public Node {
 };
 
 AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
-    : additions_(std::make_shared<SideBranch>()) {
+    : additions_(std::make_shared<SideBranch>(targets.empty() ? c10::Device(c10::kCPU)
+                                                              : targets.front().param.device())) {
   swapped_.reserve(targets.size());
   for (GradTarget& target : targets) {
     at::Tensor param = target.param;

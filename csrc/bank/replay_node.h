@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The autograd node of one replayed site.
+// The autograd node of a run of replayed sites.
 //
 // It has edges only to the activation inputs (and to parameters without main_grad): hundreds of
 // parameter edges are what makes torch's own graphed callables slow. It runs also when no input
@@ -21,9 +21,12 @@ namespace megagraph {
 
 class ReplayNode final : public torch::autograd::Node {
  public:
-  // The slot has been entered for `rank`; the node leaves it, by its backward or by its end.
-  static std::shared_ptr<ReplayNode> make(const Chunk& chunk, std::shared_ptr<Slot> slot, int rank,
-                                          std::shared_ptr<SiteGraph> graph);
+  using Graphs = std::vector<std::shared_ptr<SiteGraph>>;
+
+  // The slot has been entered for the sites from `first` on, whose graphs these are; the node
+  // leaves it, by its backward or by its end.
+  static std::shared_ptr<ReplayNode> make(const Chunk& chunk, std::shared_ptr<Slot> slot, int first,
+                                          Graphs graphs);
   ~ReplayNode() override;
   ReplayNode(const ReplayNode&) = delete;
   ReplayNode& operator=(const ReplayNode&) = delete;
@@ -35,15 +38,14 @@ class ReplayNode final : public torch::autograd::Node {
   std::string name() const override { return "MegagraphReplay"; }
 
  private:
-  ReplayNode(const Chunk& chunk, std::shared_ptr<Slot> slot, int rank,
-             std::shared_ptr<SiteGraph> graph);
+  ReplayNode(const Chunk& chunk, std::shared_ptr<Slot> slot, int first, Graphs graphs);
   void stage_gradients(const torch::autograd::variable_list& grads) const;
 
   const std::shared_ptr<const GradientListener> listener_;
   const c10::Device device_;
   const std::shared_ptr<Slot> slot_;
-  const int rank_;
-  const std::shared_ptr<SiteGraph> graph_;
+  const int first_, last_;
+  const Graphs graphs_;
   std::vector<int64_t> input_rows_;
   std::vector<size_t> edge_inputs_;  // which input each leading edge belongs to
   bool pending_ = true;

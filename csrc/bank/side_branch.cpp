@@ -72,7 +72,11 @@ void SideBranch::forget() noexcept {}
 
 #endif
 
-SideBranch::SideBranch() : pending_(std::make_unique<Pending>()) {}
+SideBranch::SideBranch(c10::Device device) : pending_(std::make_unique<Pending>()) {
+#ifdef MEGAGRAPH_WITH_CUDA
+  if (device.is_cuda()) side_streams.of(device.index());
+#endif
+}
 SideBranch::~SideBranch() = default;
 
 }  // namespace megagraph

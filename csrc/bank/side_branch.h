@@ -22,7 +22,8 @@ namespace megagraph {
 
 class SideBranch {
  public:
-  SideBranch();
+  // Makes the device's second stream, which no capture should have to.
+  explicit SideBranch(c10::Device device);
   ~SideBranch();
   SideBranch(const SideBranch&) = delete;
   SideBranch& operator=(const SideBranch&) = delete;

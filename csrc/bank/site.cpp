@@ -8,9 +8,6 @@
 #include <utility>
 
 #include "csrc/bank/chunk.h"
-#include "csrc/bank/leased_storage.h"
-#include "csrc/bank/range.h"
-#include "csrc/bank/replay_node.h"
 
 namespace megagraph {
 
@@ -51,8 +48,6 @@ void Site::set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph) {
   place = std::move(graph);
 }
 
-SiteGraph* Site::graph(int variant, int slot) const { return graphs_.at(variant).at(slot).get(); }
-
 void Site::release() {
   for (auto& slots : graphs_) {
     for (auto& graph : slots) {
@@ -71,54 +66,6 @@ std::optional<EagerReason> Site::refuse(const SiteGraph* graph, bool training,
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!graph->accepts[i].accepts(inputs[i])) return EagerReason::kSignatureChanged;
   }
-  return std::nullopt;
-}
-
-std::optional<EagerReason> Site::replay(const std::vector<at::Tensor>& inputs,
-                                        std::vector<at::Tensor>& outputs) {
-  const std::shared_ptr<Slot>& slot = chunk_.current();
-  TORCH_CHECK(slot != nullptr, "site ", rank_, " was called outside a micro-batch of its chunk");
-  if (chunk_.bank()->state.load() == BankState::kReleased) {
-    chunk_.bank()->counters.count_eager(EagerReason::kReleased, 1);
-    return EagerReason::kReleased;
-  }
-  const int variant = slot->variant();
-  const std::shared_ptr<SiteGraph>& graph = graphs_.at(variant)[slot->index()];
-  const bool training = chunk_.variant(variant).training;
-  std::optional<EagerReason> reason = refuse(graph.get(), training, inputs);
-  // Staging another tensor into a chained input would overwrite the previous site's output, which
-  // its backward or its reader may still need.
-  if (!reason && graph->is_chained && slot->is_held(rank_ - 1) &&
-      inputs.front().const_data_ptr() != graph->inputs.front().const_data_ptr()) {
-    reason = EagerReason::kNesting;
-  }
-  if (!reason && !slot->enter(rank_)) reason = EagerReason::kNesting;
-  if (reason) {
-    chunk_.bank()->counters.count_eager(*reason, 1);
-    return reason;
-  }
-
-  const Range range(graph->forward_range, chunk_.device());
-  std::shared_ptr<ReplayNode> node;
-  if (training) node = ReplayNode::make(chunk_, slot, rank_, graph);
-
-  SegmentList segments;
-  chunk_.append_metadata(segments);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].const_data_ptr() == graph->inputs[i].const_data_ptr()) continue;
-    chunk_.append_input(segments, inputs[i], graph->inputs[i], /*is_packed=*/rank_ == 0 && i == 0);
-  }
-  stage(segments, chunk_.device());
-  graph->forward->launch();
-
-  const size_t first = outputs.size();
-  for (const at::Tensor& boundary : graph->outputs) {
-    outputs.push_back(lease_tensor(boundary, slot, rank_, LeaseKind::kOutput));
-  }
-  if (node != nullptr) {
-    node->connect(inputs, {outputs.begin() + static_cast<int64_t>(first), outputs.end()});
-  }
-  chunk_.bank()->counters.count_replay();
   return std::nullopt;
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One graphed module call: its captured passes for each variant and slot, and the call that
-// replays.
+// One graphed module call: its captured passes for each variant and slot.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,20 +53,19 @@ class Site {
   void add_variant(int num_slots);
   void set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph);
   // Null where this site has none.
-  SiteGraph* graph(int variant, int slot) const;
+  SiteGraph* graph(int variant, int slot) const { return shared_graph(variant, slot).get(); }
+  const std::shared_ptr<SiteGraph>& shared_graph(int variant, int slot) const {
+    return graphs_.at(variant).at(slot);
+  }
   // Why a variant has no graph here; counted by every call that finds none.
   void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
   void release();
 
-  // Replays the running micro-batch's graph on `inputs` and appends its outputs, or answers why
-  // the caller has to run eager. Counts either. On the current stream; never waits.
-  std::optional<EagerReason> replay(const std::vector<at::Tensor>& inputs,
-                                    std::vector<at::Tensor>& outputs);
-
- private:
+  // Why a call cannot replay a graph of this site; null is no graph.
   std::optional<EagerReason> refuse(const SiteGraph* graph, bool training,
                                     const std::vector<at::Tensor>& inputs) const;
 
+ private:
   Chunk& chunk_;
   const int rank_;
   std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]

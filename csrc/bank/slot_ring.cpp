@@ -27,51 +27,59 @@ bool Slot::lease(int variant, bool training) {
   return true;
 }
 
-void Slot::release_holder(std::unique_lock<std::mutex>& lock) {
-  TORCH_INTERNAL_ASSERT(holders_ > 0);
-  if (holders_ == 1) {
+void Slot::release_holders(std::unique_lock<std::mutex>& lock, int64_t count) {
+  TORCH_INTERNAL_ASSERT(holders_ >= count);
+  if (holders_ == count) {
     live_.clear();  // a forward without gradients that failed has left no tensor to count
     if (on_free_) on_free_(variant_);
   }
-  --holders_;
+  holders_ -= count;
 }
 
 void Slot::end_micro_batch() {
   std::unique_lock<std::mutex> lock(mutex_);
-  release_holder(lock);
+  release_holders(lock);
 }
 
-bool Slot::enter(int rank) {
+bool Slot::enter(int first, int last) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!live_.empty() && rank <= live_.back()) return false;
-  if (num_gradients_ > 0 || rank <= top_output_) return false;
-  live_.push_back(rank);
-  if (training_) {
+  if (!live_.empty() && first <= live_.back()) return false;
+  if (num_gradients_ > 0 || first <= top_output_) return false;
+  if (!training_) {
+    live_.push_back(last);
+    return true;
+  }
+  for (int rank = first; rank <= last; ++rank) {
+    live_.push_back(rank);
     ++nodes_[rank];
     ++holders_;
   }
   return true;
 }
 
-bool Slot::leave(int rank) {
+bool Slot::leave(int first, int last) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (live_.empty() || live_.back() != rank) return false;
-  live_.pop_back();
+  const auto count = static_cast<size_t>(last - first + 1);
+  if (live_.size() < count || live_.back() != last || live_[live_.size() - count] != first) {
+    return false;
+  }
+  live_.resize(live_.size() - count);
   return true;
 }
 
-void Slot::drop(int rank) {
+void Slot::drop(int first, int last) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    live_.erase(std::remove(live_.begin(), live_.end(), rank), live_.end());
+    const auto is_dropped = [&](int rank) { return first <= rank && rank <= last; };
+    live_.erase(std::remove_if(live_.begin(), live_.end(), is_dropped), live_.end());
   }
-  node_done(rank);
+  node_done(first, last);
 }
 
-void Slot::node_done(int rank) {
+void Slot::node_done(int first, int last) {
   std::unique_lock<std::mutex> lock(mutex_);
-  --nodes_[rank];
-  release_holder(lock);
+  for (int rank = first; rank <= last; ++rank) --nodes_[rank];
+  release_holders(lock, last - first + 1);
 }
 
 void Slot::retain_tensor(int rank, LeaseKind kind) {
@@ -91,7 +99,7 @@ void Slot::release_tensor(int rank, LeaseKind kind) {
   if (kind == LeaseKind::kGradient) {
     --gradients_[rank];
     --num_gradients_;
-    return release_holder(lock);
+    return release_holders(lock);
   }
   --outputs_[rank];
   while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
@@ -99,7 +107,7 @@ void Slot::release_tensor(int rank, LeaseKind kind) {
   if (!training_ && outputs_[rank] == 0) {
     live_.erase(std::remove(live_.begin(), live_.end(), rank), live_.end());
   }
-  release_holder(lock);
+  release_holders(lock);
 }
 
 bool Slot::is_held(int rank) const {

@@ -47,12 +47,14 @@ class Slot {
   bool lease(int variant, bool training);
   void end_micro_batch();
 
-  // The nesting rule. enter: a forward; leave: a backward; both answer whether the rule allows it.
-  bool enter(int rank);
-  bool leave(int rank);
-  // The node of `rank` is gone without a backward.
-  void drop(int rank);
-  void node_done(int rank);
+  // The nesting rule, for a run of sites that follow one another. enter: their forwards; leave:
+  // their backwards; both answer whether the rule allows it. Only the last one's output is ever
+  // held.
+  bool enter(int first, int last);
+  bool leave(int first, int last);
+  // The node of the run is gone without a backward.
+  void drop(int first, int last);
+  void node_done(int first, int last);
 
   void retain_tensor(int rank, LeaseKind kind);
   void release_tensor(int rank, LeaseKind kind);
@@ -70,7 +72,7 @@ class Slot {
   void detach();
 
  private:
-  void release_holder(std::unique_lock<std::mutex>& lock);
+  void release_holders(std::unique_lock<std::mutex>& lock, int64_t count = 1);
 
   const int index_;
   std::function<void(int)> on_free_;

@@ -23,11 +23,13 @@ struct Grid {
   bool wide[kMaxSegments];  // 16-byte accesses are possible
 };
 
-template <typename Word>
-__device__ void copy_and_zero(const Segment& s, int64_t bytes, int64_t thread, int64_t threads) {
+// Copies `given` bytes, of which those at or past `kept()` become zero like the rest of the target.
+// What was given is loaded before `kept()`, which may read memory, is waited for.
+template <typename Word, typename Kept>
+__device__ void copy_and_zero(const Segment& s, Kept kept, int64_t thread, int64_t threads) {
   const auto* in = static_cast<const Word*>(s.src);
   auto* out = static_cast<Word*>(s.dst);
-  const int64_t valid = bytes / sizeof(Word), total = s.dst_size / sizeof(Word);
+  const int64_t given = s.src_size / sizeof(Word), total = s.dst_size / sizeof(Word);
   const int64_t lane = thread % kThreads, piece = int64_t{kThreads} * kLoads;
   for (int64_t first = thread / kThreads * piece + lane; first < total;
        first += threads / kThreads * piece) {
@@ -35,12 +37,13 @@ __device__ void copy_and_zero(const Segment& s, int64_t bytes, int64_t thread, i
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int64_t i = first + k * kThreads;
-      words[k] = i < valid ? in[i] : Word{};
+      words[k] = i < given ? in[i] : Word{};
     }
+    const int64_t valid = kept() / static_cast<int64_t>(sizeof(Word));
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int64_t i = first + k * kThreads;
-      if (i < total) out[i] = words[k];
+      if (i < total) out[i] = i < valid ? words[k] : Word{};
     }
   }
 }
@@ -80,12 +83,14 @@ __device__ void stage_segment(const Segment& s, bool wide, int64_t thread, int64
   switch (s.kind) {
     case SegmentKind::kCopy:
     case SegmentKind::kRows: {
-      int64_t bytes = s.src_size;
-      if (s.kind == SegmentKind::kRows) bytes = min(bytes, max(*s.end, 0) * s.row_bytes);
+      const auto kept = [&] {
+        if (s.kind == SegmentKind::kCopy) return s.src_size;
+        return min(s.src_size, max(*s.end, 0) * s.row_bytes);
+      };
       if (wide) {
-        copy_and_zero<uint4>(s, bytes, thread, threads);
+        copy_and_zero<uint4>(s, kept, thread, threads);
       } else {
-        copy_and_zero<uint8_t>(s, bytes, thread, threads);
+        copy_and_zero<uint8_t>(s, kept, thread, threads);
       }
       return;
     }

@@ -142,6 +142,14 @@ void set_slots(Chunk& chunk, int num_slots, const Pools& pools, bool poison,
   chunk.set_slots(num_slots, held, poison, holds_collectives);
 }
 
+// A call on a run of sites; without its last one, on one site.
+template <typename Result>
+auto of_run(Result (Slot::*call)(int, int)) {
+  return [call](Slot& slot, int first, std::optional<int> last) {
+    return (slot.*call)(first, last.value_or(first));
+  };
+}
+
 void bind_slot(py::module_& m) {
   py::enum_<LeaseKind>(m, "LeaseKind")
       .value("OUTPUT", LeaseKind::kOutput)
@@ -153,10 +161,10 @@ void bind_slot(py::module_& m) {
            py::arg("index"), py::arg("num_sites"))
       .def("lease", &Slot::lease, py::arg("variant"), py::arg("training"))
       .def("end_micro_batch", &Slot::end_micro_batch)
-      .def("enter", &Slot::enter, py::arg("rank"))
-      .def("leave", &Slot::leave, py::arg("rank"))
-      .def("drop", &Slot::drop, py::arg("rank"))
-      .def("node_done", &Slot::node_done, py::arg("rank"))
+      .def("enter", of_run(&Slot::enter), py::arg("first"), py::arg("last") = py::none())
+      .def("leave", of_run(&Slot::leave), py::arg("first"), py::arg("last") = py::none())
+      .def("drop", of_run(&Slot::drop), py::arg("first"), py::arg("last") = py::none())
+      .def("node_done", of_run(&Slot::node_done), py::arg("first"), py::arg("last") = py::none())
       .def("retain_tensor", &Slot::retain_tensor, py::arg("rank"),
            py::arg("kind") = LeaseKind::kOutput)
       .def("release_tensor", &Slot::release_tensor, py::arg("rank"),
@@ -215,6 +223,10 @@ void bind_chunk(py::module_& m) {
             return py::reinterpret_steal<py::object>(make_site_object(chunk, rank));
           },
           py::arg("rank"))
+      .def("run",
+           [](const std::shared_ptr<Chunk>& chunk) {
+             return py::reinterpret_steal<py::object>(make_run_object(chunk));
+           })
       .def(
           "set_site_eager_reason",
           [](Chunk& chunk, int rank, int reason) {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/bank/site.h"
+#include "csrc/bank/chunk.h"
 
 namespace megagraph {
 namespace {
@@ -19,12 +19,14 @@ struct SiteObject {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   std::shared_ptr<Chunk> chunk;
-  Site* site;
+  int first, last;
+  bool counts_eager;  // a run is tried before its sites are, and those count
 };
 
 PyTypeObject* site_type = nullptr;
 
-// site(*inputs) -> Tensor, a tuple of tensors, or NotImplemented where the caller has to run eager.
+// site(*inputs) -> Tensor, a tuple of tensors, or NotImplemented where the caller has to run eager,
+// or, of a run, to call site by site.
 PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
   HANDLE_TH_ERRORS
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -42,7 +44,12 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     }
     inputs.push_back(THPVariable_Unpack(args[i]));
   }
-  if (reinterpret_cast<SiteObject*>(self)->site->replay(inputs, outputs)) {
+  const auto* site = reinterpret_cast<SiteObject*>(self);
+  if (site->last != site->first && !site->chunk->is_run(site->first, site->last)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (const auto reason = site->chunk->replay(site->first, site->last, inputs, outputs)) {
+    if (site->counts_eager) site->chunk->bank()->counters.count_eager(*reason, 1);
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (outputs.size() == 1) return THPVariable_Wrap(std::move(outputs.front()));
@@ -63,7 +70,7 @@ void dealloc_site(PyObject* self) {
 }
 
 PyObject* site_rank(PyObject* self, void*) {
-  return PyLong_FromLong(reinterpret_cast<SiteObject*>(self)->site->rank());
+  return PyLong_FromLong(reinterpret_cast<SiteObject*>(self)->first);
 }
 
 PyMemberDef site_members[] = {
@@ -71,7 +78,8 @@ PyMemberDef site_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 PyGetSetDef site_properties[] = {
-    {"rank", site_rank, nullptr, "Place in the execution order of the chunk.", nullptr},
+    {"rank", site_rank, nullptr,
+     "Place in the execution order of the chunk; of a run its first one's.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyType_Slot site_slots[] = {
@@ -93,14 +101,29 @@ PyObject* make_site_type() {
   return reinterpret_cast<PyObject*>(site_type);
 }
 
-PyObject* make_site_object(std::shared_ptr<Chunk> chunk, int rank) {
-  Site* site = &chunk->site(rank);
+namespace {
+
+PyObject* make_object(std::shared_ptr<Chunk> chunk, int first, int last, bool counts_eager) {
   auto* self = reinterpret_cast<SiteObject*>(site_type->tp_alloc(site_type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = &call_site;
   new (&self->chunk) std::shared_ptr<Chunk>(std::move(chunk));
-  self->site = site;
+  self->first = first;
+  self->last = last;
+  self->counts_eager = counts_eager;
   return reinterpret_cast<PyObject*>(self);
+}
+
+}  // namespace
+
+PyObject* make_site_object(std::shared_ptr<Chunk> chunk, int rank) {
+  chunk->site(rank);  // throws where there is none
+  return make_object(std::move(chunk), rank, rank, /*counts_eager=*/true);
+}
+
+PyObject* make_run_object(std::shared_ptr<Chunk> chunk) {
+  const int last = chunk->num_sites() - 1;
+  return make_object(std::move(chunk), 0, last, /*counts_eager=*/false);
 }
 
 }  // namespace megagraph

@@ -16,4 +16,7 @@ PyObject* make_site_type();
 // A new reference to the callable of `chunk`'s site `rank`. It keeps the chunk alive.
 PyObject* make_site_object(std::shared_ptr<Chunk> chunk, int rank);
 
+// The same of all its sites in one go; it counts no call that cannot replay.
+PyObject* make_run_object(std::shared_ptr<Chunk> chunk);
+
 }  // namespace megagraph

@@ -64,6 +64,7 @@ class BlockBank:
         self._progress = progress
         block: Any = model.decoder
         self._specs = layer_sites(list(block.layers), while_capturing.block_context(block))
+        self.num_layers = len(self._specs)
         self._device = next(model.parameters()).device
         self.peers = Peers(model)
         self._workspaces: list[Tensor] = []
@@ -85,11 +86,6 @@ class BlockBank:
     def layers(self) -> list[nn.Module]:
         """The block's layers."""
         return [spec.module for spec in self._specs]
-
-    @property
-    def num_layers(self) -> int:
-        """How many there are."""
-        return len(self._specs)
 
     def _ddp(self) -> nn.Module | None:
         return None if self._ddp_ref is None else self._ddp_ref()
@@ -318,7 +314,7 @@ class BlockBank:
 
     def count_eager(self, reason: EagerReason) -> None:
         """Counts one micro-batch that runs eager: a call of every layer."""
-        self.bank.core.count_eager(int(reason), self.num_layers)
+        self.bank.core.count_eager(reason, self.num_layers)
 
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""

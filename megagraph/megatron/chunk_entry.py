@@ -30,64 +30,72 @@ class ChunkEntry:
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._running: dict[int, MicroBatch] = {}  # by the id of its graphs
 
     def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the model's forward: decides, and hands on the pack that the decision asks for."""
         places = _places_of(original)
+        read = {name: place for name, place in places.items() if name in _READ}
+        plugin = self._plugin
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = _Arguments(places, args, kwargs)
-            if given.get("inference_context") is not None or given.get("inference_params") is not None:
+            get = (_with_positional(kwargs, args, read) if args else kwargs).get
+            if get("inference_context") is not None or get("inference_params") is not None:
                 return original(model, *args, **kwargs)
-            if given.get("input_ids") is None and given.get("decoder_input") is None:
+            ids: Any = get("input_ids")
+            hidden_states: Tensor | None = get("decoder_input")
+            if ids is None and hidden_states is None:
                 return original(model, *args, **kwargs)  # which says what is missing
-            graphs = self._plugin.graphs_of_model(model)
-            with self._plugin.call_of(graphs):
-                batch = graphs.decide(
-                    given.get("packed_seq_params"),
-                    _num_tokens(given, graphs.block.peers),
-                    training=model.training,
-                    is_skipped=is_cuda_graph_skipped(),
-                )
-                if batch.entry_padding and any(given.get(name) is not None for name in _TAKE_ROWS_AS_GIVEN):
-                    batch.run_as_given(EagerReason.SIGNATURE_CHANGED)
-                if batch.capacity is not None:
-                    replays = batch.reason is None
-                    params = batch.constant_params() if replays else batch.canonical_params()
-                    given.put("packed_seq_params", params)
-                    _pad_rows(given, batch.entry_padding)
-                self._running[id(graphs)] = batch
-                try:
-                    out = original(model, *given.args, **given.kwargs)
-                finally:
-                    del self._running[id(graphs)]
-                return _cut_rows(out, batch.tokens) if batch.entry_padding else out
+            graphs = plugin.graphs_of_model(model)
+            is_step = plugin.begin_call(graphs)
+            tokens = ids.numel() if hidden_states is None else _num_tokens(hidden_states, graphs.block.peers)
+            batch = graphs.decide(
+                get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
+            )
+            added_rows = 0
+            if isinstance(batch, MicroBatch):
+                added_rows = batch.entry_padding
+                if added_rows and (hidden_states is not None or get("output_processor") is not None):
+                    # These fit the rows that were given, and no others.
+                    batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
+                else:
+                    args, kwargs = _padded(batch, _Arguments(places, args, kwargs))
+            outer, graphs.running = graphs.running, batch
+            try:
+                out = original(model, *args, **kwargs)
+            finally:
+                graphs.running = outer
+            if added_rows:
+                out = _cut_rows(out, tokens)
+            if is_step:
+                graphs.after_step()
+            return out
 
         return forward
 
     def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `TransformerBlock.forward`: pads the input, replays where decided, cuts the output."""
+        plugin = self._plugin
 
         def forward(
             block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            graphs = self._plugin.graphs_of_block(block)
-            batch = None if graphs is None else self._running.get(id(graphs))
-            if graphs is None or batch is None:
+            graphs = plugin.of_block.get(id(block))
+            if graphs is None or graphs.running is None:
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            batch = graphs.running
+            if isinstance(batch, EagerReason):
+                graphs.run_as_given(batch, hidden_states)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, hidden_states)
-            if loop is not None:
-                try:
-                    with shadowed_layers(block, loop):
-                        out = original(block, hidden_states, None, *args, **kwargs)
-                finally:
-                    graphs.end()
-                return batch.cut(out)
-            if batch.capacity is None:
-                return original(block, hidden_states, attention_mask, *args, **kwargs)
-            kwargs["packed_seq_params"] = batch.canonical_params()
-            return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+            if loop is None:
+                kwargs["packed_seq_params"] = batch.canonical_params()
+                return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+            try:
+                with shadowed_layers(block, loop):
+                    out = original(block, hidden_states, None, *args, **kwargs)
+            finally:
+                graphs.end()
+            return batch.cut(out)
 
         return forward
 
@@ -127,7 +135,7 @@ class _Arguments:
         kwargs: by keyword.
     """
 
-    def __init__(self, places: Mapping[str, int], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, places: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._places = places
         self.args = args
         self.kwargs = kwargs
@@ -164,13 +172,28 @@ class _StackLoop:
         return self._loop(hidden_states, **arguments, **self._further)
 
 
-def _num_tokens(given: _Arguments, peers: Peers) -> int:
-    """Physical tokens of the input: from the token ids, or from the hidden states given instead."""
-    source: Tensor | None = given.get("decoder_input")
-    if source is not None:
-        return source.size(0) * (peers.size if peers.shards_sequence else 1)
-    ids: Tensor = given.get("input_ids")
-    return ids.numel()
+# Of a model's arguments those that its wrapper reads in every call.
+_READ = (
+    *("input_ids", "decoder_input", "packed_seq_params"),
+    *("inference_context", "inference_params", "output_processor"),
+)
+
+
+def _with_positional(
+    kwargs: Mapping[str, Any], args: Sequence[Any], places: Mapping[str, int]
+) -> Mapping[str, Any]:
+    """Arguments by keyword, and of those by position the ones in `places`, which is in their order."""
+    given = {**kwargs}
+    for name, place in places.items():
+        if place >= len(args):
+            break
+        given[name] = args[place]
+    return given
+
+
+def _num_tokens(hidden_states: Tensor, peers: Peers) -> int:
+    """Physical tokens of hidden states that are given in place of token ids."""
+    return hidden_states.size(0) * (peers.size if peers.shards_sequence else 1)
 
 
 # The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their
@@ -178,18 +201,17 @@ def _num_tokens(given: _Arguments, peers: Peers) -> int:
 _ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
 
 
-# Arguments that fit the rows that were given, and no others.
-_TAKE_ROWS_AS_GIVEN = ("decoder_input", "output_processor")
-
-
-def _pad_rows(given: _Arguments, rows: int) -> None:
-    """Adds rows to each row list of a model's arguments."""
-    if rows == 0:
-        return
-    for name, filler in _ROW_LISTS.items():
-        rows_given: Tensor | None = given.get(name)
-        if rows_given is not None:
-            given.put(name, functional.pad(rows_given, (0, rows), value=filler))
+def _padded(batch: MicroBatch, given: _Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments with the pack that was decided on, and rows added to each row list."""
+    given.put(
+        "packed_seq_params", batch.constant_params() if batch.reason is None else batch.canonical_params()
+    )
+    if batch.entry_padding:
+        for name, filler in _ROW_LISTS.items():
+            rows: Tensor | None = given.get(name)
+            if rows is not None:
+                given.put(name, functional.pad(rows, (0, batch.entry_padding), value=filler))
+    return given.args, given.kwargs
 
 
 def _cut_rows(out: Tensor, tokens: int) -> Tensor:

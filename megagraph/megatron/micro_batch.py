@@ -4,20 +4,18 @@
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megagraph import ops
 from megagraph.dispatch import Capacity, EagerReason
-from megagraph.packing import PackForm, TailConvention, canonical_fields, offsets_rules
+from megagraph.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
 
 __all__ = ["Kind", "MicroBatch", "new_params"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(NamedTuple):
     """What beside the capacity makes a variant: the pack's form, and how the model runs.
 
     Args:
@@ -39,54 +37,65 @@ def _fields_of(params_type: type[Any]) -> frozenset[str]:
 def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
     """`PackedSeqParams` of these fields, less those that the release does not have."""
     known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
-    return params_type(**{name: value for name, value in fields.items() if name in known})
+    if not known.issuperset(fields):
+        fields = {name: value for name, value in fields.items() if name in known}
+    return params_type(**fields)
+
+
+@functools.cache
+def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, OffsetsRule]:
+    return offsets_rules(tail, tokens, has_padded=has_padded)
 
 
 class MicroBatch:
-    """A pack and the decision on it.
+    """A pack that a capacity holds, and the decision on it.
 
     Args:
-        params: the `PackedSeqParams` as given, or None.
+        params: the `PackedSeqParams` as given.
         tokens: physical tokens of the input.
-        capacity: what it is padded to; None runs it as it was given.
-        kind: of its variant; None where there is no pack.
+        key: the capacity that it is padded to, and the kind of its variant; the variant's name.
         reason: why it runs eager; None replays.
         tail: the convention of its canonical offsets.
         pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
             embedding and cut after the output layer, and nothing is done in between.
     """
 
+    __slots__ = (
+        "_canonical",
+        "_pads_at_entry",
+        "_tail",
+        "capacity",
+        "entry_padding",
+        "key",
+        "kind",
+        "params",
+        "reason",
+        "sources",
+        "tokens",
+    )
+
     def __init__(
         self,
-        *,
         params: Any,
         tokens: int,
-        capacity: Capacity | None,
-        kind: Kind | None,
+        key: tuple[Capacity, Kind],
         reason: EagerReason | None,
         tail: TailConvention,
         pads_at_entry: bool,
     ) -> None:
         self.params = params
         self.tokens = tokens
-        self.capacity = capacity
-        self.kind = kind
+        self.key = key
+        self.capacity, self.kind = key
         self.reason = reason
+        actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
+        # What staging reads: the actual offsets and, where the pack has them, the padded ones.
+        self.sources: list[Tensor] = [actual] if padded is None or padded is actual else [actual, padded]
+        # Rows to add to each row list of the model's input.
+        self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail
         self._pads_at_entry = pads_at_entry
         self._canonical: Any = None
-
-    @property
-    def key(self) -> tuple[Capacity, Kind]:
-        """The variant's name in the chain's table."""
-        assert self.capacity is not None and self.kind is not None
-        return self.capacity, self.kind
-
-    @property
-    def sources(self) -> list[Tensor]:
-        """What staging reads: the actual offsets and, where the pack has them, the padded ones."""
-        actual, padded = self.params.cu_seqlens_q, self.params.cu_seqlens_q_padded
-        return [actual] if padded is None or padded is actual else [actual, padded]
 
     @property
     def physical_offsets(self) -> Tensor:
@@ -96,8 +105,7 @@ class MicroBatch:
     def canonical_params(self) -> Any:
         """The canonical pack, for layers that run eager; made at the first request."""
         if self._canonical is None:
-            assert self.capacity is not None and self.kind is not None
-            rules = offsets_rules(self._tail, self.capacity.tokens, has_padded=self.kind.form.has_padded)
+            rules = _rules(self._tail, self.capacity.tokens, self.kind.form.has_padded)
             given = {"actual": self.sources[0], "padded": self.sources[-1]}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets)
@@ -111,25 +119,11 @@ class MicroBatch:
         return self._with_offsets({"actual": self.sources[0], "padded": self.params.cu_seqlens_q_padded})
 
     def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
-        assert self.capacity is not None and self.kind is not None
         fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
         return new_params(type(self.params), fields)
 
-    def run_as_given(self, reason: EagerReason) -> None:
-        """Takes the decision back: nothing pads this pack."""
-        self.capacity = self.kind = None
-        self.reason = reason
-
-    @property
-    def entry_padding(self) -> int:
-        """Rows to add to each row list of the model's input."""
-        if self.capacity is None or not self._pads_at_entry:
-            return 0
-        return self.capacity.tokens - self.tokens
-
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
-        assert self.capacity is not None
         if self._pads_at_entry:
             return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megagraph.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity, EagerReason, PackShape, decide
+from megagraph.dispatch import EagerReason, PackShape, decide
 from megagraph.megatron.block_bank import BlockBank
 from megagraph.megatron.micro_batch import Kind, MicroBatch
 from megagraph.megatron.refusals import check_graph_options, refusal_of
@@ -24,6 +24,10 @@ from megagraph.packing import PackForm, pack_shape
 __all__ = ["ModelGraphs"]
 
 _log = logging.getLogger("megagraph")
+
+_NO_PACK_METADATA = EagerReason.NO_PACK_METADATA
+# Reasons of micro-batches whose kind is to be captured although they ran as they were given.
+_CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
 
 
 class ModelGraphs:
@@ -63,17 +67,23 @@ class ModelGraphs:
         self._kinds: dict[Kind, int] = {}  # to the number of steps in which it occurred
         self._kinds_of_step: set[Kind] = set()
         self._captured: set[Kind] = set()
-        self._hidden: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
         self._of_other_settings: set[Kind] = set()  # that had to run eager for it
         self._step_reason: EagerReason | None = None
         self._is_suspended = False
         self._has_resumed = False  # since the last step boundary
         self._replayed_tokens = 0
+        self._tail = config.tail
+        self._pads_at_entry = self.block.peers.shards_sequence
+        # What its model's forward runs just now: a padded micro-batch, or one as it was given.
+        self.running: MicroBatch | EagerReason | None = None
 
     # -- micro-batches ---------------------------------------------------------------------------
 
-    def decide(self, params: Any, tokens: int, *, training: bool, is_skipped: bool) -> MicroBatch:
+    def decide(
+        self, params: Any, tokens: int, *, training: bool, is_skipped: bool
+    ) -> MicroBatch | EagerReason:
         """Decides how a micro-batch runs, from its shapes and host integers alone.
 
         Args:
@@ -81,68 +91,63 @@ class ModelGraphs:
             tokens: physical tokens of its input.
             training: whether the model is in training mode.
             is_skipped: graphs are switched off for this step.
-        """
-        capacity, kind, reason = self._fit(params, tokens, training)
-        if reason is None:
-            reason = self._why_not_now(kind, is_skipped)
-        return MicroBatch(
-            params=params,
-            tokens=tokens,
-            capacity=capacity,
-            kind=kind,
-            reason=reason,
-            tail=self.config.tail,
-            pads_at_entry=self.block.peers.shards_sequence,
-        )
 
-    def _fit(
-        self, params: Any, tokens: int, training: bool
-    ) -> tuple[Capacity | None, Kind | None, EagerReason | None]:
-        """The capacity and kind of a pack, or why it runs as it was given."""
+        Returns:
+            The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
+        """
         if self.refusal is not None:
-            return None, None, self.refusal.reason
-        shape = None if params is None else pack_shape(params, tokens, self.config.tail)
+            return self.refusal.reason
+        shape = None if params is None else pack_shape(params, tokens, self._tail)
         if shape is None:
-            return None, None, EagerReason.NO_PACK_METADATA
+            return _NO_PACK_METADATA
         form = PackForm.of(params)
         if form is None:
-            return None, None, EagerReason.SIGNATURE_CHANGED
-        kind = Kind(form=form, grad=torch.is_grad_enabled(), training=training)
+            return EagerReason.SIGNATURE_CHANGED
         if not self.capacities:
             self._observed.add(shape)
-            self._kinds_of_step.add(kind)
-            return None, None, EagerReason.WARMING_UP
-        decision = decide(shape, {shape.cp_size: self.capacities})
-        if decision.capacity is None:
-            return None, None, decision.reason
-        self._kinds_of_step.add(kind)
-        return decision.capacity, kind, None
+            self._note(params, Kind(form, torch.is_grad_enabled(), training))
+            return EagerReason.WARMING_UP
+        capacity = decide(shape, {shape.cp_size: self.capacities})
+        if isinstance(capacity, EagerReason):
+            return capacity
+        kind = Kind(form, torch.is_grad_enabled(), training)
+        self._note(params, kind)
+        reason = self._why_not_now(kind, is_skipped)
+        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self._pads_at_entry)
 
-    def _why_not_now(self, kind: Kind | None, is_skipped: bool) -> EagerReason | None:
+    def _note(self, params: Any, kind: Kind) -> None:
+        """Remembers what a capture will be for."""
+        self._params_type = type(params)
+        self._kinds_of_step.add(kind)
+
+    def _why_not_now(self, kind: Kind, is_skipped: bool) -> EagerReason | None:
         if is_skipped or self.config.mode == "eager":
             return EagerReason.DISABLED
         if self._is_suspended:
             return EagerReason.SUSPENDED
-        if kind is not None and kind.grad and self.block.watch.memory.are_gradients_away:
+        if kind.grad and self.block.watch.memory.are_gradients_away:
             return EagerReason.ADDRESS_MOVED
         return self._step_reason
+
+    def run_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
+        """Counts a micro-batch that no capacity holds, or none yet."""
+        if reason in _CAPTURED_LATER:
+            self._rows = hidden_states.shape[1:], hidden_states.dtype
+        self.block.count_eager(reason)
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
 
         Counts an eager micro-batch. `end()` ends one that replays.
         """
-        if batch.reason is not EagerReason.NO_PACK_METADATA:
-            self._hidden = tuple(hidden_states.shape[1:]), hidden_states.dtype
-            self._params_type = type(batch.params)
+        self._rows = hidden_states.shape[1:], hidden_states.dtype
         if batch.reason is None:
             batch.reason = self.block.chain.begin(batch.key, batch.sources)
-            if batch.reason is EagerReason.NUMERICS_CHANGED and batch.kind is not None:
+            if batch.reason is EagerReason.NUMERICS_CHANGED:
                 self._of_other_settings.add(batch.kind)
         if batch.reason is not None:
             self.block.count_eager(batch.reason)
             return None
-        assert batch.capacity is not None
         tokens = batch.capacity.tokens
         self._replayed_tokens += tokens
 
@@ -153,6 +158,7 @@ class ModelGraphs:
         return LayerLoop(
             self.block.chain.specs,
             self.block.chain.sites,
+            self.block.chain.run,
             constants=self.block.constants[batch.key],
             twins=self.block.twins.setdefault(batch.key, {}),
             eager_input=batch.pad,
@@ -216,20 +222,21 @@ class ModelGraphs:
         # Settings that last: after one eager step further graphs, beside those of the former settings.
         self._captured -= self._of_other_settings & self.block.kinds_of_other_settings()
         due = {kind for kind in due - self._captured if self.block.watch.memory.is_there(grad=kind.grad)}
-        if due and not self.block.is_idle():
+        if due and (self._rows is None or not self.block.is_idle()):
             due = set()
-        if not self.block.peers.agree_on(repr(sorted(map(repr, due)))):
+        peers = self.block.peers
+        if peers.size > 1 and not peers.agree_on(repr(sorted(map(repr, due)))):
             _log.warning("capture waits: ranks of the group want different graphs")
             return
         if due:
             self._of_other_settings -= due
             self._captured |= due
-            assert self._hidden is not None and self._params_type is not None
+            assert self._rows is not None and self._params_type is not None
             is_kept = self.block.capture(
                 self.capacities,
                 due,
-                row_shape=self._hidden[0],
-                dtype=self._hidden[1],
+                row_shape=tuple(self._rows[0]),
+                dtype=self._rows[1],
                 params_type=self._params_type,
             )
             if not is_kept:

@@ -39,6 +39,12 @@ def is_cuda_graph_skipped() -> bool:
     return _skip_depth > 0
 
 
+def _put_weakly(by_id: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs) -> None:
+    """Adds an entry that goes when the module does."""
+    by_id[id(module)] = graphs
+    weakref.finalize(module, by_id.pop, id(module), None).atexit = False
+
+
 class Plugin:
     """Models and steps.
 
@@ -51,29 +57,33 @@ class Plugin:
         self.config = config
         self._progress = progress
         self._interval_log = IntervalLog(config.log_interval)
-        self._graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-        self._of_block: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
+        # By the id of a model, and of the block that it owns. An entry goes with its module, so before
+        # another one can have that id. Weak keys would be made and hashed in each call.
+        self._graphs: dict[int, ModelGraphs] = {}
+        self.of_block: dict[int, ModelGraphs] = {}
         self._is_suspended = False
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
-        self._step_graphs: weakref.WeakSet[ModelGraphs] = weakref.WeakSet()  # whose step it is
+        self._step_graphs: set[ModelGraphs] = set()  # whose step it is
         self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
 
     def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
         """The graphs of a GPTModel; made at its first forward."""
-        graphs = self._graphs.get(model)
-        if graphs is None:
-            ddp = gradients.find_ddp(self._step_models, model)
-            progress = self._progress() if self._progress is not None else None
-            graphs = ModelGraphs(model, ddp, self.config, progress)
-            if self._is_suspended:
-                graphs.suspend()
-            self._graphs[model] = graphs
-            self._of_block[model.decoder] = graphs  # type: ignore[index]
-            weakref.finalize(model, self._gone.append, graphs).atexit = False
-            if any(graphs is other for other in self._graphs_inside(self._step_models)):
-                self._step_graphs.add(graphs)
+        graphs = self._graphs.get(id(model))
+        return self._add(model) if graphs is None else graphs
+
+    def _add(self, model: nn.Module) -> ModelGraphs:
+        ddp = gradients.find_ddp(self._step_models, model)
+        progress = self._progress() if self._progress is not None else None
+        graphs = ModelGraphs(model, ddp, self.config, progress)
+        if self._is_suspended:
+            graphs.suspend()
+        _put_weakly(self._graphs, model, graphs)
+        _put_weakly(self.of_block, model.decoder, graphs)
+        weakref.finalize(model, self._gone.append, graphs).atexit = False
+        if any(graphs is other for other in self._graphs_inside(self._step_models)):
+            self._step_graphs.add(graphs)
         return graphs
 
     def _retire(self) -> None:
@@ -91,10 +101,6 @@ class Plugin:
         self._retire()
         return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
 
-    def graphs_of_block(self, block: nn.Module) -> ModelGraphs | None:
-        """The graphs whose model owns a block."""
-        return self._of_block.get(block)
-
     def all_graphs(self) -> list[ModelGraphs]:
         """The graphs of every model that is alive."""
         return list(self._graphs.values())
@@ -107,7 +113,8 @@ class Plugin:
                 found = weakref.ref(model), {id(module) for module in model.modules()}
                 self._inside[id(model)] = found
             inside |= found[1]
-        return [graphs for model, graphs in self._graphs.items() if id(model) in inside]
+        # Of a copy: garbage may be collected in between, and take entries with it.
+        return [graphs for model, graphs in self._graphs.copy().items() if model in inside]
 
     def schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a schedule: what is due at a step boundary happens before it."""
@@ -119,7 +126,7 @@ class Plugin:
             outer = self._step_models, self._step_graphs
             self._retire()
             inside = self._graphs_inside(models)
-            self._step_models, self._step_graphs = models, weakref.WeakSet(inside)
+            self._step_models, self._step_graphs = models, set(inside)
             try:
                 for graphs in inside:
                     graphs.find_ddp(models)
@@ -152,23 +159,20 @@ class Plugin:
 
         return destroy
 
-    @contextlib.contextmanager
-    def call_of(self, graphs: ModelGraphs) -> Iterator[None]:
-        """Around each call of a model.
+    def begin_call(self, graphs: ModelGraphs) -> bool:
+        """Before each call of a model. Inside another model's step, changes are looked for only.
 
-        Outside of any schedule, a call is a step of its own. Inside another model's step, changes are
-        looked for, but nothing is captured.
+        Returns:
+            Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
         """
         if graphs in self._step_graphs:
-            yield
-        elif self._step_models:
+            return False
+        if self._step_models:
             graphs.at_bare_call()
-            yield
-        else:
-            self._retire()
-            graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
-            yield
-            graphs.after_step()
+            return False
+        self._retire()
+        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        return True
 
     def suspend(self) -> None:
         """Runs every model eager until `resume()`, also those that are still to come."""

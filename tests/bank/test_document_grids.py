@@ -169,7 +169,7 @@ def grids_of(trace: torch.profiler.profile, path: Path) -> list[tuple[str, list[
 def test_no_block_is_started_for_documents_that_are_not_there(lengths: list[int], tmp_path: Path) -> None:
     bank, chain, layers = captured("cuda", variant("cuda"))
     MicroBatch(chain, layers, [64] * NUM_SEQS, "cuda").backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(2):
             hidden = torch.randn(TOKENS, WIDTH, device="cuda").to(torch.bfloat16).requires_grad_()
             with chain.micro_batch("train", [offsets(lengths, "cuda")]) as reason:

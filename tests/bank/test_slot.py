@@ -182,3 +182,39 @@ def test_slots_are_set_once_and_before_variants() -> None:
     alone.set_slots(1, [], False, False)
     with pytest.raises(RuntimeError, match=r"has its slots already"):
         alone.set_slots(1, [], False, False)
+
+
+def test_a_run_of_sites_enters_and_leaves_as_one() -> None:
+    slot = leased()
+    assert slot.enter(0, 2)
+    slot.end_micro_batch()
+    assert slot.describe_holders() == ", ".join(f"1 pending backward of site {rank}" for rank in range(3))
+    assert not slot.enter(2, 3)
+    assert not slot.leave(0, 1)
+    assert slot.leave(0, 2)
+    assert not slot.is_free
+    slot.node_done(0, 2)
+    assert slot.is_free
+
+
+def test_a_run_may_follow_a_site_and_is_dropped_as_one() -> None:
+    slot = leased()
+    assert slot.enter(0)
+    assert slot.enter(1, 3)
+    assert not slot.leave(0)
+    slot.drop(1, 3)
+    assert slot.leave(0)
+    assert slot.enter(1, 3)  # while the node of site 0 still runs
+    slot.node_done(0)
+    slot.drop(1, 3)
+    slot.end_micro_batch()
+    assert slot.is_free
+
+
+def test_of_a_run_without_gradients_only_the_last_output_is_held() -> None:
+    slot = leased(training=False)
+    assert slot.enter(0, 2)
+    slot.retain_tensor(2)
+    assert not slot.enter(0, 2)
+    slot.release_tensor(2)
+    assert slot.enter(0, 2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scope: a whole transformer layer. Hidden states enter and leave; everything else is constant.
 
-Megatron's loop over the layers costs 12 us a layer, a bare loop over sites 0.5. So where a
-micro-batch replays, the block's `layers` are shadowed by one callable that runs them all; the rest
-of the block's forward (its contexts, the final norm) stays Megatron's own.
+Megatron's loop over the layers costs 12 us a layer. So where a micro-batch replays, the block's `layers`
+are shadowed by one callable that runs them all, in one go where it can; the rest of the block's forward
+(its contexts, the final norm) stays Megatron's own.
 """
 
 import contextlib
@@ -52,6 +52,7 @@ class LayerLoop:
     Args:
         specs: the block's own layers, in order.
         sites: their graphs.
+        run: all of them in one go.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
         twins: the last tensor that equalled a constant, by name; kept up here.
         eager_input: pads the hidden states for a layer that runs eager first.
@@ -64,6 +65,7 @@ class LayerLoop:
         self,
         specs: Sequence[SiteSpec],
         sites: Sequence[_C.Site],
+        run: _C.Site,
         constants: Mapping[str, Any],
         twins: dict[str, Tensor],
         eager_input: Callable[[Tensor], Tensor],
@@ -73,6 +75,7 @@ class LayerLoop:
     ) -> None:
         self._specs = specs
         self._sites = sites
+        self._run_all = run
         self._constants = constants
         self._twins = twins
         self._eager_input = eager_input
@@ -93,8 +96,12 @@ class LayerLoop:
             self._refuse()
             hidden_states = self._eager_input(hidden_states)
             for spec in self._specs:
-                hidden_states = self._run(spec, hidden_states, arguments)
+                hidden_states = self._run_eager(spec, hidden_states, arguments)
             return hidden_states, None
+        if self._before_layer is None:
+            out = self._run_all(hidden_states)
+            if out is not NotImplemented:
+                return out, None
         padded = False
         for rank, site in enumerate(self._sites):
             if self._before_layer is not None:
@@ -102,7 +109,7 @@ class LayerLoop:
             out = site(hidden_states)
             if out is NotImplemented:
                 given = hidden_states if padded else self._eager_input(hidden_states)
-                out = self._run(self._specs[rank], given, arguments)
+                out = self._run_eager(self._specs[rank], given, arguments)
             hidden_states, padded = out, True
         return hidden_states, None
 
@@ -122,7 +129,7 @@ class LayerLoop:
         self._twins[name] = value
         return True
 
-    def _run(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def _run_eager(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         out = _hidden_states_of(spec.module, hidden_states, **{**arguments, **self._eager_arguments()})
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
         return out if torch.is_grad_enabled() else out.detach()
