@@ -264,8 +264,7 @@ def run() -> None:
     measurement = Measurement("capture")
 
     def everything() -> list[Figure]:
-        # Without it nothing is drawn where standard error is no terminal.
-        own = measure_part(_MODULE, "own", environment={"FORCE_COLOR": "1", "TERM": "xterm"})
+        own = measure_part(_MODULE, "own")
         return figures_of(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
 
     measurement.take("capture", everything)
@@ -276,6 +275,9 @@ def _measure(part: str) -> None:
     quiet_megatron()
     with process_groups():
         if part == "own":
+            # Without these no progress is drawn where standard error is no terminal.
+            os.environ.update(FORCE_COLOR="1", TERM="xterm")
+            gc.collect()  # in a fork the first collection copies pages
             print(json.dumps(measure_own()), flush=True)
             return
         options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)

@@ -4,7 +4,8 @@
 Each part runs in a process of its own (`python -m benchmarks.bench_memory MODEL/WHAT`). Eager and graphed
 steps are padded to the same capacity. Peaks are of torch's allocator, from the start of the process, warm-up
 steps and capture included; no optimizer has made its state, which would hide the difference. What lies
-outside the allocator is the device's used memory less that, so that nothing else may run beside it.
+outside the allocator is the device's used memory less that, so that nothing else may run beside it. Only the
+eager parts run side by side: of them nothing but the allocator's peak is told.
 """
 
 import json
@@ -88,7 +89,7 @@ CASES = {
 
 
 def measure(case: MemoryCase, what: str) -> Answer:
-    """Memory of a few steps: `eager`, `graphed`, or graphed with `FOUR`."""
+    """Memory of a few steps: `graphed`, graphed with `FOUR`, or `eager`, of which only `reserved` is told."""
     megatron.install(
         GraphConfig(
             capacities=case.capacities(what),
@@ -111,8 +112,11 @@ def measure(case: MemoryCase, what: str) -> Answer:
     report = megatron.reports()[-1]
     if graphs and (report["failures"] or not report["replays"]):
         raise RuntimeError(f"expected replays, got {report['eager']}, {report['failures']}")
+    reserved = torch.cuda.max_memory_reserved()
+    if not graphs:
+        return {"reserved": reserved}
     return {
-        "reserved": torch.cuda.max_memory_reserved(),
+        "reserved": reserved,
         "outside_before": outside_before,
         "outside": outside_bytes(),
         "graphs": report["graphs"],

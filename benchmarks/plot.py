@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws benchmarks/results/*.json: `python -m benchmarks.plot [NAME ...] [--out FOLDER]`, one SVG a name.
+"""Draws benchmarks/results/*.json: `python -m benchmarks.plot [NAME ...] [--out FOLDER]`, an image a name.
 
 Needs matplotlib (`pip install --group plot`) and no GPU. The same results give the same bytes.
 """
@@ -36,6 +36,7 @@ class Drawing:
         pick: figures whose name matches.
         log: a logarithmic axis.
         relative: each figure as a multiple of its rival; figures without one are left out.
+        kind: of image.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Drawing:
     pick: str = ""
     log: bool = False
     relative: bool = False
+    kind: str = "svg"
 
     def rows(self, figures: Sequence[Figure]) -> dict[str, "Row"]:
         """The figures to draw, by name; those of several rivals become one row."""
@@ -129,6 +131,7 @@ DRAWINGS = {
         command="step",
         pick="^(busy|idle): ",
         log=True,
+        kind="png",
     ),
 }
 
@@ -141,7 +144,7 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
     """
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     rows = drawing.rows(figures)
@@ -164,7 +167,8 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
         if axes.get_legend_handles_labels()[1] != [OURS]:
             figure.legend(loc="outside lower center", ncols=2, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        pyplot.savefig(path, format="svg", metadata={"Date": None})
+        unsaid = {"svg": "Date", "png": "Software"}[drawing.kind]
+        pyplot.savefig(path, format=drawing.kind, metadata={unsaid: None}, dpi=110)
         pyplot.close(figure)
 
 
@@ -228,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"expected one of {names}, got {name!r}")
     for name in options.names or DRAWINGS:
         drawing = DRAWINGS[name]
-        source, target = result_path(drawing.result), options.out / f"{name}.svg"
+        source, target = result_path(drawing.result), options.out / f"{name}.{drawing.kind}"
         try:
             draw(drawing, Result.read(source).figures, target)
         except FileNotFoundError:

@@ -14,7 +14,10 @@ from megagraph.sites import MetadataSpec, SiteSpec, VariantSpec
 
 
 class _Attention(nn.Module):
-    """Attends with keys and values of its own; their gradients are computed, too, and kept by the op."""
+    """Attends with keys and values of its own; the op computes their gradients, too."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int) -> None:
         super().__init__()

@@ -11,9 +11,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring.compare import Answer, caught, first_error
+from benchmarks.measuring.fork_children import can_fork, run_forked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,9 @@ def run_module(
 ) -> Ended:
     """Runs `python -m MODULE ARGUMENTS` to its end; whatever it started ends with it.
 
+    In a fork of a process that has imported torch and Megatron, where neither a launcher nor variables are
+    asked for and forks work; else in a fresh interpreter.
+
     Args:
         module: its full name.
         arguments: of its command line.
@@ -62,29 +67,38 @@ def run_module(
         launcher: module and options of a launcher, e.g. of `torch.distributed.run`, before it.
         environment: variables beside this process's own.
     """
-    command = [sys.executable, "-m", *([*launcher, "-m"] if launcher else []), module, *arguments]
-    print("$", " ".join(command[1:]), flush=True)
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+    command = ["-m", *([*launcher, "-m"] if launcher else []), module, *arguments]
+    print("$", " ".join(command), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "out"), Path(folder, "log")
+        for file in (out, log):
+            file.touch()
+        files = str(out), str(log)
+        if launcher or environment or not can_fork():
+            code = _run_afresh(command, {**os.environ, **(environment or {})}, *files, timeout)
+        else:
+            code = run_forked(module, arguments, *files, timeout)
+        said, logged = (path.read_text(errors="replace") for path in (out, log))
+        return Ended(code=code, out=said, log=logged)
+
+
+def _run_afresh(
+    command: Sequence[str], environment: Mapping[str, str], out: str, log: str, timeout: float
+) -> int | None:
+    """Runs a fresh interpreter to its end; its exit code, or None where it had to be killed."""
+    with open(out, "a") as to_out, open(log, "a") as to_log:
         # A session of its own, so that whatever it starts can be ended with it.
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **(environment or {})},
-            stdout=out,
-            stderr=log,
-            text=True,
-            start_new_session=True,
+            [sys.executable, *command], env=environment, stdout=to_out, stderr=to_log, start_new_session=True
         )
-        try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        out.seek(0)
-        log.seek(0)
-        return Ended(code=code, out=out.read(), log=log.read())
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def measure_part(module: str, *arguments: str, timeout: float = 240, **how: Any) -> Answer:

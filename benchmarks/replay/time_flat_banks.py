@@ -19,7 +19,7 @@ from megagraph import Bank, VariantSpec
 
 # Name to (variants, slots).
 BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 slots": (1, 16)}
-SITES = 24
+SITES = 12  # 64 variants of them are 1,536 graphs
 MICRO_BATCHES = 16  # of each bank in a round
 ROUNDS = 12  # each of 64 variants three times
 WARM_UP = 4  # rounds in which each of 64 variants has its first replay
