@@ -35,7 +35,6 @@ class Drawing:
         unit: figures of this unit only.
         pick: figures whose name matches.
         log: a logarithmic axis.
-        relative: each figure as a multiple of its rival; figures without one are left out.
         kind: of image.
     """
 
@@ -45,7 +44,6 @@ class Drawing:
     unit: str = ""
     pick: str = ""
     log: bool = False
-    relative: bool = False
     kind: str = "svg"
 
     def rows(self, figures: Sequence[Figure]) -> dict[str, "Row"]:
@@ -54,17 +52,12 @@ class Drawing:
         for figure in figures:
             if (self.unit and figure.unit != self.unit) or not re.search(self.pick, figure.name):
                 continue
-            if self.relative and not figure.rival_value:
-                continue
-            scale = 1 / figure.rival_value if self.relative and figure.rival_value else 1.0
-            name, rival = figure.name, figure.rival
-            if self.relative:
-                name, rival = f"{name}, against {rival}", None
-            row = rows.setdefault(name, Row(value=figure.value * scale, unit=figure.unit, rivals={}))
+            row = rows.setdefault(figure.name, Row(value=figure.value, unit=figure.unit, rivals={}))
+            rival = figure.rival
             if rival is not None:
                 row.rivals[rival] = rival[:100] if figure.rival_value is None else figure.rival_value
-            row.bar = row.bar if figure.bar is None else figure.bar * scale
-            row.floor = row.floor if figure.floor is None else figure.floor * scale
+            row.bar = row.bar if figure.bar is None else figure.bar
+            row.floor = row.floor if figure.floor is None else figure.floor
         return dict(list(rows.items())[:_MOST_ROWS])
 
 
@@ -102,18 +95,12 @@ DRAWINGS = {
         unit="share",
         pick="(64|320) MiB, NeoX, forward, warm",
     ),
-    "staging": Drawing(
-        title="Staging of hidden states: share of a device copy's bandwidth",
-        result="staging",
-        command="staging",
-        unit="share",
-    ),
     "attention": Drawing(
-        title="Attention of packs: GPU time over the rival's",
+        title="Attention captured for 256 documents, of which ten are there: GPU time",
         result="attention",
         command="attention",
         unit="us",
-        relative=True,
+        pick="document slots.*, beside ATen alone$",
     ),
     "memory": Drawing(
         title="Device memory of a training step",
@@ -121,9 +108,6 @@ DRAWINGS = {
         command="memory",
         unit="MiB",
         pick="peak memory reserved$",
-    ),
-    "capture": Drawing(
-        title="Capture", result="capture", command="capture", unit="ms a graph", pick=": (capture|of it .*)$"
     ),
     "timeline": Drawing(
         title="Where a graphed step's time goes, hidden 1024, packs of 4096",
@@ -158,7 +142,7 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
         figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
         _draw_rows(axes, rows, colours)
         axes.set_title(drawing.title)
-        axes.set_xlabel("ours / the rival's" if drawing.relative else next(iter(rows.values())).unit)
+        axes.set_xlabel(next(iter(rows.values())).unit)
         axes.set_xscale("log" if drawing.log else "linear")
         axes.margins(x=0.12, y=0.01)
         axes.spines[["top", "right"]].set_visible(False)
@@ -201,7 +185,7 @@ def _draw_rows(axes: Any, rows: dict[str, Row], colours: dict[str, str]) -> None
             axes.barh(place, value, 0.85, color=colour, label=label(who))
             axes.text(max(value, lowest), place, f" {_short(value)}", va="center", fontsize=7, bbox=_PAPER)
         bottom = top - len(bars) + 0.5
-        for limit, text, style in ((row.bar, "to reach", "--"), (row.floor, "best possible", "-")):
+        for limit, text, style in ((row.bar, "to reach", "--"), (row.floor, "floor", "-")):
             if limit is not None and limit > 0:
                 axes.plot([limit] * 2, [top + 0.5, bottom], style, color="black", label=label(text))
         ticks.append(top - (len(bars) - 1) / 2)

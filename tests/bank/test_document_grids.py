@@ -6,8 +6,6 @@ over all of the capacity's document slots.
 """
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -154,35 +152,6 @@ def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -
     for slot in range(2):
         assert chain.chunk.num_document_grids(chain.variants["train"], slot) == LAYERS * KERNELS
         assert chain.chunk.num_document_grids(chain.variants["eval"], slot) == LAYERS
-
-
-def grids_of(trace: torch.profiler.profile, path: Path) -> list[tuple[str, list[int]]]:
-    """Name and grid of each FlashAttention kernel that a trace saw."""
-    trace.export_chrome_trace(str(path))
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel" and "flash_" in event["name"]]
-    return [(event["name"], event["args"]["grid"]) for event in kernels]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[300], [700, 100, 40]])
-def test_no_block_is_started_for_documents_that_are_not_there(lengths: list[int], tmp_path: Path) -> None:
-    bank, chain, layers = captured("cuda", variant("cuda"))
-    MicroBatch(chain, layers, [64] * NUM_SEQS, "cuda").backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
-        for _ in range(2):
-            hidden = torch.randn(TOKENS, WIDTH, device="cuda").to(torch.bfloat16).requires_grad_()
-            with chain.micro_batch("train", [offsets(lengths, "cuda")]) as reason:
-                assert reason is None
-                out = chain(hidden)
-            out.sum().backward()
-            del out
-        torch.cuda.synchronize()
-    bank.release()
-    grids = grids_of(trace, tmp_path / "trace.json")
-    assert len(grids) == 2 * LAYERS * KERNELS
-    assert {grid[1] for _, grid in grids} == {len(lengths)}
-    assert max(grid[0] for name, grid in grids if "seqk_parallel" not in name) <= -(-max(lengths) // 64)
 
 
 def test_attention_captured_by_others_is_left_as_it_is(device: str) -> None:
