@@ -52,9 +52,11 @@ def _end(process: Any, timeout: float) -> int | None:
 
 
 def _kill(process: Any) -> None:
-    for kill in (os.killpg, os.kill):  # it may not lead its group yet
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it does not lead its group yet, or is gone
         with suppress(ProcessLookupError):
-            kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
     connection.wait([process.sentinel])
 
 

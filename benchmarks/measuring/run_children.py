@@ -55,7 +55,7 @@ def run_module(
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `python -m MODULE ARGUMENTS` to its end; whatever it started ends with it.
+    """Runs `python -m MODULE ARGUMENTS` to its end; out of time, it is killed with all that it started.
 
     In a fork of a process that has imported torch and Megatron, where neither a launcher nor variables are
     asked for and forks work; else in a fresh interpreter.

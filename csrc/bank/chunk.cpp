@@ -100,7 +100,6 @@ void Chunk::end() {
 
 void Chunk::append_metadata(SegmentList& segments) {
   if (!metadata_pending_) return;
-  metadata_pending_ = false;
   const Variant& variant = variants_[current_->variant()];
   const int32_t* end = nullptr;
   if (variant.end_source >= 0) {
@@ -124,6 +123,15 @@ void Chunk::append_metadata(SegmentList& segments) {
     segments.add(segment);
     if (buffer.kind == SegmentKind::kOffsets) append_document_grids(segments, segment, target);
   }
+}
+
+int Chunk::num_document_grids(int variant, int slot) const {
+  const GridTables& grids = grids_.at(variant).at(slot);
+  int count = 0;
+  for (const MetadataBuffer& buffer : variants_.at(variant).metadata) {
+    if (buffer.kind == SegmentKind::kOffsets) count += grids.count(buffer.by_slot.at(slot));
+  }
+  return count;
 }
 
 void Chunk::append_document_grids(SegmentList& segments, const Segment& offsets,

@@ -69,8 +69,8 @@ class Chunk {
   int add_variant(Variant variant);
   // Before a graph of this variant and slot is launched.
   void add_document_grids(int variant, int slot, const Executable& executable);
-  // How many kernels each micro-batch of this variant and slot launches over its documents.
-  int num_document_grids(int variant, int slot) const { return grids_.at(variant).at(slot).size(); }
+  // How many kernels have their grids set by each micro-batch of this variant and slot.
+  int num_document_grids(int variant, int slot) const;
   // Null: nobody listens.
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
@@ -86,13 +86,14 @@ class Chunk {
   // Whether the running micro-batch can replay these sites in one go: Note [Runs] in
   // replay_run.cpp.
   bool is_run(int first, int last) const;
-  // Replays the running micro-batch's graphs of a run of sites on `inputs` and appends the last
-  // one's outputs, or answers why the caller has to run eager, which is for the caller to count. On
-  // the current stream; never waits.
+  // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
+  // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
+  // several where is_run(). On the current stream; waits once, before a slot's first replay on a
+  // GPU, for the table of its grids.
   std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
                                     std::vector<at::Tensor>& outputs);
 
-  // Appends the running micro-batch's metadata, the first time it is asked.
+  // Appends the running micro-batch's metadata, as long as it is not staged.
   void append_metadata(SegmentList& segments);
   // Appends `input`. Of a packed one, rows past the pack's end become zero.
   void append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,

@@ -31,7 +31,8 @@ bool may_become(BankState from, BankState to) {
 
 // A bank that nobody released: what staged its last micro-batch may still be about to set grids of
 // graphs that were not launched since, which CUDA does not know. Garbage is collected also in the
-// middle of a capture, where waiting is forbidden.
+// middle of a capture, where waiting is forbidden; seen are captures of this thread's stream on the
+// bank's device. Who wants to be sure releases the bank.
 void wait_for(c10::Device device) noexcept {
 #ifdef MEGAGRAPH_WITH_CUDA
   if (!device.is_cuda()) return;

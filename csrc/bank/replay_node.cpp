@@ -52,8 +52,9 @@ void ReplayNode::connect(const std::vector<at::Tensor>& inputs,
     add_next_edge(torch::autograd::impl::gradient_edge(inputs[i]));
     edge_inputs_.push_back(i);
   }
-  for (const auto& graph : graphs_) {
-    for (const at::Tensor& param : graph->params) {
+  // From the last site to the first, as eager adds up the gradients of a parameter they share.
+  for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
+    for (const at::Tensor& param : (*graph)->params) {
       add_next_edge(torch::autograd::impl::gradient_edge(param));
     }
   }
@@ -136,8 +137,8 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   // buffer itself to its caller.
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   const bool is_partial = wanted != nullptr && !wanted->empty();
-  for (const auto& graph : graphs_) {
-    for (const at::Tensor& grad : graph->param_grads) {
+  for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
+    for (const at::Tensor& grad : (*graph)->param_grads) {
       if (task_should_compute_output(edge)) result[edge] = is_partial ? grad.clone() : grad;
       ++edge;
     }

@@ -8,8 +8,6 @@
 // they are launched in one call, with one node as their history, whose backward launches theirs.
 // Where that does not hold, nothing is done, and the host calls site by site.
 
-#include <ATen/core/grad_mode.h>
-
 #include <utility>
 
 #include "csrc/bank/chunk.h"
@@ -58,13 +56,12 @@ std::optional<EagerReason> Chunk::replay(int first, int last, const std::vector<
       inputs.front().const_data_ptr() != entry->inputs.front().const_data_ptr()) {
     return EagerReason::kNesting;
   }
-  if (!slot->enter(first, last)) return EagerReason::kNesting;
-
   ReplayNode::Graphs graphs;
   graphs.reserve(last - first + 1);
   for (int rank = first; rank <= last; ++rank) {
     graphs.push_back(sites_[rank]->shared_graph(variant, slot->index()));
   }
+  if (!slot->enter(first, last)) return EagerReason::kNesting;
   std::shared_ptr<ReplayNode> node;
   if (training) node = ReplayNode::make(*this, slot, first, graphs);
 
@@ -75,6 +72,7 @@ std::optional<EagerReason> Chunk::replay(int first, int last, const std::vector<
     append_input(segments, inputs[i], entry->inputs[i], /*is_packed=*/first == 0 && i == 0);
   }
   stage(segments, device_);
+  metadata_pending_ = false;
   for (const auto& graph : graphs) {
     const Range range(graph->forward_range, device_);
     graph->forward->launch();

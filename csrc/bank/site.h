@@ -47,9 +47,6 @@ class Site {
   Site(const Site&) = delete;
   Site& operator=(const Site&) = delete;
 
-  Chunk& chunk() const { return chunk_; }
-  int rank() const { return rank_; }
-
   void add_variant(int num_slots);
   void set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph);
   // Null where this site has none.

@@ -41,7 +41,7 @@ struct SegmentList {
 
   void add(const Segment& segment) {
     TORCH_CHECK(count < kMaxSegments, "one staging launch takes up to ", kMaxSegments,
-                " buffers; this site and its metadata have more");
+                " buffers and tables of grids; this site and its metadata have more");
     at[count++] = segment;
   }
 };

@@ -114,6 +114,7 @@ void launch_over_documents(const at::Tensor& cu_seqlens, int64_t max_seqlen,
     grid.cu_seqlens = cu_seqlens.const_data_ptr();
     grid.x = params.gridDim.x;
     grid.z = params.gridDim.z;
+    grid.num_seqs = static_cast<int32_t>(num_seqs);
     grid.rows_per_block = must_keep_blocks(params) ? 0 : rows_per_block(grid.x, max_seqlen);
     found.push_back(grid);
   }

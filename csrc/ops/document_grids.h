@@ -4,7 +4,7 @@
 // Note [Document grids]
 // A capture keeps each kernel's grid, and FlashAttention's has an axis of documents and one of
 // blocks as far as the longest goes. Captured for a capacity, it starts blocks for documents that
-// are not there: with 256 slots of which 10 are used, 1.4 to 4.6 times the time of a pack's own
+// are not there: with 256 slots of which 10 are used, 1.2 to 4.7 times the time of a pack's own
 // grid (an H200, `python -m benchmarks attention`). Since CUDA 12.4 a kernel may set the grid of
 // another graph's kernel node; an older driver marks none, and all grids stay. So the nodes that a
 // capture launches over documents are marked as such, and what stages a micro-batch's offsets sets
@@ -34,6 +34,7 @@ struct DocumentGrid {
   const void* cu_seqlens;  // which offsets the kernel reads
   uint32_t x, z;           // as captured
   int32_t rows_per_block;  // 0: x stays
+  int32_t num_seqs;        // as captured
 };
 
 // Collects the grids of one capture, from any thread.

@@ -39,12 +39,12 @@ class ChunkEntry:
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             get = (_with_positional(kwargs, args, read) if args else kwargs).get
-            if get("inference_context") is not None or get("inference_params") is not None:
-                return original(model, *args, **kwargs)
             ids: Any = get("input_ids")
             hidden_states: Tensor | None = get("decoder_input")
-            if ids is None and hidden_states is None:
-                return original(model, *args, **kwargs)  # which says what is missing
+            is_inference = get("inference_context") is not None or get("inference_params") is not None
+            if is_inference or (ids is None and hidden_states is None):
+                with plugin.untouched(model):
+                    return original(model, *args, **kwargs)  # without input it says what is missing
             graphs = plugin.graphs_of_model(model)
             is_step = plugin.begin_call(graphs)
             tokens = ids.numel() if hidden_states is None else _num_tokens(hidden_states, graphs.block.peers)

@@ -73,6 +73,19 @@ class Plugin:
         graphs = self._graphs.get(id(model))
         return self._add(model) if graphs is None else graphs
 
+    @contextlib.contextmanager
+    def untouched(self, model: nn.Module) -> Iterator[None]:
+        """Around a call that is not the plugin's. A micro-batch of the model that is running is not it."""
+        graphs = self._graphs.get(id(model))
+        if graphs is None:
+            yield
+            return
+        outer, graphs.running = graphs.running, None
+        try:
+            yield
+        finally:
+            graphs.running = outer
+
     def _add(self, model: nn.Module) -> ModelGraphs:
         ddp = gradients.find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chain that replays is one call and one autograd node; else it is one of each for every site."""
 
+from typing import Any
+
 import pytest
 import torch
-from bank_twin import Twin, assert_same_bits, blocks
-from torch import Tensor
+from bank_twin import Block, Twin, assert_same_bits, blocks
+from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.dispatch import EagerReason
@@ -97,3 +99,76 @@ def test_a_backward_for_the_input_alone_has_the_same_bits(device: str) -> None:
     (eager,) = torch.autograd.grad(micro_batch.eager_output, micro_batch.eager_input, grad)
     assert_same_bits(ours, eager, "gradient of the input")
     assert all(param.grad is None for layer in twin.layers for param in layer.parameters())
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_gradients_of_a_layer_that_occurs_several_times_add_up_as_in_eager(device: str, times: int) -> None:
+    twin = Twin(device, [Block()] * times).capture()
+    for _ in range(5):
+        assert twin.step() is None
+
+
+class _Raise(torch.autograd.Function):
+    """Hands on, and raises in the backward while it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: "Troubled") -> Tensor:
+        ctx.layer = layer
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.layer.raises_in == "backward":
+            raise ValueError("backward gave up")
+        return grad, None
+
+
+class Troubled(nn.Module):
+    """A block that raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.raises_in = ""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.raises_in == "forward":
+            raise ValueError("forward gave up")
+        out: Tensor = _Raise.apply(self.block(hidden), self)
+        return out
+
+
+def troubled_twin() -> tuple[Twin, Troubled]:
+    """On the host, whose replays run the layers again, so that one of them can raise."""
+    layers = [Block(), Block(), Troubled(), Block()]
+    twin = Twin("cpu", layers, main_grad=True).capture()
+    return twin, layers[2]  # type: ignore[return-value]
+
+
+def test_after_a_forward_that_raised_in_the_middle_the_next_micro_batch_replays() -> None:
+    twin, troubled = troubled_twin()
+    troubled.raises_in = "forward"
+    with pytest.raises(ValueError, match="forward gave up"), twin.chain.micro_batch("train"):
+        twin.chain(twin.input())
+    troubled.raises_in = ""
+    assert twin.chain.chunk.all_free()
+    for _ in range(2):
+        assert twin.step() is None
+
+
+@pytest.mark.parametrize("raises", ["the backward", "the listener"])
+def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> None:
+    twin, troubled = troubled_twin()
+
+    def done(rank: int) -> None:
+        if raises == "the listener" and rank == 2:
+            raise ValueError("listener gave up")
+
+    twin.chain.chunk.set_listener(lambda: True, done)
+    troubled.raises_in = "backward" if raises == "the backward" else ""
+    with twin.chain.micro_batch("train"):
+        out = twin.chain(twin.input().requires_grad_())
+    with pytest.raises(ValueError, match="gave up"):
+        out.sum().backward()
+    del out
+    assert twin.chain.chunk.all_free()

@@ -28,8 +28,10 @@ def rope_utils() -> ModuleType:
 @given(
     units=st.lists(st.sampled_from([0, 1, 2, 5, 12]), min_size=1, max_size=5).filter(any),
     tail=st.sampled_from([0, 1, 9]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    head_dims=st.sampled_from([(8, 8), (16, 8), (64, 32), (12, 6), (6, 2)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    head_dims=st.sampled_from(
+        [*((8, 8), (16, 8), (64, 32), (12, 6), (6, 2)), *((16, 16), (64, 64), (128, 128), (256, 256))]
+    ),
     mscale=st.sampled_from([1.0, 1.2079]),
 )
 def test_bits_of_megatrons_unfused_path(
@@ -124,3 +126,30 @@ def test_positions_are_those_of_megatrons_context_parallel_slice(
             [ones], table, torch.zeros_like(table), offsets(lengths, device), cp_size=cp_size, cp_rank=cp_rank
         )
         assert out[:, 0, 0].tolist() == expected
+
+
+@layouts
+@pytest.mark.parametrize("dim", [16, 32, 128])
+@pytest.mark.parametrize("heads", [(7, 3), (1,), (33, 1, 2), (170,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_any_number_have_the_bits_of_each_head_alone(
+    device: str, layout: str, dim: int, heads: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """All tensors in one call against one head a call on the CPU, forward and backward."""
+    lengths = [5, 0, 11]
+    cos, sin = tables(frequencies(16, dim, layout, "cpu"), dtype)
+    inputs = [torch.randn(19, count, dim).to(dtype) for count in heads]
+    grads = [torch.randn_like(t) for t in inputs]
+
+    def turned(tensors: list[torch.Tensor], gradients: list[torch.Tensor], where: str) -> list[torch.Tensor]:
+        leaves = [t.to(where, copy=True).requires_grad_() for t in tensors]
+        out = rope_thd(leaves, cos.to(where), sin.to(where), offsets(lengths, where), **LAYOUTS[layout])
+        torch.autograd.backward(out, [grad.to(where) for grad in gradients])
+        return [t.detach().cpu() for pair in zip(out, leaves, strict=True) for t in (pair[0], pair[1].grad)]
+
+    together = turned(inputs, grads, device)
+    for t, grad, out, input_grad in zip(inputs, grads, together[::2], together[1::2], strict=True):
+        for head in range(0, t.size(1), 13):
+            alone, alone_grad = turned([t[:, head : head + 1]], [grad[:, head : head + 1]], "cpu")
+            assert torch.equal(out[:, head : head + 1], alone)
+            assert torch.equal(input_grad[:, head : head + 1], alone_grad)
