@@ -134,6 +134,15 @@ int Chunk::num_document_grids(int variant, int slot) const {
   return count;
 }
 
+void Chunk::make_grid_tables() {
+  for (size_t variant = 0; variant < variants_.size(); ++variant) {
+    for (const MetadataBuffer& buffer : variants_[variant].metadata) {
+      if (buffer.kind != SegmentKind::kOffsets) continue;
+      for (int slot = 0; slot < num_slots(); ++slot) grids_[variant][slot].of(buffer.by_slot[slot]);
+    }
+  }
+}
+
 void Chunk::append_document_grids(SegmentList& segments, const Segment& offsets,
                                   const at::Tensor& target) {
   const at::Tensor& table = grids_[current_->variant()][current_->index()].of(target);

@@ -71,6 +71,8 @@ class Chunk {
   void add_document_grids(int variant, int slot, const Executable& executable);
   // How many kernels have their grids set by each micro-batch of this variant and slot.
   int num_document_grids(int variant, int slot) const;
+  // Copies what staging reads of them to the device, and waits for it: when the bank is sealed.
+  void make_grid_tables();
   // Null: nobody listens.
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
@@ -88,8 +90,7 @@ class Chunk {
   bool is_run(int first, int last) const;
   // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
   // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
-  // several where is_run(). On the current stream; waits once, before a slot's first replay on a
-  // GPU, for the table of its grids.
+  // several where is_run(). On the current stream; never waits.
   std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
                                     std::vector<at::Tensor>& outputs);
 

@@ -63,6 +63,8 @@ void GraphBank::become(BankState next) {
   const BankState now = state();
   TORCH_CHECK(may_become(now, next), "a ", name_of(now), " bank cannot become ", name_of(next));
   status_->state.store(next);
+  if (next != BankState::kSealed) return;
+  for (const auto& chunk : chunks_) chunk->make_grid_tables();
 }
 
 std::shared_ptr<Chunk> GraphBank::add_chunk(int num_sites) {
