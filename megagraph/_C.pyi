@@ -111,9 +111,9 @@ class Chunk:
         """The `cudaGraphExec_t` of each captured site, forwards and backwards, by rank."""
 
     def num_document_grids(self, variant: int, slot: int) -> int:
-        """How many kernels of a slot's graphs are launched over the documents that a pack has.
+        """How many kernels of a slot's graphs have their grids set by staging, to the documents of a pack.
 
-        Attention's on a GPU: staging sets their grids, csrc/ops/document_grids.h says how. 0 on the host.
+        Attention's on a GPU, csrc/ops/document_grids.h says how; 0 on the host.
         """
 
     def set_listener(self, wants: Callable[[], bool], done: Callable[[int], None]) -> None: ...

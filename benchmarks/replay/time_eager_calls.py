@@ -20,7 +20,7 @@ from benchmarks.measuring.compare import Answer, median_difference, spread
 from benchmarks.packs.cases import model_options
 from benchmarks.replay.time_rival_layers import TOKENS, a_pack, made_quickly
 from megagraph import megatron
-from megagraph.cli.trainer import Trainer
+from megagraph.cli.trainer import Trainer, packed_seq_params
 from megagraph.config import GraphConfig
 from megagraph.data import Pack, position_ids
 
@@ -94,18 +94,9 @@ class _TimedTrainer(Trainer):
 
     def call(self, pack: Pack, model: nn.Module) -> Tensor:
         """One sample: `CALLS` calls, the device idle before."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        offsets = pack.cu_seqlens.to(self.device)
         tokens, positions = (t.unsqueeze(0).to(self.device) for t in (pack.tokens, position_ids(pack)))
         hidden = torch.zeros(pack.num_tokens, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=pack.max_seqlen,
-            max_seqlen_kv=pack.max_seqlen,
-        )
+        params = packed_seq_params(pack.cu_seqlens.to(self.device), pack.max_seqlen)
         given = params if self.packed else None
         if torch.cuda.is_available():
             torch.cuda.synchronize()

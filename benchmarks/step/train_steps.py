@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from benchmarks.hosts.prepare_megatron import on_side_stream
-from megagraph.cli.trainer import ModelOptions, Trainer
+from megagraph.cli.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.data import Pack, next_token_labels, position_ids
 from megagraph.dispatch import Capacity
 from megagraph.megatron import disable_cuda_graphs_this_step
@@ -98,22 +98,13 @@ class StepTrainer(Trainer):
         return self._walls[-1]
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         batch: Batch = next(packs)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch["offsets"],
-            cu_seqlens_kv=batch["offsets"],
-            max_seqlen_q=batch["longest"],
-            max_seqlen_kv=batch["longest"],
-        )
         losses = model(
             input_ids=batch["tokens"],
             position_ids=batch["positions"],
             attention_mask=None,
             labels=batch["labels"],
-            packed_seq_params=params,
+            packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
         )
         return losses, partial(_mean_loss, mask=batch["mask"])
 

@@ -138,7 +138,9 @@ void Chunk::make_grid_tables() {
   for (size_t variant = 0; variant < variants_.size(); ++variant) {
     for (const MetadataBuffer& buffer : variants_[variant].metadata) {
       if (buffer.kind != SegmentKind::kOffsets) continue;
-      for (int slot = 0; slot < num_slots(); ++slot) grids_[variant][slot].of(buffer.by_slot[slot]);
+      for (int slot = 0; slot < num_slots(); ++slot) {
+        grids_[variant][slot].make(buffer.by_slot[slot]);
+      }
     }
   }
 }

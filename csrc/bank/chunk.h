@@ -72,6 +72,7 @@ class Chunk {
   // How many kernels have their grids set by each micro-batch of this variant and slot.
   int num_document_grids(int variant, int slot) const;
   // Copies what staging reads of them to the device, and waits for it: when the bank is sealed.
+  // What is there already stays.
   void make_grid_tables();
   // Null: nobody listens.
   void set_listener(std::shared_ptr<const GradientListener> listener) {

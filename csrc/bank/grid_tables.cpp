@@ -4,15 +4,10 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include <utility>
-
 namespace megagraph {
 
 void GridTables::add(const std::vector<DocumentGrid>& grids) {
-  for (const DocumentGrid& grid : grids) {
-    by_offsets_[grid.cu_seqlens].push_back(grid);
-    tables_.erase(grid.cu_seqlens);
-  }
+  for (const DocumentGrid& grid : grids) by_offsets_[grid.cu_seqlens].push_back(grid);
 }
 
 // A kernel that reads a part of the buffer was captured for fewer documents than staging counts.
@@ -30,16 +25,20 @@ int GridTables::count(const at::Tensor& offsets) const {
   return static_cast<int>(grids_of(offsets).size());
 }
 
-const at::Tensor& GridTables::of(const at::Tensor& offsets) {
-  const auto known = tables_.find(offsets.const_data_ptr());
-  if (known != tables_.end()) return known->second;
+void GridTables::make(const at::Tensor& offsets) {
   std::vector<DocumentGrid> grids = grids_of(offsets);
-  at::Tensor table;
-  if (!grids.empty()) {
-    const auto bytes = static_cast<int64_t>(grids.size() * sizeof(DocumentGrid));
-    table = at::from_blob(grids.data(), {bytes}, at::kByte).to(offsets.device());
-  }
-  return tables_.emplace(offsets.const_data_ptr(), std::move(table)).first->second;
+  if (grids.empty()) return;
+  const auto bytes = static_cast<int64_t>(grids.size() * sizeof(DocumentGrid));
+  at::Tensor& table = tables_[offsets.const_data_ptr()];
+  // One that is complete stays: what staged a micro-batch may still be about to read it.
+  if (table.defined() && table.numel() == bytes) return;
+  table = at::from_blob(grids.data(), {bytes}, at::kByte).to(offsets.device());
+}
+
+const at::Tensor& GridTables::of(const at::Tensor& offsets) const {
+  static const at::Tensor none;
+  const auto found = tables_.find(offsets.const_data_ptr());
+  return found == tables_.end() ? none : found->second;
 }
 
 }  // namespace megagraph

@@ -14,11 +14,12 @@ namespace megagraph {
 class GridTables {
  public:
   void add(const std::vector<DocumentGrid>& grids);
-  // Of the kernels that read the whole of this buffer of offsets: how many, and their
-  // `DocumentGrid`s in its device's memory, as bytes; undefined where there are none. The first
-  // request for the latter after an addition copies, and waits.
+  // Of the kernels that read the whole of this buffer of offsets: how many; copies their
+  // `DocumentGrid`s to its device, and waits for it; what was copied, as bytes, undefined where
+  // there are none.
   int count(const at::Tensor& offsets) const;
-  const at::Tensor& of(const at::Tensor& offsets);
+  void make(const at::Tensor& offsets);
+  const at::Tensor& of(const at::Tensor& offsets) const;
 
  private:
   std::vector<DocumentGrid> grids_of(const at::Tensor& offsets) const;

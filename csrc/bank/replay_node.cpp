@@ -115,12 +115,12 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   } done{*slot_, first_, last_};
 
   stage_gradients(grads);
-  const bool is_heard = listener_ != nullptr && slot_->wants_notice(listener_->wants);
   for (int rank = last_; rank >= first_; --rank) {
     const SiteGraph& graph = *graphs_[rank - first_];
     const Range range(graph.backward_range, device_);
     graph.backward->launch();
-    if (is_heard) listener_->done(rank);
+    // Asked after the first launch: the answer may have to wait for the GIL.
+    if (listener_ != nullptr && slot_->wants_notice(listener_->wants)) listener_->done(rank);
   }
 
   variable_list result(num_outputs());

@@ -22,6 +22,7 @@ __all__ = [
     "Trainer",
     "gpt_model",
     "in_half_precision",
+    "packed_seq_params",
     "process_groups",
     "transformer_config",
 ]
@@ -116,6 +117,24 @@ def transformer_config(options: ModelOptions, **changes: Any) -> Any:
         "pipeline_dtype": dtype,
     }
     return TransformerConfig(**{**fields, **changes})
+
+
+def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int) -> Any:
+    """Megatron's `PackedSeqParams` of a pack without padding between its documents.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], on the model's device.
+        max_seqlen: tokens of the longest document.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
 
 
 def gpt_model(options: ModelOptions, config: Any, spec: Any = None) -> nn.Module:
@@ -243,18 +262,10 @@ class Trainer:
         self.optimizer.step()
 
     def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         pack = next(packs)
         labels, mask = next_token_labels(pack)
         offsets = pack.cu_seqlens.to(self.device, non_blocking=True)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=pack.max_seqlen,
-            max_seqlen_kv=pack.max_seqlen,
-        )
+        params = packed_seq_params(offsets, pack.max_seqlen)
         tokens, positions, labels, mask = (
             t.unsqueeze(0).to(self.device, non_blocking=True)
             for t in (pack.tokens, position_ids(pack), labels, mask)

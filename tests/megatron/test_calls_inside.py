@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import Micro, Twins, step
+from megatron_rig import Micro, Twins
 from torch import Tensor
 
 from megagraph.cli.trainer import Trainer
@@ -85,4 +85,3 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(
     for trainer in twins.both:
         _call_inside(trainer, nothing)
     twins.step(MICRO)
-    step(twins.graphed, [MICRO])
