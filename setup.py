@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds megagraph._C, the C++/CUDA core.
 
-With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else it is a
-CPU-only build, which runs the host backend. TORCH_CUDA_ARCH_LIST is honoured.
+With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else, or with
+MEGAGRAPH_CPU_ONLY=1, it is a CPU-only build, which runs the host backend. TORCH_CUDA_ARCH_LIST is
+honoured.
 """
 
 import os
@@ -26,34 +27,36 @@ DEFAULT_ARCHS = ("9.0", "10.0")
 
 OPS_WITH_KERNELS = ["pad_cu_seqlens", "thd_partition_indices", "zero_tail", "rope_thd"]
 BANK = [
-    "chunk",
-    "graph_bank",
-    "grid_tables",
     "host_executable",
-    "leased_storage",
-    "main_grad_node",
-    "op_trace",
-    "replay_node",
-    "replay_run",
-    "side_branch",
     "signature",
-    "site",
-    "slot_ring",
-    "staging",
+    "capture/main_grad_node",
+    "capture/op_trace",
+    "capture/side_branch",
+    "replay/chain",
+    "replay/graph_bank",
+    "replay/leased_storage",
+    "replay/replay_node",
+    "replay/replay_span",
+    "replay/site",
+    "replay/slot_ring",
+    "staging/grid_tables",
+    "staging/staging",
 ]
 SOURCES = [
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
     "csrc/python/accumulator_hooks.cpp",
+    "csrc/python/bind_capture.cpp",
+    "csrc/python/bind_replay.cpp",
     "csrc/python/fingerprint.cpp",
     "csrc/python/site_object.cpp",
     "csrc/python/module.cpp",
 ]
 CUDA_SOURCES = [
     *(f"csrc/ops/{name}_kernel.cu" for name in OPS_WITH_KERNELS),
-    "csrc/bank/staging_kernel.cu",
+    "csrc/bank/staging/staging_kernel.cu",
     "csrc/ops/document_grids.cpp",
-    "csrc/bank/cuda_capture.cpp",
+    "csrc/bank/capture/cuda_capture.cpp",
 ]
 
 
@@ -70,6 +73,8 @@ def cuda_archs(nvcc: str) -> str:
 
 def find_nvcc() -> str | None:
     """The CUDA compiler to build with, or None for a CPU-only build."""
+    if os.environ.get("MEGAGRAPH_CPU_ONLY") == "1":
+        return None
     if torch.version.cuda is None or cpp_extension.CUDA_HOME is None:
         return None
     nvcc = pathlib.Path(cpp_extension.CUDA_HOME, "bin", "nvcc")

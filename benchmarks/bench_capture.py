@@ -28,12 +28,12 @@ from benchmarks.replay.time_rival_layers import (
     torchs_graphs,
 )
 from megagraph import _C, megatron
-from megagraph.backends import CudaBackend
-from megagraph.bank import Bank
+from megagraph.bank.backends import CudaBackend
+from megagraph.bank.bank import Bank
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.config import GraphConfig
-from megagraph.megatron.installation import installed_plugin
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
+from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.results import Figure
 
 HIDDEN = (512, 1024, 2048)

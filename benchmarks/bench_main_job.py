@@ -20,11 +20,11 @@ from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.run_children import measure_part
 from benchmarks.packs.cases import CASES, Case
 from megagraph import megatron, results
-from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import Trainer, process_groups
 from megagraph.config import GraphConfig
-from megagraph.megatron.installation import installed_plugin
+from megagraph.demo.compare import compare_steps, time_steps
+from megagraph.demo.trainer import Trainer, process_groups
+from megagraph.megatron.patch.installation import installed_plugin
 
 COMPARED_STEPS = 104
 TIMED_STEPS = 20

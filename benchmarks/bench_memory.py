@@ -26,9 +26,9 @@ from benchmarks.packs.cases import Case, model_options
 from benchmarks.step.train_steps import StepTrainer, batch_of
 from megagraph import megatron, results
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import ModelOptions, process_groups
 from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import ModelOptions, process_groups
 
 WARM_UP_STEPS = 3
 FURTHER_STEPS = 3  # the first of them captures

@@ -21,7 +21,7 @@ from benchmarks.packs.cases import model_options
 from benchmarks.replay import time_eager_calls, time_flat_banks, time_rival_layers
 from benchmarks.replay.time_own_replays import measure_stacks
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import ModelOptions, process_groups
+from megagraph.demo.trainer import ModelOptions, process_groups
 from megagraph.results import Figure
 
 HIDDEN = 1024

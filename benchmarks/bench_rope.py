@@ -21,7 +21,8 @@ from benchmarks.measuring.run_children import collect, tell
 from benchmarks.measuring.time_calls import copy_of, device_us_in_turns
 from benchmarks.measuring.time_kernels import kernel_us
 from benchmarks.packs.documents import lognormal_offsets
-from megagraph import ops, results
+from megagraph import results
+from megagraph.packs import ops
 
 DEVICE = "cuda"
 HEAD_DIM = 128

@@ -14,7 +14,7 @@ from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.time_kernels import Work, device_work, median_us
 from benchmarks.packs.documents import lognormal_offsets
 from megagraph import _C, Bank, VariantSpec, results
-from megagraph.sites import MetadataSpec
+from megagraph.bank.sites import MetadataSpec
 
 DEVICE = "cuda"
 TOKENS = 8192  # of the packs whose metadata alone are staged

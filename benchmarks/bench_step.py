@@ -32,7 +32,7 @@ from benchmarks.step.time_own_steps import measure_ours, spread_ms
 from benchmarks.step.time_step_rivals import RIVALS, measure_rival
 from megagraph import results
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import process_groups
+from megagraph.demo.trainer import process_groups
 
 TIMEOUT_SECONDS = 150
 TIMELINE = "hidden 1024, packs of 4096"

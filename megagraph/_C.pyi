@@ -37,7 +37,7 @@ class Executable:
     def num_nodes(self) -> int: ...
 
 class Slot:
-    """Storage for one in-flight micro-batch; csrc/bank/slot_ring.h has the nesting rule."""
+    """Storage for one in-flight micro-batch; csrc/bank/replay/slot_ring.h has the nesting rule."""
 
     def __init__(self, index: int, num_sites: int) -> None: ...
     def lease(self, variant: int, training: bool) -> bool: ...
@@ -46,8 +46,8 @@ class Slot:
     def leave(self, first: int, last: int | None = None) -> bool: ...
     def drop(self, first: int, last: int | None = None) -> None: ...
     def node_done(self, first: int, last: int | None = None) -> None: ...
-    def retain_tensor(self, rank: int, kind: LeaseKind = ...) -> None: ...
-    def release_tensor(self, rank: int, kind: LeaseKind = ...) -> None: ...
+    def retain_tensor(self, site: int, kind: LeaseKind = ...) -> None: ...
+    def release_tensor(self, site: int, kind: LeaseKind = ...) -> None: ...
     @property
     def is_free(self) -> bool: ...
     def describe_holders(self) -> str: ...
@@ -57,19 +57,70 @@ class Site:
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
     @property
-    def rank(self) -> int: ...
+    def index(self) -> int: ...
 
-class MetadataBuffer:
+class MetadataSpec:
+    """A small buffer that graphs read and that staging fills anew for each micro-batch.
+
+    Args:
+        kind: how staging fills it (csrc/bank/staging/staging.h).
+        example: its content during warm-up and capture, [entries].
+        source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
+            and any other buffer is constant.
+        fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
+        extend_last: whether the last given offset, too, becomes `fill`.
+        shared: one buffer for all slots, the example itself (a counter).
+    """
+
     def __init__(
-        self, kind: SegmentKind, by_slot: Sequence[Tensor], source: int, fill: int, extend_last: bool
+        self,
+        *,
+        kind: SegmentKind,
+        example: Tensor,
+        source: int = -1,
+        fill: int = -1,
+        extend_last: bool = False,
+        shared: bool = False,
     ) -> None: ...
+    def buffer(self) -> Tensor:
+        """A slot's buffer, filled with the example."""
+
+class Boundaries:
+    """The static tensors on the edges of one site's graphs; csrc/bank/replay/site.h."""
+
+    def __init__(self) -> None: ...
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    grad_outputs: Sequence[Tensor | None]
+    grad_inputs: Sequence[Tensor | None]
+    params: Sequence[Tensor]
+    param_grads: Sequence[Tensor]
+
+class SiteGraph:
+    """What one site captured for one variant and slot; csrc/bank/replay/site.h."""
+
+    def __init__(
+        self,
+        *,
+        forward: Executable,
+        backward: Executable | None,
+        boundaries: Boundaries,
+        accumulated: Sequence[Tensor],
+    ) -> None: ...
+    @property
+    def boundaries(self) -> Boundaries: ...
+    @property
+    def accumulated(self) -> list[Tensor]: ...
+    reads: Sequence[Tensor]
+    def set_range(self, name: str) -> None:
+        """Names its replays for profilers."""
 
 class PoolHold:
     """CUDA builds only."""
 
     def __init__(self, device_index: int, pool: tuple[int, int]) -> None: ...
 
-class Chunk:
+class Chain:
     @property
     def num_sites(self) -> int: ...
     @property
@@ -80,35 +131,26 @@ class Chunk:
     def is_running(self) -> bool: ...
     @property
     def slot_index(self) -> int: ...
-    def site(self, rank: int) -> Site: ...
-    def run(self) -> Site:
+    def site(self, index: int) -> Site: ...
+    def replay_all(self) -> Site:
         """Every site in one go, with one autograd node; NotImplemented where that cannot be, uncounted."""
 
-    def set_site_eager_reason(self, rank: int, reason: int) -> None: ...
+    def set_site_eager_reason(self, index: int, reason: int) -> None: ...
     def set_slots(
         self, num_slots: int, pools: Sequence[PoolHold], poison: bool, holds_collectives: bool
     ) -> None: ...
-    def add_variant(self, training: bool, metadata: Sequence[MetadataBuffer], end_source: int) -> int: ...
-    def set_graph(
+    def add_variant(
         self,
         *,
-        rank: int,
-        variant: int,
-        slot: int,
-        forward: Executable,
-        backward: Executable | None,
-        inputs: Sequence[Tensor],
+        training: bool,
+        end_source: int,
         fewer_rows: bool,
-        outputs: Sequence[Tensor],
-        grad_outputs: Sequence[Tensor | None],
-        grad_inputs: Sequence[Tensor | None],
-        params: Sequence[Tensor],
-        param_grads: Sequence[Tensor],
-        reads: Sequence[Tensor],
-        range: str = "",
-    ) -> None: ...
+        metadata: Sequence[MetadataSpec],
+        buffers: Sequence[Sequence[Tensor]],
+    ) -> int: ...
+    def set_graph(self, site: int, variant: int, slot: int, graph: SiteGraph) -> None: ...
     def raw_graph_execs(self, variant: int, slot: int) -> tuple[list[int], list[int]]:
-        """The `cudaGraphExec_t` of each captured site, forwards and backwards, by rank."""
+        """The `cudaGraphExec_t` of each captured site, forwards and backwards, by index."""
 
     def num_document_grids(self, variant: int, slot: int) -> int:
         """How many kernels of a slot's graphs have their grids set by staging, to the documents of a pack.
@@ -128,13 +170,13 @@ class GraphBank:
     @property
     def state(self) -> BankState: ...
     def become(self, state: BankState) -> None: ...
-    def add_chunk(self, num_sites: int) -> Chunk: ...
+    def add_chain(self, num_sites: int) -> Chain: ...
     def count_eager(self, reason: int, calls: int) -> None: ...
     def counters(self) -> dict[str, int]: ...
     def release(self) -> None: ...
 
 class AccumulatorSwap:
-    """Gradient accumulators of ours in place of the parameters' own; csrc/bank/main_grad_node.h."""
+    """Gradient accumulators of ours in place of the parameters' own; csrc/bank/capture/main_grad_node.h."""
 
     def __init__(
         self, targets: Sequence[tuple[Tensor, Tensor | None, Callable[[], bool] | None]]

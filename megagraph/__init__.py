@@ -14,10 +14,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megagraph.bank import Bank as Bank
+    from megagraph.bank.bank import Bank as Bank
+    from megagraph.bank.sites import VariantSpec as VariantSpec
     from megagraph.config import GraphConfig as GraphConfig
-    from megagraph.dispatch import Capacity as Capacity
-    from megagraph.dispatch import EagerReason as EagerReason
+    from megagraph.decide.dispatch import Capacity as Capacity
+    from megagraph.decide.reasons import EagerReason as EagerReason
     from megagraph.megatron import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
     from megagraph.megatron import get_gpt_block_varlen_spec as get_gpt_block_varlen_spec
     from megagraph.megatron import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
     from megagraph.megatron import resume as resume
     from megagraph.megatron import suspend as suspend
     from megagraph.megatron import uninstall as uninstall
-    from megagraph.sites import VariantSpec as VariantSpec
 
 _HOME = {
-    "Bank": "megagraph.bank",
+    "Bank": "megagraph.bank.bank",
     "GraphConfig": "megagraph.config",
-    "Capacity": "megagraph.dispatch",
-    "EagerReason": "megagraph.dispatch",
-    "VariantSpec": "megagraph.sites",
+    "Capacity": "megagraph.decide.dispatch",
+    "EagerReason": "megagraph.decide.reasons",
+    "VariantSpec": "megagraph.bank.sites",
     "disable_cuda_graphs_this_step": "megagraph.megatron",
     "get_gpt_block_varlen_spec": "megagraph.megatron",
     "get_gpt_layer_varlen_spec": "megagraph.megatron",

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagraph.dispatch import Capacity
-from megagraph.packing import TailConvention
+from megagraph.decide.dispatch import Capacity
+from megagraph.packs.packing import TailConvention
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -181,8 +181,8 @@ class GraphConfig:
 
 
 _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
-# Variables with our prefix that other parts of the project own: tests and recorded results.
-_NOT_OPTIONS = frozenset({"MEGAGRAPH_COMMIT", "MEGAGRAPH_TEST_CORE"})
+# Variables with our prefix that other parts of the project own: its build, tests and recorded results.
+_NOT_OPTIONS = frozenset({"MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_TEST_CORE"})
 
 
 def _parse(option: str, value: Any) -> Any:

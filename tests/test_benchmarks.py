@@ -18,7 +18,7 @@ from benchmarks import bench_main_job as main_job  # noqa: E402
 from benchmarks.hosts.measure_job import JOBS, Job  # noqa: E402
 from benchmarks.hosts.run_jobs import comparison_of  # noqa: E402
 from benchmarks.packs.cases import CASES, MICRO_BATCHES, Case  # noqa: E402
-from megagraph.data import Pack  # noqa: E402
+from megagraph.demo.packers import Pack  # noqa: E402
 from megagraph.results import Comparison, Figure, Result  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity
-from megagraph.packing import TailConvention
+from megagraph.decide.dispatch import Capacity
+from megagraph.packs.packing import TailConvention
 
 PAIR = {"cuda_graph_max_packed_seqs": (16,), "max_seqlen_per_dp_cp_rank": 512}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megagraph.config import GraphConfig
-from megagraph.dispatch import EagerReason
+from megagraph.decide.reasons import EagerReason
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

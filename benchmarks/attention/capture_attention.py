@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.launch_bare import BareLoop
-from megagraph import _C, ops
-from megagraph.bank import Bank
-from megagraph.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph.packs import ops
 
 
 class _Attention(nn.Module):
@@ -75,5 +76,5 @@ def captured_attention(
             raise RuntimeError(f"expected a replay, got {reason.name}")
         out = chain(leaf)
     out.backward(grad)
-    forward, backward = map(BareLoop, chain.chunk.raw_graph_execs(chain.variants["pack"], 0))
+    forward, backward = map(BareLoop, chain.core.raw_graph_execs(chain.variants["pack"], 0))
     return CapturedAttention(bank, {"forward": forward, "backward": backward}, (module, chain))

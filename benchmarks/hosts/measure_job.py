@@ -19,11 +19,11 @@ from torch import distributed
 from benchmarks.hosts.prepare_megatron import prepare_megatrons_graphs, seed_streams
 from benchmarks.packs.cases import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
-from megagraph.cli.compare import compare_steps, time_steps
 from megagraph.cli.demo import quiet_megatron
-from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.config import GraphConfig
-from megagraph.data import Pack
+from megagraph.demo.compare import compare_steps, time_steps
+from megagraph.demo.packers import Pack
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 
 COMPARED_STEPS = 104
 TIMED_STEPS = 20

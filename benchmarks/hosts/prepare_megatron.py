@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megagraph.megatron import seams
-from megagraph.megatron.rope import wrap_rope
+from megagraph.megatron.patch.rope import wrap_rope
 
 
 def seed_streams(*, for_graphs: bool = False) -> None:

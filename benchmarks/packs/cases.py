@@ -7,15 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megagraph.cli.trainer import ModelOptions
-from megagraph.data import (
-    Document,
-    Pack,
-    load_documents,
-    lognormal_lengths,
-    split_at_blank_lines,
-    stream_packs,
-)
+from megagraph.demo.documents import Document, load_documents
+from megagraph.demo.lengths import lognormal_lengths
+from megagraph.demo.packers import Pack, stream_packs
+from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.trainer import ModelOptions
 
 MICRO_BATCHES = 4
 

@@ -4,7 +4,8 @@
 import torch
 from torch import Tensor
 
-from megagraph.data import Pack, lognormal_lengths
+from megagraph.demo.lengths import lognormal_lengths
+from megagraph.demo.packers import Pack
 
 
 def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from benchmarks.packs.cases import MICRO_BATCHES, Case, model_options
 from benchmarks.packs.documents import filled
 from benchmarks.step.train_steps import Batch, batch_of
-from megagraph.cli.trainer import ModelOptions
-from megagraph.data import Pack
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.packers import Pack
+from megagraph.demo.trainer import ModelOptions
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
 

@@ -20,9 +20,9 @@ from benchmarks.measuring.compare import Answer, median_difference, spread
 from benchmarks.packs.cases import model_options
 from benchmarks.replay.time_rival_layers import TOKENS, a_pack, made_quickly
 from megagraph import megatron
-from megagraph.cli.trainer import Trainer, packed_seq_params
 from megagraph.config import GraphConfig
-from megagraph.data import Pack, position_ids
+from megagraph.demo.packers import Pack, position_ids
+from megagraph.demo.trainer import Trainer, packed_seq_params
 
 LAYERS = 2
 HIDDEN = 256

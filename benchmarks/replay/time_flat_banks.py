@@ -93,7 +93,7 @@ class _Measured:
         for key in range(variants):
             for slot in range(slots):
                 index = self._chain.variants[key]
-                forward, backward = self._chain.chunk.raw_graph_execs(index, slot)
+                forward, backward = self._chain.core.raw_graph_execs(index, slot)
                 self._bare[key, slot] = BareLoop(forward), BareLoop(backward)
 
     def _time(self, phase: str, call: Callable[[], Any]) -> Any:

@@ -11,10 +11,10 @@ from benchmarks.measuring.compare import Answer, spreads
 from benchmarks.measuring.launch_bare import BareLoop
 from benchmarks.replay.time_rival_layers import a_pack, eager_times, made_quickly
 from megagraph import megatron
-from megagraph.cli.trainer import ModelOptions, Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import disable_cuda_graphs_this_step
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 
 ROUNDS = 60
 _NUM_SEQS = 8
@@ -61,7 +61,7 @@ def _time_replays(trainer: Trainer, graphs: Any, before: Callable[[], None]) -> 
     hidden = leaf.clone()  # the gradient of a leaf would be cloned
     grad = torch.randn_like(leaf) * 1e-3
     offsets = torch.tensor([0, capacity.tokens], dtype=torch.int32, device=device)
-    bare_forward, bare_backward = map(BareLoop, chain.chunk.raw_graph_execs(chain.variants[key], 0))
+    bare_forward, bare_backward = map(BareLoop, chain.core.raw_graph_execs(chain.variants[key], 0))
     trainer.model.zero_grad_buffer()
 
     def timed(call: Callable[[], object]) -> float:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from benchmarks.hosts.prepare_megatron import on_side_stream, prepare_megatrons_graphs
 from benchmarks.measuring.compare import Answer, spreads
 from benchmarks.replay.time_flat_banks import Layer
-from megagraph.cli.trainer import ModelOptions, Trainer
-from megagraph.data import Pack
+from megagraph.demo.packers import Pack
+from megagraph.demo.trainer import ModelOptions, Trainer
 
 LAYERS = 24
 TOKENS = 256
@@ -278,11 +278,11 @@ def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
             options.heads,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            layer_number=rank + 1,
+            layer_number=index + 1,
             self_attn_mask_type="causal",
             params_dtype=torch.bfloat16,
         ).cuda()
-        for rank in range(options.layers)
+        for index in range(options.layers)
     )
 
 

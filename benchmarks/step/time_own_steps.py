@@ -22,7 +22,7 @@ from benchmarks.packs.step_cases import StepCase, in_rounds
 from benchmarks.step.train_steps import Batch, StepTrainer, named_phases, without_collection
 from megagraph import megatron
 from megagraph.config import GraphConfig
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 
 WARM_UP_STEPS = 3
 ROUNDS = 5  # of each distinct step of a small model
@@ -140,7 +140,7 @@ def _bare_launches() -> Callable[[], None]:
     assert plugin is not None
     chain = plugin.all_graphs()[0].block.chain
     (variant,) = chain.variants.values()  # one capacity, training only
-    forward, backward = chain.chunk.raw_graph_execs(variant, 0)
+    forward, backward = chain.core.raw_graph_execs(variant, 0)
     if not forward or not backward:
         raise RuntimeError("no graphs were captured")
     return partial(BareLoop([*forward, *reversed(backward)]), MICRO_BATCHES)

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.hosts.prepare_megatron import our_rope, prepare_megatrons_graphs
 from benchmarks.packs.cases import MICRO_BATCHES
 from benchmarks.step.train_steps import Batch, StepTrainer, without_collection
-from megagraph.cli.trainer import ModelOptions
+from megagraph.demo.trainer import ModelOptions
 
 RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
 WARM_UP_STEPS = 6

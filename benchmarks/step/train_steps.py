@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from benchmarks.hosts.prepare_megatron import on_side_stream
-from megagraph.cli.trainer import ModelOptions, Trainer, packed_seq_params
-from megagraph.data import Pack, next_token_labels, position_ids
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.packers import Pack, next_token_labels, position_ids
+from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.megatron import disable_cuda_graphs_this_step
 
 Batch = dict[str, Any]

@@ -8,10 +8,10 @@
 // grid (an H200, `python -m benchmarks attention`). Since CUDA 12.4 a kernel may set the grid of
 // another graph's kernel node; an older driver marks none, and all grids stay. So the nodes that a
 // capture launches over documents are marked as such, and what stages a micro-batch's offsets sets
-// their grids (csrc/bank/staging.h): as many documents as the last one that is not empty, as many
-// blocks as the longest one needs. The blocks left out are those that return at once, since their
-// document ends before them: the same bits. The host need not know the documents, and what is not
-// staged anew stays as it was.
+// their grids (csrc/bank/staging/staging.h): as many documents as the last one that is not empty,
+// as many blocks as the longest one needs. The blocks left out are those that return at once, since
+// their document ends before them: the same bits. The host need not know the documents, and what is
+// not staged anew stays as it was.
 //
 // Only captures with a collector mark nodes: a marked node keeps its graph from being instantiated
 // twice, which is nobody else's business.

@@ -59,7 +59,7 @@ void mix_parameter(Hash& hash, PyObject* object) {
   }
 }
 
-// The tables of hooks are those of _MODULE_HOOKS in megagraph/eligibility.py.
+// The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
 void mix_module(Hash& hash, PyObject* module) {
   static const auto* parameters = new py::str("_parameters");
   static const auto* buffers = new py::str("_buffers");

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/bank/chunk.h"
+#include "csrc/bank/replay/chain.h"
 
 namespace megagraph {
 namespace {
@@ -18,15 +18,15 @@ namespace {
 struct SiteObject {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  std::shared_ptr<Chunk> chunk;
+  std::shared_ptr<Chain> chain;
   int first, last;
-  bool counts_eager;  // a run is tried before its sites are, and those count
+  bool counts_eager;  // a span is tried before its sites are, and those count
 };
 
 PyTypeObject* site_type = nullptr;
 
 // site(*inputs) -> Tensor, a tuple of tensors, or NotImplemented where the caller has to run eager,
-// or, of a run, to call site by site.
+// or, of a span, to call site by site.
 PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObject* keywords) {
   HANDLE_TH_ERRORS
   const Py_ssize_t count = PyVectorcall_NARGS(flags);
@@ -45,11 +45,11 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     inputs.push_back(THPVariable_Unpack(args[i]));
   }
   const auto* site = reinterpret_cast<SiteObject*>(self);
-  if (site->last != site->first && !site->chunk->is_run(site->first, site->last)) {
+  if (site->last != site->first && !site->chain->is_linked(site->first, site->last)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  if (const auto reason = site->chunk->replay(site->first, site->last, inputs, outputs)) {
-    if (site->counts_eager) site->chunk->bank()->counters.count_eager(*reason, 1);
+  if (const auto reason = site->chain->replay(site->first, site->last, inputs, outputs)) {
+    if (site->counts_eager) site->chain->bank()->counters.count_eager(*reason, 1);
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (outputs.size() == 1) return THPVariable_Wrap(std::move(outputs.front()));
@@ -64,12 +64,12 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
 
 void dealloc_site(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<SiteObject*>(self)->chunk.~shared_ptr();
+  reinterpret_cast<SiteObject*>(self)->chain.~shared_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyObject* site_rank(PyObject* self, void*) {
+PyObject* site_index(PyObject* self, void*) {
   return PyLong_FromLong(reinterpret_cast<SiteObject*>(self)->first);
 }
 
@@ -78,8 +78,8 @@ PyMemberDef site_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 PyGetSetDef site_properties[] = {
-    {"rank", site_rank, nullptr,
-     "Place in the execution order of the chunk; of a run its first one's.", nullptr},
+    {"index", site_index, nullptr,
+     "Place in the execution order of the chain; of a span its first one's.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyType_Slot site_slots[] = {
@@ -103,11 +103,11 @@ PyObject* make_site_type() {
 
 namespace {
 
-PyObject* make_object(std::shared_ptr<Chunk> chunk, int first, int last, bool counts_eager) {
+PyObject* make_object(std::shared_ptr<Chain> chain, int first, int last, bool counts_eager) {
   auto* self = reinterpret_cast<SiteObject*>(site_type->tp_alloc(site_type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = &call_site;
-  new (&self->chunk) std::shared_ptr<Chunk>(std::move(chunk));
+  new (&self->chain) std::shared_ptr<Chain>(std::move(chain));
   self->first = first;
   self->last = last;
   self->counts_eager = counts_eager;
@@ -116,14 +116,14 @@ PyObject* make_object(std::shared_ptr<Chunk> chunk, int first, int last, bool co
 
 }  // namespace
 
-PyObject* make_site_object(std::shared_ptr<Chunk> chunk, int rank) {
-  chunk->site(rank);  // throws where there is none
-  return make_object(std::move(chunk), rank, rank, /*counts_eager=*/true);
+PyObject* make_site_object(std::shared_ptr<Chain> chain, int index) {
+  chain->site(index);  // throws where there is none
+  return make_object(std::move(chain), index, index, /*counts_eager=*/true);
 }
 
-PyObject* make_run_object(std::shared_ptr<Chunk> chunk) {
-  const int last = chunk->num_sites() - 1;
-  return make_object(std::move(chunk), 0, last, /*counts_eager=*/false);
+PyObject* make_span_object(std::shared_ptr<Chain> chain) {
+  const int last = chain->num_sites() - 1;
+  return make_object(std::move(chain), 0, last, /*counts_eager=*/false);
 }
 
 }  // namespace megagraph

@@ -12,14 +12,9 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from megagraph.data import (
-    Pack,
-    load_documents,
-    next_token_labels,
-    position_ids,
-    split_at_blank_lines,
-    stream_packs,
-)
+from megagraph.demo.documents import load_documents
+from megagraph.demo.packers import Pack, next_token_labels, position_ids, stream_packs
+from megagraph.demo.paragraphs import split_at_blank_lines
 
 # Of every so many packs one is kept for validation, and one for the test.
 HELD_OUT_EVERY = 20

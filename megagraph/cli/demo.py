@@ -17,10 +17,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megagraph import results
-from megagraph.cli.compare import Agreement, StepTimes, compare_steps, time_steps
-from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
 from megagraph.config import GraphConfig
-from megagraph.data import PACKERS, Document, DocumentError, Pack, load_documents, split_at_blank_lines
+from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
+from megagraph.demo.documents import Document, DocumentError, load_documents
+from megagraph.demo.packers import PACKERS, Pack
+from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.report import report_table
 
 __all__ = ["add_parser", "quiet_megatron"]
@@ -96,7 +98,7 @@ def _check_target(path: Path) -> None:
 
 
 def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[Sequence[Pack]]) -> int:
-    from megagraph.megatron.cpu import megatron_on_cpu
+    from megagraph.demo.cpu import megatron_on_cpu
 
     console = Console()
     quiet_megatron()

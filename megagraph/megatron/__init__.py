@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only floor that knows Megatron."""
 
-from megagraph.megatron.installation import install, reports, resume, suspend, uninstall
+from megagraph.megatron.patch.installation import install, reports, resume, suspend, uninstall
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step, is_cuda_graph_skipped
 from megagraph.megatron.specs import (
     get_gpt_block_varlen_spec,

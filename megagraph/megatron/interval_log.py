@@ -6,8 +6,8 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 
-from megagraph.dispatch import EagerReason
-from megagraph.megatron.model_graphs import ModelGraphs
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
 
 __all__ = ["IntervalLog"]
 

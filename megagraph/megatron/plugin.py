@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank import Progress
+from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.megatron import gradients
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
-from megagraph.megatron.model_graphs import ModelGraphs
+from megagraph.megatron.parallel.ddp import find_ddp
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
 
@@ -87,7 +87,7 @@ class Plugin:
             graphs.running = outer
 
     def _add(self, model: nn.Module) -> ModelGraphs:
-        ddp = gradients.find_ddp(self._step_models, model)
+        ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
         graphs = ModelGraphs(model, ddp, self.config, progress)
         if self._is_suspended:

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from megagraph.bank import Progress
+from megagraph.bank.bank import Progress
 
 __all__ = ["capture_progress"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph import ops
-from megagraph.packing import PackedSequences
+from megagraph.packs import ops
+from megagraph.packs.packing import PackedSequences
 
 __all__ = ["VarlenAttention"]
 

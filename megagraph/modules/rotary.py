@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from megagraph import ops
+from megagraph.packs import ops
 
 __all__ = ["RotaryTables"]
 

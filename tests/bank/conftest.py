@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bank_twin import release_banks
+from bank_pair import release_banks
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 

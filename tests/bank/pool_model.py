@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of the pool that all graphs of a slot share.
 
-It captures as megagraph/capture.py does: forwards in order, then backwards in reverse, each pass
+It captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, each pass
 allocating from one pool. A graph replays with the addresses that its capture was given, so the
 capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
 """

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from bank_twin import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
-from megagraph.dispatch import EagerReason
+from megagraph.decide.reasons import EagerReason
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -137,8 +137,8 @@ def test_chains_of_one_bank_interleave(device: str) -> None:
 @pytest.mark.parametrize("skipped", [(1,), (0,), (2,), (0, 1), (1, 2)])
 def test_a_site_left_eager_in_between_changes_no_bit(device: str, skipped: tuple[int, ...]) -> None:
     twin = Twin(device, blocks(), main_grad=True)
-    for rank in skipped:
-        twin.bank.skip(twin.chain, rank, EagerReason.SCOPE_UNSUPPORTED)
+    for index in skipped:
+        twin.chain.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
     twin.capture()
     for _ in range(4):
         assert twin.step() is None
@@ -154,8 +154,8 @@ def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: st
         with twin.chain.micro_batch("train") as reason:
             assert reason is None
             out = x
-            for rank, site in enumerate(twin.chain.sites):
-                out = twin.layers[rank](out) if rank == left_out else site(out)
+            for index, site in enumerate(twin.chain.sites):
+                out = twin.layers[index](out) if index == left_out else site(out)
         eager_out = run_eager(twin.eager_layers, eager_x)
         assert_same_bits(out, eager_out, "output")
         grad = torch.randn_like(out)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_twin import WIDTH, Twin, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Twin, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
-from megagraph.dispatch import EagerReason
+from megagraph.decide.reasons import EagerReason
 
 
 def rng_states(device: str) -> list[Tensor]:
@@ -151,7 +151,7 @@ def test_a_tracker_of_saved_states_leaves_its_site_eager(device: str) -> None:
     tracker = Tracker(device, graph_safe=False)
     twin = Twin(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[tracker]).capture()
     (failure,) = twin.bank.failures
-    assert (failure.rank, failure.reason) == (1, EagerReason.RNG_NOT_GRAPH_SAFE)
+    assert (failure.index, failure.reason) == (1, EagerReason.RNG_NOT_GRAPH_SAFE)
     check_draws(twin, tracker)
     assert twin.eager_calls() == {"RNG_NOT_GRAPH_SAFE": 4}
     assert twin.bank.counters()["replays"] == 4 * 2

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bank_twin import WIDTH, Block, Twin, variant
+from bank_pair import WIDTH, Block, Twin, variant
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.dispatch import EagerReason
+from megagraph.decide.reasons import EagerReason
 
 TOO_MANY = 1 << 46
 Trouble = Callable[[Tensor], object]
@@ -138,7 +138,7 @@ def check_failure(
     troubled.arm()
     twin.capture()
     (failure,) = twin.bank.failures
-    assert (failure.site, failure.rank) == ("2.Troubled", 2)
+    assert (failure.site, failure.index) == ("2.Troubled", 2)
     assert failure.reason is EagerReason.CAPTURE_FAILED
     message = str(failure)
     assert message.startswith(f"2.Troubled: {phase} failed at ")
@@ -149,7 +149,7 @@ def check_failure(
     assert len(after) == len(before)
     for got, want in zip(after, before, strict=True):
         assert torch.equal(got, want), "the failed capture left a trace"
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
     check_goes_on(twin)
 
 
@@ -299,6 +299,6 @@ def test_a_layer_of_another_shape_is_named(device: str, layer: nn.Module, expect
     twin = Twin(device, [Block(), layer])
     twin.capture()
     (failure,) = twin.bank.failures
-    assert failure.rank == 1
+    assert failure.index == 1
     with pytest.raises(RuntimeError, match=expected):
         raise failure

@@ -9,12 +9,14 @@ import copy
 
 import pytest
 import torch
-from bank_twin import assert_same_bits, new_bank
+from bank_pair import assert_same_bits, new_bank
 from torch import Tensor, nn
 
-from megagraph import _C, ops
-from megagraph.bank import Bank, Chain
-from megagraph.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
+from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph.packs import ops
 
 TOKENS, NUM_SEQS, HEADS, DIM = 1024, 16, 2, 32
 WIDTH = HEADS * DIM
@@ -76,7 +78,7 @@ def captured(device: str, *variants: VariantSpec, num_slots: int = 1) -> tuple[B
     layers: list[nn.Module] = [Attention().to(device, torch.bfloat16) for _ in range(LAYERS)]
     bank = new_bank(device)
     chain = bank.add_chain(
-        [SiteSpec(name=f"attention {rank}", module=layer) for rank, layer in enumerate(layers)],
+        [SiteSpec(name=f"attention {index}", module=layer) for index, layer in enumerate(layers)],
         num_slots=num_slots,
     )
     bank.capture({chain: list(variants)})
@@ -150,8 +152,8 @@ def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -
     captures = captured("cuda", variant("cuda"), variant("cuda", training=False), num_slots=2)
     chain = captures[1]
     for slot in range(2):
-        assert chain.chunk.num_document_grids(chain.variants["train"], slot) == LAYERS * KERNELS
-        assert chain.chunk.num_document_grids(chain.variants["eval"], slot) == LAYERS
+        assert chain.core.num_document_grids(chain.variants["train"], slot) == LAYERS * KERNELS
+        assert chain.core.num_document_grids(chain.variants["eval"], slot) == LAYERS
 
 
 def test_attention_captured_by_others_is_left_as_it_is(device: str) -> None:

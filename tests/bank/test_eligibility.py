@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from bank_twin import Block, give_main_grads
+from bank_pair import Block, give_main_grads
 from torch import Tensor, nn
 
-from megagraph.dispatch import EagerReason
-from megagraph.eligibility import ineligible_sites
-from megagraph.sites import SiteSpec
+from megagraph.bank.eligibility import ineligible_sites
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
 
 
 def sites(modules: Sequence[nn.Module]) -> list[SiteSpec]:
-    return [SiteSpec(name=str(rank), module=module) for rank, module in enumerate(modules)]
+    return [SiteSpec(name=str(index), module=module) for index, module in enumerate(modules)]
 
 
 def found(modules: Sequence[nn.Module], **options: Any) -> Mapping[int, tuple[EagerReason, str]]:
@@ -48,8 +48,8 @@ def test_plain_modules_are_eligible() -> None:
 def test_a_hook_of_a_module_is_found_and_named(register: Callable[[nn.Module], Any], where: str) -> None:
     modules = [Block(), Block()]
     handle = register(modules[1].get_submodule(where))
-    ((rank, (reason, what)),) = found(modules).items()
-    assert (rank, reason) == (1, EagerReason.FOREIGN_HOOK)
+    ((index, (reason, what)),) = found(modules).items()
+    assert (index, reason) == (1, EagerReason.FOREIGN_HOOK)
     assert what == f"hook keep of module {where or 'Block'}"
     handle.remove()
     assert found(modules) == {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bank_twin import ROWS, WIDTH, MicroBatch, Twin, assert_same_bits, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, MicroBatch, Twin, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
 
@@ -27,30 +27,30 @@ def test_a_dropped_output_frees_the_slot(twin: Twin) -> None:
     for _ in range(3):
         micro_batch = twin.forward()
         assert micro_batch.reason is None
-        assert not twin.chain.chunk.all_free()
+        assert not twin.chain.core.all_free()
         del micro_batch
-        assert twin.chain.chunk.all_free()
+        assert twin.chain.core.all_free()
 
 
 def test_a_finished_backward_frees_the_slot_once_the_output_is_gone(twin: Twin) -> None:
     micro_batch = twin.forward()
-    assert twin.chain.chunk.describe_holders() == (
+    assert twin.chain.core.describe_holders() == (
         "slot 0: 1 pending backward of site 0, 1 pending backward of site 1, "
         "1 pending backward of site 2, 1 tensor of site 2"
     )
     micro_batch.backward()
-    assert twin.chain.chunk.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert twin.chain.core.describe_holders() == "slot 0: 1 tensor of site 2"
     del micro_batch
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
 
 
 def test_without_gradients_the_output_alone_holds_the_slot(device: str) -> None:
     twin = Twin(device, blocks()).capture(variant(training=False))
     with torch.no_grad():
         out = twin.forward(requires_grad=False).output
-    assert twin.chain.chunk.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert twin.chain.core.describe_holders() == "slot 0: 1 tensor of site 2"
     del out
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
 
 
 def emptied(out: Tensor) -> None:
@@ -69,7 +69,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
     for _ in range(3):
         micro_batch = twin.forward()
         deallocate(micro_batch.output)
-        assert "tensor" not in twin.chain.chunk.describe_holders()
+        assert "tensor" not in twin.chain.core.describe_holders()
         grad = torch.randn_like(micro_batch.eager_output)
         # Megatron's custom_backward: the engine itself, since the shape is gone.
         torch.autograd.Variable._execution_engine.run_backward(
@@ -81,7 +81,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
             allow_unreachable=True,
             accumulate_grad=True,
         )
-        assert twin.chain.chunk.all_free()
+        assert twin.chain.core.all_free()
         micro_batch.eager_output.backward(grad)
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
         twin.check_state()
@@ -98,16 +98,16 @@ def test_views_and_aliases_of_an_output_hold_the_slot(twin: Twin) -> None:
     ]
     for make in makers:
         held = make(twin.forward().output)
-        assert "1 tensor of site 2" in twin.chain.chunk.describe_holders()
+        assert "1 tensor of site 2" in twin.chain.core.describe_holders()
         del held
-        assert twin.chain.chunk.all_free()
+        assert twin.chain.core.all_free()
 
 
 def test_what_eager_autograd_saved_of_an_output_holds_the_slot(twin: Twin) -> None:
     squared = (twin.forward().output ** 2).sum()
-    assert "1 tensor of site 2" in twin.chain.chunk.describe_holders()
+    assert "1 tensor of site 2" in twin.chain.core.describe_holders()
     squared.backward()
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
 
 
 def test_an_output_is_a_plain_tensor(twin: Twin) -> None:
@@ -125,7 +125,7 @@ def test_the_gradient_of_a_leaf_input_does_not_hold_the_slot(twin: Twin) -> None
     first.backward()
     kept = first.input.grad
     del first
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
     assert kept is not None
     before = kept.clone()
     twin.step()
@@ -143,14 +143,14 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str)
     out.sum().backward()
     before = kept[0].clone()
     del out, scaled
-    assert twin.chain.chunk.describe_holders() == "slot 0: 1 tensor of site 0"
+    assert twin.chain.core.describe_holders() == "slot 0: 1 tensor of site 0"
     for layer in twin.layers:
         layer.zero_grad()
     for _ in range(3):
         assert twin.step() is None
     assert torch.equal(kept[0], before)
     kept.clear()
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -165,7 +165,7 @@ def test_autograd_grad_of_the_input_has_the_same_bits(device: str, main_grad: bo
         assert micro_batch.input.grad is None
         assert all(param.grad is None for layer in twin.layers for param in layer.parameters())
         del micro_batch
-        assert twin.chain.chunk.all_free()
+        assert twin.chain.core.all_free()
         before = got.clone()
         twin.forward().backward()
         assert torch.equal(got, before)
@@ -179,7 +179,7 @@ def test_a_second_backward_is_an_error(twin: Twin) -> None:
     with pytest.raises(RuntimeError, match=r"site 2 was asked for a second backward"):
         micro_batch.output.sum().backward()
     del micro_batch
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
 
 
 def backward_out_of_order(twin: Twin) -> None:
@@ -194,7 +194,7 @@ def backward_out_of_order(twin: Twin) -> None:
 
 def test_a_backward_out_of_order_is_an_error_that_spoils_nothing(twin: Twin) -> None:
     backward_out_of_order(twin)
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
     for layer in twin.layers:
         layer.zero_grad()
     assert twin.step() is None
@@ -226,7 +226,7 @@ def test_leaving_a_micro_batch_in_its_middle_spoils_nothing(twin: Twin) -> None:
             for site in twin.chain.sites[:num_sites]:
                 hidden = site(hidden)
         del hidden
-        assert twin.chain.chunk.all_free()
+        assert twin.chain.core.all_free()
         assert twin.step() is None
 
 
@@ -249,5 +249,5 @@ def test_a_long_chain_is_dropped_without_recursion(device: str) -> None:
     twin = Twin(device, [nn.Tanh() for _ in range(300)]).capture()
     micro_batch = twin.forward()
     del micro_batch
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
     assert twin.step() is None

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bank_twin import ROWS, WIDTH, Twin, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, Twin, blocks, run_eager, variant
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank import Bank
-from megagraph.dispatch import EagerReason
+from megagraph.bank.bank import Bank
+from megagraph.decide.reasons import EagerReason
 
 State = _C.BankState
 
@@ -129,7 +129,7 @@ def test_graphs_with_collectives_name_who_holds_the_slot(device: str) -> None:
         RuntimeError, match=r"no slot is free.*collectives.*slot 0: 1 pending backward of site 0"
     ):
         twin.forward()
-    assert not twin.chain.chunk.is_running
+    assert not twin.chain.core.is_running
     first.backward()
     kept = first.output
     del first
@@ -153,18 +153,18 @@ def test_capture_needs_free_slots_and_names_who_holds_them(device: str) -> None:
 
 def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) -> None:
     twin = Twin(device, blocks(1), num_slots=2).capture()
-    chunk = twin.chain.chunk
+    core = twin.chain.core
     assert twin.chain.begin("train") is None
-    assert chunk.is_running and chunk.slot_index == 0
-    with pytest.raises(RuntimeError, match=r"previous micro-batch of this chunk has not ended"):
+    assert core.is_running and core.slot_index == 0
+    with pytest.raises(RuntimeError, match=r"previous micro-batch of this chain has not ended"):
         twin.chain.begin("train")
-    chunk.end()
-    assert not chunk.is_running and chunk.slot_index == -1
-    with pytest.raises(RuntimeError, match=r"no micro-batch of this chunk is running"):
-        chunk.end()
+    core.end()
+    assert not core.is_running and core.slot_index == -1
+    with pytest.raises(RuntimeError, match=r"no micro-batch of this chain is running"):
+        core.end()
     with pytest.raises(RuntimeError, match=r"site 0 was called outside a micro-batch"):
         twin.chain.sites[0](twin.input())
-    assert chunk.all_free()
+    assert core.all_free()
 
 
 def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
@@ -172,7 +172,7 @@ def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
     with pytest.raises(KeyError), twin.chain.micro_batch("train"):
         twin.chain(twin.input())
         raise KeyError("of the caller")
-    assert twin.chain.chunk.all_free()
+    assert twin.chain.core.all_free()
     assert twin.step() is None
 
 
@@ -193,10 +193,10 @@ def test_an_input_of_another_signature_is_refused_before_any_state_changes(
     twin = Twin(device, blocks()).capture()
     with twin.chain.micro_batch("train") as reason:
         assert reason is None
-        held = twin.chain.chunk.describe_holders()
+        held = twin.chain.core.describe_holders()
         assert twin.chain.sites[0](change(twin.input())) is NotImplemented
         assert twin.chain.sites[0](twin.input(), twin.input()) is NotImplemented
-        assert twin.chain.chunk.describe_holders() == held
+        assert twin.chain.core.describe_holders() == held
         twin.check_counters()
         assert twin.eager_calls() == {"SIGNATURE_CHANGED": 2}
         assert twin.chain.sites[0](twin.input()) is not NotImplemented
@@ -239,7 +239,7 @@ def test_an_input_on_another_device_is_refused(device: str) -> None:
 def test_a_site_takes_tensors_by_position_only(device: str) -> None:
     twin = Twin(device, blocks(1)).capture()
     site = twin.chain.sites[0]
-    assert site.rank == 0
+    assert site.index == 0
     with twin.chain.micro_batch("train"):
         with pytest.raises(TypeError, match=r"argument 0 is a int"):
             site(3)  # type: ignore[arg-type]
@@ -251,17 +251,17 @@ def test_a_site_takes_tensors_by_position_only(device: str) -> None:
 def test_changed_numeric_settings_run_eager_and_are_named(device: str) -> None:
     twin = Twin(device, blocks()).capture()
     index = twin.chain.variants["train"]
-    assert twin.chain.chunk.changed_setting(index) == ""
+    assert twin.chain.core.changed_setting(index) == ""
     torch.use_deterministic_algorithms(False)
-    assert twin.chain.chunk.changed_setting(index) == "deterministic algorithms"
+    assert twin.chain.core.changed_setting(index) == "deterministic algorithms"
     assert twin.step() is EagerReason.NUMERICS_CHANGED
     torch.use_deterministic_algorithms(True)
     with torch.autocast(device, torch.bfloat16):
-        assert twin.chain.chunk.changed_setting(index) == "autocast"
+        assert twin.chain.core.changed_setting(index) == "autocast"
         assert twin.forward().reason is EagerReason.NUMERICS_CHANGED
     try:
         torch.set_float32_matmul_precision("high")
-        assert twin.chain.chunk.changed_setting(index) == "float32 matmul precision"
+        assert twin.chain.core.changed_setting(index) == "float32 matmul precision"
         assert twin.forward().reason is EagerReason.NUMERICS_CHANGED
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -274,10 +274,10 @@ def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device
     first, second, _ = twin.chain.sites
     with twin.chain.micro_batch("train"):
         hidden = second(first(twin.input()))
-        held = twin.chain.chunk.describe_holders()
+        held = twin.chain.core.describe_holders()
         assert first(twin.input()) is NotImplemented
         assert second(twin.input()) is NotImplemented
-        assert twin.chain.chunk.describe_holders() == held
+        assert twin.chain.core.describe_holders() == held
         assert twin.eager_calls() == {"NESTING": 2}
         twin.check_counters()
     hidden.sum().backward()

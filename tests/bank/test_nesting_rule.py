@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nesting rule of csrc/bank/slot_ring.h against a model of the pool that a slot's graphs share."""
+"""The nesting rule of csrc/bank/replay/slot_ring.h against a model of the pool that a slot's graphs share."""
 
 import random
 from collections.abc import Callable, Iterator

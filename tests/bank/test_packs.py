@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from bank_twin import WIDTH, assert_same_bits, new_bank, variant
+from bank_pair import WIDTH, assert_same_bits, new_bank, variant
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank import Bank, Chain
-from megagraph.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
+from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
 
 TOKENS, NUM_SEQS = 10, 4
 Kind = _C.SegmentKind
@@ -63,7 +64,7 @@ def pack_variant(device: str, counter: Tensor, **changes: Any) -> VariantSpec:
 
 def chain_of(device: str, layers: list[nn.Module], num_slots: int = 1) -> tuple[Bank, Chain]:
     bank = new_bank(device)
-    sites = [SiteSpec(name=f"mixer {rank}", module=layer) for rank, layer in enumerate(layers)]
+    sites = [SiteSpec(name=f"mixer {index}", module=layer) for index, layer in enumerate(layers)]
     return bank, bank.add_chain(sites, num_slots=num_slots)
 
 
@@ -177,7 +178,7 @@ def test_unfit_metadata_is_an_error_that_leases_nothing(device: str, make: Any, 
     bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
     with pytest.raises(ValueError, match=expected):
         chain.begin("train", [make(device)])
-    assert chain.chunk.all_free() and not chain.chunk.is_running
+    assert chain.core.all_free() and not chain.core.is_running
     assert bank.counters()["calls"] == 0
 
 
@@ -255,4 +256,4 @@ def test_one_launch_stages_a_limited_number_of_buffers(device: str) -> None:
         pytest.raises(RuntimeError, match=r"takes up to 16 buffers"),
     ):
         chain(torch.randn(6, WIDTH, device=device))
-    assert chain.chunk.all_free()
+    assert chain.core.all_free()

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bank_twin import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, give_main_grads, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, give_main_grads, new_bank, variant
 from test_eligibility import accumulator_of, found, keep
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.dispatch import EagerReason
-from megagraph.sites import MetadataSpec, VariantSpec
+from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.decide.reasons import EagerReason
 
 
 def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
@@ -174,7 +174,7 @@ def test_a_layer_that_assigns_a_buffer_anew_stays_eager(device: str) -> None:
     before: Any = twin.layers[1].steps
     twin.capture()
     assert twin.layers[1].steps is before
-    assert [failure.rank for failure in twin.bank.failures] == [1]
+    assert [failure.index for failure in twin.bank.failures] == [1]
     for _ in range(3):
         assert twin.step() is None
 
@@ -238,7 +238,7 @@ def test_missing_metadata_is_an_error_that_leases_nothing(device: str) -> None:
     bank.capture({chain: [variant(fewer_rows=True, end_source=0)]})
     with pytest.raises(ValueError, match=r"expected 1 metadata sources, got 0"):
         chain.begin("train", [])
-    assert chain.chunk.all_free()
+    assert chain.core.all_free()
 
 
 @pytest.mark.gpu

@@ -31,11 +31,11 @@ def test_a_training_lease_lasts_until_the_last_backward_is_done() -> None:
     assert slot.enter(0)
     assert slot.enter(1)
     slot.end_micro_batch()
-    for rank in (1, 0):
+    for index in (1, 0):
         assert not slot.is_free
-        assert slot.leave(rank)
+        assert slot.leave(index)
         assert not slot.is_free  # the gradients are still on their way
-        slot.node_done(rank)
+        slot.node_done(index)
     assert slot.is_free
 
 
@@ -51,8 +51,8 @@ def test_the_backward_may_end_before_the_micro_batch_does() -> None:
 
 def test_a_dropped_site_holds_nothing_and_leaves_the_others_their_turn() -> None:
     slot = leased()
-    for rank in (0, 1, 2):
-        assert slot.enter(rank)
+    for index in (0, 1, 2):
+        assert slot.enter(index)
     slot.drop(1)
     assert not slot.leave(1)
     assert not slot.enter(1)  # site 2 is live
@@ -142,43 +142,43 @@ def test_holders_are_counted_exactly_in_any_order() -> None:
     for _ in range(300):
         slot = leased(5)
         holders: list[tuple[str, int]] = []
-        for rank in sorted(rng.sample(range(5), rng.randint(1, 5))):
-            assert slot.enter(rank)
-            holders.append(("node", rank))
+        for index in sorted(rng.sample(range(5), rng.randint(1, 5))):
+            assert slot.enter(index)
+            holders.append(("node", index))
             for _ in range(rng.randint(0, 3)):
-                slot.retain_tensor(rank)
-                holders.append(("tensor", rank))
+                slot.retain_tensor(index)
+                holders.append(("tensor", index))
         holders.append(("micro-batch", 0))
         rng.shuffle(holders)
-        for kind, rank in holders:
+        for kind, index in holders:
             assert not slot.is_free
             if kind == "node":
-                slot.drop(rank)
+                slot.drop(index)
             elif kind == "tensor":
-                slot.release_tensor(rank)
+                slot.release_tensor(index)
             else:
                 slot.end_micro_batch()
         assert slot.is_free
 
 
-def chunk(num_sites: int = 1) -> _C.Chunk:
-    return _C.GraphBank(torch.device("cpu")).add_chunk(num_sites)
+def chain(num_sites: int = 1) -> _C.Chain:
+    return _C.GraphBank(torch.device("cpu")).add_chain(num_sites)
 
 
-def test_a_chunk_needs_a_slot() -> None:
+def test_a_chain_needs_a_slot() -> None:
     with pytest.raises(ValueError, match=r"at least one slot, got 0"):
-        chunk().set_slots(0, [], False, False)
+        chain().set_slots(0, [], False, False)
 
 
-def test_a_chunk_needs_a_site() -> None:
+def test_a_chain_needs_a_site() -> None:
     with pytest.raises(ValueError, match=r"at least one site, got 0"):
-        chunk(0)
+        chain(0)
 
 
 def test_slots_are_set_once_and_before_variants() -> None:
-    alone = chunk()
+    alone = chain()
     with pytest.raises(RuntimeError, match=r"set_slots\(\) comes before"):
-        alone.add_variant(True, [], -1)
+        alone.add_variant(training=True, end_source=-1, fewer_rows=False, metadata=[], buffers=[])
     alone.set_slots(1, [], False, False)
     with pytest.raises(RuntimeError, match=r"has its slots already"):
         alone.set_slots(1, [], False, False)
@@ -188,7 +188,7 @@ def test_a_run_of_sites_enters_and_leaves_as_one() -> None:
     slot = leased()
     assert slot.enter(0, 2)
     slot.end_micro_batch()
-    assert slot.describe_holders() == ", ".join(f"1 pending backward of site {rank}" for rank in range(3))
+    assert slot.describe_holders() == ", ".join(f"1 pending backward of site {index}" for index in range(3))
     assert not slot.enter(2, 3)
     assert not slot.leave(0, 1)
     assert slot.leave(0, 2)

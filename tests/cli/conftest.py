@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megagraph.cli import main
-from megagraph.megatron.installation import uninstall
+from megagraph.megatron.patch.installation import uninstall
 
 TINY = {
     "--layers": "2",

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megagraph.cli import demo as demo_module
-from megagraph.cli.trainer import Trainer
-from megagraph.data import PACKERS, Pack
-from megagraph.megatron.installation import installed_plugin
+from megagraph.demo.packers import PACKERS, Pack
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.results import Comparison, Result
 
 pytestmark = pytest.mark.megatron

@@ -12,7 +12,7 @@ import pytest
 
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 
 COLUMNS = "expected a JSON object with one of the columns text, tokens, length"
 GOOD = {"length": 20}

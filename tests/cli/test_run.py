@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from megagraph.cli import main
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import read_report
 
 # Says what it sees to the file next to it.
 WITNESS = """
 import json, sys
 from pathlib import Path
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 config = installed_plugin().config if installed_plugin() else None
 Path(__file__).with_name("seen.json").write_text(json.dumps({
     "argv": sys.argv, "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
@@ -36,9 +36,10 @@ TRAINING = """
 import sys
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megagraph.cli.trainer import ModelOptions, Trainer, process_groups
-from megagraph.data import Document, stream_packs
-from megagraph.megatron.cpu import megatron_on_cpu
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
+from megagraph.demo.documents import Document
+from megagraph.demo.packers import stream_packs
+from megagraph.demo.cpu import megatron_on_cpu
 
 def train(steps):
     documents = [Document(name=str(n), tokens=torch.arange(n % 20 + 5) % 64) for n in range(60)]

@@ -14,9 +14,9 @@ from megatron_rig import graph_config
 from worlds import World
 
 import megagraph
-from megagraph.cli.trainer import process_groups
 from megagraph.config import GraphConfig
-from megagraph.megatron.cpu import megatron_on_cpu
+from megagraph.demo.cpu import megatron_on_cpu
+from megagraph.demo.trainer import process_groups
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.cli.trainer import (
-    ModelOptions,
-    Trainer,
-    gpt_model,
-    in_half_precision,
-    transformer_config,
-)
 from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import ModelOptions, Trainer, gpt_model, in_half_precision, transformer_config
 
 VOCAB = 64
 LAYERS = 2

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 import megagraph
-from megagraph import capture
-from megagraph.cli.trainer import ModelOptions, Trainer, transformer_config
+from megagraph.bank import capture
+from megagraph.demo.trainer import ModelOptions, Trainer, transformer_config
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 3
@@ -208,7 +208,7 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
             yield
     elif how == "give up" and index == 0:
         # Outside of any layer, so that the whole capture ends here.
-        capture._Plan._empty_rows = _fails  # type: ignore[method-assign]
+        capture.CapturePlan._empty_rows = _fails  # type: ignore[method-assign]
         yield
     elif how == "group" and index == TAMPERED_STEP:
         alone = distributed.new_group([0], backend="gloo", use_local_synchronization=True)
@@ -224,8 +224,8 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
 
 def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
     """As `train_twins()`, while something happens to rank 0 alone."""
-    empty_rows = capture._Plan._empty_rows
+    empty_rows = capture.CapturePlan._empty_rows
     try:
         return train_twins(transformer=transformer, around=partial(_tamper, how))
     finally:
-        capture._Plan._empty_rows = empty_rows  # type: ignore[method-assign]
+        capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]

@@ -15,8 +15,8 @@ from megatron_rig import OPTIONS, Micro, grads, graph_config, plain_model
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.cli.trainer import Trainer
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer
 
 BUDGET = 64  # tokens of a pack
 BANK = (

@@ -9,8 +9,8 @@ import torch
 from megatron_rig import Micro, Twins
 from torch import Tensor
 
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = [
     pytest.mark.megatron,

@@ -19,9 +19,9 @@ import torch
 from megatron_rig import CAPACITY, OPTIONS, Micro, forward, graph_config, step
 
 import megagraph
-from megagraph import capture
-from megagraph.cli.trainer import Trainer
-from megagraph.megatron.installation import installed_plugin
+from megagraph.bank import capture
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = [
     pytest.mark.megatron,

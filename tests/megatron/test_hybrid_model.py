@@ -26,11 +26,11 @@ from megatron_rig import (
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
-from megagraph.dispatch import EagerReason
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
-from megagraph.megatron.refusals import refusal_of
+from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.modules import Norm
 
 HYBRID = (seams.HYBRID_FORWARD, seams.HYBRID_STACK_FORWARD)

@@ -15,10 +15,10 @@ from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, graph_config, report_
 
 import megagraph
 from megagraph import _C
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
-from megagraph.megatron.installation import installed_plugin
+from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
@@ -188,7 +188,7 @@ def test_importing_the_package_patches_nothing_and_imports_no_megatron() -> None
         "for name in names:\n"
         "    if not name.endswith('__main__') and name != 'megagraph._C': importlib.import_module(name)\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('megatron', 'transformer_engine')]\n"
-        "assert 'megagraph.megatron.installation' in sys.modules and not bad, bad\n"
+        "assert 'megagraph.megatron.patch.installation' in sys.modules and not bad, bad\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

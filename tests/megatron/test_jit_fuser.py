@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megagraph
-from megagraph.cli.trainer import Trainer
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 

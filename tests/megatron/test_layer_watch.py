@@ -12,10 +12,10 @@ from megatron_rig import OPTIONS, Micro, report_of, step
 from torch import nn
 
 from megagraph import _C
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
-from megagraph.dispatch import EagerReason
-from megagraph.megatron.installation import installed_plugin
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 

@@ -11,8 +11,8 @@ from megatron_rig import Micro, Twins, assert_same_run, graph_config, report_of,
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -21,8 +21,8 @@ ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 Install = Callable[..., GraphConfig]
 
 
-def _mlp(trainer: Trainer, rank: int = 1) -> Any:
-    return trainer.chunk.decoder.layers[rank].mlp
+def _mlp(trainer: Trainer, index: int = 1) -> Any:
+    return trainer.chunk.decoder.layers[index].mlp
 
 
 def _scale(module: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -59,8 +59,8 @@ def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(ins
     install()
     twins = Twins(layers=LAYERS)
     for trainer in twins.both:
-        for rank in range(LAYERS):
-            _mlp(trainer, rank).register_forward_hook(_scale)
+        for index in range(LAYERS):
+            _mlp(trainer, index).register_forward_hook(_scale)
     twins.step(ONE, times=3)
     assert twins.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
 
@@ -100,9 +100,9 @@ def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
     assert report["replays"] == 2 * 2
 
 
-def _breaks(trainer: Trainer, when: Callable[[], bool], rank: int = 1) -> None:
+def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
     """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
-    mlp = _mlp(trainer, rank)
+    mlp = _mlp(trainer, index)
     original = mlp.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -119,20 +119,20 @@ def _is_capturing() -> bool:
     return is_graph_capturing()
 
 
-@pytest.mark.parametrize("rank", range(LAYERS))
+@pytest.mark.parametrize("index", range(LAYERS))
 def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
-    rank: int, install: Install, caplog: pytest.LogCaptureFixture
+    index: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
     twins = Twins(layers=LAYERS)
-    _breaks(twins.graphed, _is_capturing, rank)
+    _breaks(twins.graphed, _is_capturing, index)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         twins.step(ONE, TWO, times=4)
     report = twins.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
     assert report["replays"] == 3 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]
-    assert f"layer {rank}" in failure and "an injected failure" in failure and __file__ in failure
+    assert f"layer {index}" in failure and "an injected failure" in failure and __file__ in failure
     assert "CAPTURE_FAILED" in caplog.text
 
 

@@ -10,8 +10,8 @@ import torch
 from megatron_rig import LAYERS, OPTIONS, Micro, Run, assert_same_run, graph_config, train
 
 from megagraph.config import GraphConfig
-from megagraph.dispatch import Capacity
-from megagraph.packing import TailConvention
+from megagraph.decide.dispatch import Capacity
+from megagraph.packs.packing import TailConvention
 
 pytestmark = pytest.mark.megatron
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from worlds import World
 
 import megagraph
-from megagraph.cli.trainer import Trainer, transformer_config
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.modules import Norm, VarlenAttention
 
 pytestmark = pytest.mark.megatron

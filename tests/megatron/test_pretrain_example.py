@@ -23,7 +23,7 @@ import typing_extensions
 from torch.utils.data import DataLoader
 
 import megagraph
-from megagraph.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -24,10 +24,10 @@ from megatron_rig import (
 from torch import Tensor
 
 import megagraph
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
-from megagraph.dispatch import EagerReason
-from megagraph.megatron.refusals import refusal_of
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = pytest.mark.megatron
 

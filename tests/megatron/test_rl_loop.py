@@ -11,7 +11,7 @@ from megatron_rig import LAYERS, OPTIONS, Micro, graph_config
 from rl_rig import BANK, Loop, Offload, assert_same_rounds, fits, frozen_model, log_probs, rollouts, train
 
 import megagraph
-from megagraph.cli.trainer import Trainer
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 

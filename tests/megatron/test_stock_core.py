@@ -11,8 +11,8 @@ from megatron_rig import LAYERS, OPTIONS, Micro, Step, assert_same, grads, repor
 from torch import Tensor
 
 import megagraph
-from megagraph.cli.trainer import ModelOptions, Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import ModelOptions, Trainer
 
 pytestmark = pytest.mark.megatron
 

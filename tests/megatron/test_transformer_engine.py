@@ -28,8 +28,8 @@ from torch import Tensor
 from worlds import World
 
 import megagraph
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import pytest
 from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, step
 from torch.profiler import ProfilerActivity, profile
 
-from megagraph.cli.trainer import Trainer
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -31,8 +31,8 @@ def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) ->
     found = _ranges_of_a_step(trainer)
     variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
     expected = [
-        f"layer {rank} (TransformerLayer), {variant} {way}"
-        for rank in range(LAYERS)
+        f"layer {index} (TransformerLayer), {variant} {way}"
+        for index in range(LAYERS)
         for way in ("forward", "backward")
     ]
     assert sorted(found) == sorted(2 * expected)

@@ -38,7 +38,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
         torch.cuda.set_device(rank)
         backend = "nccl"
     distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    from megagraph.megatron.cpu import megatron_on_cpu
+    from megagraph.demo.cpu import megatron_on_cpu
 
     with megatron_on_cpu():
         while (job := pipe.recv()) is not None:

@@ -266,8 +266,8 @@ def megatron_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megagraph.cli.trainer import process_groups
-    from megagraph.megatron.cpu import megatron_on_cpu
+    from megagraph.demo.cpu import megatron_on_cpu
+    from megagraph.demo.trainer import process_groups
 
     monkeypatch.setattr(get_cuda_rng_tracker(), "fork", contextlib.nullcontext)
     with megatron_on_cpu(), process_groups():

@@ -204,7 +204,7 @@ def test_frequencies_come_once_from_megatrons_embedding_and_so_do_the_tables(rop
     """`RotaryEmbedding` caches its result, which is what makes the tables last over layers and steps."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from megagraph.megatron.cpu import megatron_on_cpu
+    from megagraph.demo.cpu import megatron_on_cpu
 
     group = Rank(1, 0)
     with megatron_on_cpu():

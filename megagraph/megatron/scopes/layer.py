@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.sites import SiteSpec
+from megagraph.bank.sites import SiteSpec
 
 __all__ = ["LayerLoop", "layer_sites", "shadowed_layers"]
 
@@ -34,8 +34,8 @@ def layer_sites(
             return _hidden_states_of(layer, hidden_states, **arguments)
 
     return [
-        SiteSpec(name=f"layer {rank} ({type(layer).__name__})", module=layer, forward=forward)
-        for rank, layer in enumerate(layers)
+        SiteSpec(name=f"layer {index} ({type(layer).__name__})", module=layer, forward=forward)
+        for index, layer in enumerate(layers)
     ]
 
 
@@ -52,22 +52,22 @@ class LayerLoop:
     Args:
         specs: the block's own layers, in order.
         sites: their graphs.
-        run: all of them in one go.
+        replay_all: all of them in one go.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
-        twins: the last tensor that equalled a constant, by name; kept up here.
+        equal_constants: the last tensor that equalled a constant, by name; kept up here.
         eager_input: pads the hidden states for a layer that runs eager first.
         eager_arguments: the canonical pack's arguments, for a layer that runs eager.
         refuse: counts a whole micro-batch that runs eager, since its arguments differ.
-        before_layer: called with each layer's rank before it replays, or None.
+        before_layer: called with each layer's index before it replays, or None.
     """
 
     def __init__(
         self,
         specs: Sequence[SiteSpec],
         sites: Sequence[_C.Site],
-        run: _C.Site,
+        replay_all: _C.Site,
         constants: Mapping[str, Any],
-        twins: dict[str, Tensor],
+        equal_constants: dict[str, Tensor],
         eager_input: Callable[[Tensor], Tensor],
         eager_arguments: Callable[[], Mapping[str, Any]],
         refuse: Callable[[], None],
@@ -75,9 +75,9 @@ class LayerLoop:
     ) -> None:
         self._specs = specs
         self._sites = sites
-        self._run_all = run
+        self._replay_all = replay_all
         self._constants = constants
-        self._twins = twins
+        self._equal_constants = equal_constants
         self._eager_input = eager_input
         self._eager_arguments = eager_arguments
         self._refuse = refuse
@@ -99,17 +99,17 @@ class LayerLoop:
                 hidden_states = self._run_eager(spec, hidden_states, arguments)
             return hidden_states, None
         if self._before_layer is None:
-            out = self._run_all(hidden_states)
+            out = self._replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
         padded = False
-        for rank, site in enumerate(self._sites):
+        for index, site in enumerate(self._sites):
             if self._before_layer is not None:
-                self._before_layer(rank)
+                self._before_layer(index)
             out = site(hidden_states)
             if out is NotImplemented:
                 given = hidden_states if padded else self._eager_input(hidden_states)
-                out = self._run_eager(self._specs[rank], given, arguments)
+                out = self._run_eager(self._specs[index], given, arguments)
             hidden_states, padded = out, True
         return hidden_states, None
 
@@ -120,13 +120,13 @@ class LayerLoop:
         tensor is compared once, which waits for the device, and known from then on.
         """
         known = self._constants.get(name)
-        if value is known or value is self._twins.get(name):
+        if value is known or value is self._equal_constants.get(name):
             return True
         if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
             return False
         if value.shape != known.shape or value.dtype != known.dtype or not torch.equal(value, known):
             return False
-        self._twins[name] = value
+        self._equal_constants[name] = value
         return True
 
     def _run_eager(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:

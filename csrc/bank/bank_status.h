@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The state and the counters of one bank, which its chains and pending backward passes read.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/bank/eager_reason.h"
+
+namespace megagraph {
+
+enum class BankState : uint8_t { kWarmUp, kCapturing, kSealed, kSuspended, kReleased };
+inline constexpr std::array<const char*, 5> kBankStateNames = {"warm-up", "capturing", "sealed",
+                                                               "suspended", "released"};
+
+// At any moment replays + sum(eager) == calls. A call is one site's turn in one micro-batch.
+struct Counters {
+  std::atomic<int64_t> calls{0}, replays{0};
+  std::array<std::atomic<int64_t>, kEagerReasonNames.size()> eager{};
+
+  void count_replays(int64_t calls_made) {
+    calls.fetch_add(calls_made, std::memory_order_relaxed);
+    replays.fetch_add(calls_made, std::memory_order_relaxed);
+  }
+  void count_eager(EagerReason reason, int64_t calls_made) {
+    calls.fetch_add(calls_made, std::memory_order_relaxed);
+    eager[static_cast<size_t>(reason)].fetch_add(calls_made, std::memory_order_relaxed);
+  }
+};
+
+// Lives as long as any of its readers.
+struct BankStatus {
+  std::atomic<BankState> state{BankState::kWarmUp};
+  Counters counters;
+};
+
+}  // namespace megagraph

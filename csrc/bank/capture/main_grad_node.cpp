@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/capture/main_grad_node.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <limits>
+#include <utility>
+
+namespace megagraph {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// A sink like AccumulateGrad, with its highest priority.
+class AccumulatorSwap::MainGradNode final : public Node {
+ public:
+  MainGradNode(GradTarget target, std::shared_ptr<SideBranch> additions)
+      : Node(std::numeric_limits<uint64_t>::max()),
+        target_(std::move(target)),
+        additions_(std::move(additions)) {
+    add_input_metadata(target_.param);
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    at::Tensor& grad = grads[0];
+    if (!grad.defined()) return {};
+    const at::NoGradGuard no_grad;
+    if (target_.main_grad.defined()) {
+      if (target_.already_added && target_.already_added()) return {};
+      additions_->run(grad, [&] { target_.main_grad.add_(grad); });
+    } else if (kept_.defined()) {
+      kept_ = kept_ + grad;  // a re-entrant backward delivers in several parts
+    } else {
+      kept_ = grad.contiguous();
+    }
+    return {};
+  }
+
+  std::string name() const override { return "MegagraphMainGrad"; }
+  bool keeps() const { return !target_.main_grad.defined(); }
+  at::Tensor take_kept() { return std::exchange(kept_, at::Tensor()); }
+
+ private:
+  const GradTarget target_;
+  const std::shared_ptr<SideBranch> additions_;
+  at::Tensor kept_;
+};
+
+AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
+    : additions_(std::make_shared<SideBranch>(targets.empty() ? c10::Device(c10::kCPU)
+                                                              : targets.front().param.device())) {
+  swapped_.reserve(targets.size());
+  for (GradTarget& target : targets) {
+    at::Tensor param = target.param;
+    TORCH_CHECK(param.is_leaf() && param.requires_grad(),
+                "only leaves that require a gradient have an accumulator to swap");
+    auto ours = std::make_shared<MainGradNode>(std::move(target), additions_);
+    swapped_.push_back({std::move(param), std::move(ours), nullptr});
+  }
+}
+
+AccumulatorSwap::~AccumulatorSwap() { restore(); }
+
+void AccumulatorSwap::install() {
+  TORCH_CHECK(!installed_, "the accumulators are swapped already");
+  installed_ = true;
+  for (Swapped& swapped : swapped_) {
+    swapped.original = torch::autograd::impl::try_get_grad_accumulator(swapped.param);
+    torch::autograd::impl::set_grad_accumulator(swapped.param, swapped.ours);
+  }
+}
+
+void AccumulatorSwap::join() { additions_->join(); }
+
+void AccumulatorSwap::restore() noexcept {
+  if (!installed_) return;
+  installed_ = false;
+  additions_->forget();
+  // In reverse, so that a parameter listed twice gets its first accumulator back.
+  for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
+    torch::autograd::impl::set_grad_accumulator(it->param, std::exchange(it->original, nullptr));
+  }
+}
+
+std::vector<at::Tensor> AccumulatorSwap::take_kept_grads() {
+  std::vector<at::Tensor> grads;
+  for (const Swapped& swapped : swapped_) {
+    if (swapped.ours->keeps()) grads.push_back(swapped.ours->take_kept());
+  }
+  return grads;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients of parameters while a graph is warmed up or captured.
+//
+// Note [Accumulator swap]
+// DDP keeps each parameter's gradient accumulator, which remembers the stream it was made on; used
+// inside a capture it makes the default stream wait for the capturing one, an error in torch
+// <= 2.12 (pytorch#180090). It also carries DDP's hook, which must not run at capture. So for the
+// time of a warm-up or capture every parameter gets an accumulator of ours, made on the capture
+// stream; then the old one, with its hooks, is put back. Plain backward() works meanwhile, through
+// re-entrant checkpoints too (where torch.autograd.grad raises).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "csrc/bank/capture/side_branch.h"
+
+namespace megagraph {
+
+struct GradTarget {
+  at::Tensor param;
+  // Where Megatron's DDP accumulates; undefined: the gradient itself is kept for the caller.
+  at::Tensor main_grad;
+  // Whether the layer has added this gradient to main_grad already (fused accumulation).
+  std::function<bool()> already_added;
+};
+
+// Construct it on the capture stream: the accumulators remember it. The destructor restores.
+class AccumulatorSwap {
+ public:
+  explicit AccumulatorSwap(std::vector<GradTarget> targets);
+  ~AccumulatorSwap();
+  AccumulatorSwap(const AccumulatorSwap&) = delete;
+  AccumulatorSwap& operator=(const AccumulatorSwap&) = delete;
+
+  void install();
+  // Ends what runs beside the current stream; before the end of a capture.
+  void join();
+  void restore() noexcept;
+
+  // Gradients of the targets without main_grad, in order, and forgets them; undefined where none
+  // arrived.
+  std::vector<at::Tensor> take_kept_grads();
+
+ private:
+  class MainGradNode;
+  struct Swapped {
+    at::Tensor param;
+    std::shared_ptr<MainGradNode> ours;
+    std::shared_ptr<torch::autograd::Node> original;
+  };
+  std::shared_ptr<SideBranch> additions_;
+  std::vector<Swapped> swapped_;
+  bool installed_ = false;
+};
+
+}  // namespace megagraph

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sites that run one after another: their slots and variants, and the micro-batch that runs in
+// them.
+//
+// A micro-batch is begin(), the sites' calls in order, end(). begin() leases a slot and remembers
+// what has to be staged; the first site that replays stages it together with its own input.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/bank/bank_status.h"
+#include "csrc/bank/staging/grid_tables.h"
+#include "csrc/bank/signature.h"
+#include "csrc/bank/replay/site.h"
+#include "csrc/bank/replay/slot_ring.h"
+#include "csrc/bank/staging/staging.h"
+
+namespace megagraph {
+
+// A small buffer that graphs read and that staging fills anew for each micro-batch.
+struct MetadataSpec {
+  SegmentKind kind;
+  at::Tensor example;  // its content during warm-up and capture
+  // Index into the sources that begin() is given; -1: none. A mask without one has the pack's end
+  // alone; any other buffer without one is constant.
+  int source = -1;
+  int32_t fill = -1;         // past the source's entries; -1 repeats its last one
+  bool extend_last = false;  // the last given offset, too, becomes `fill`
+  bool shared = false;       // one buffer for all slots, the example itself
+
+  bool is_staged() const { return source >= 0 || kind == SegmentKind::kMask; }
+};
+
+// What a chain captured for: a capacity, with or without a backward pass.
+struct Variant {
+  bool training;  // captured with a backward pass
+  // The source whose last entry is the pack's physical end; -1: inputs are staged whole.
+  int end_source;
+  bool fewer_rows;  // the chain's input may have fewer rows than were captured
+  std::vector<MetadataSpec> metadata;
+  std::vector<std::vector<at::Tensor>> buffers;  // of each spec, by slot
+  NumericSettings numerics;
+};
+
+// Learns of finished backward passes. Called from autograd threads; takes the GIL by itself.
+struct GradientListener {
+  std::function<bool()> wants;         // asked once for each lease
+  std::function<void(int site)> done;  // every gradient of the site is in its main_grad
+};
+
+class Chain {
+ public:
+  Chain(std::shared_ptr<BankStatus> bank, c10::Device device, int num_sites);
+  Chain(const Chain&) = delete;
+  Chain& operator=(const Chain&) = delete;
+
+  int num_sites() const { return static_cast<int>(sites_.size()); }
+  int num_slots() const { return slots_ ? slots_->size() : 0; }
+  int num_variants() const { return static_cast<int>(variants_.size()); }
+  Site& site(int index) { return *sites_.at(index); }
+  const Variant& variant(int index) const { return variants_.at(index); }
+  c10::Device device() const { return device_; }
+  const std::shared_ptr<BankStatus>& bank() const { return bank_; }
+
+  // Before the first variant. `pools`: what keeps each slot's memory alive. `poison`: fill a freed
+  // slot's floating-point boundaries with NaN. `holds_collectives`: the graphs contain collectives,
+  // so that falling back to eager on one rank alone would hang the group.
+  void set_slots(int num_slots, const std::vector<std::shared_ptr<void>>& pools, bool poison,
+                 bool holds_collectives);
+  int add_variant(Variant variant);
+  // What a site captured for a variant and a slot, before anything of it is launched.
+  void set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph> graph);
+  // How many kernels have their grids set by each micro-batch of this variant and slot.
+  int num_document_grids(int variant, int slot) const;
+  // Copies what staging reads of them to the device, and waits for it: when the bank is sealed.
+  // What is there already stays.
+  void make_grid_tables();
+  // Null: nobody listens.
+  void set_listener(std::shared_ptr<const GradientListener> listener) {
+    listener_ = std::move(listener);
+  }
+
+  // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
+  // chain's device, as the variant's metadata buffers name them by index.
+  std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources);
+  void end();
+  // The running micro-batch's slot; null between micro-batches.
+  const std::shared_ptr<Slot>& current() const { return current_; }
+
+  // Whether the running micro-batch can replay these sites in one go: Note [Spans] in
+  // replay_span.cpp.
+  bool is_linked(int first, int last) const;
+  // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
+  // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
+  // several where is_linked(). On the current stream; never waits.
+  std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
+                                    std::vector<at::Tensor>& outputs);
+
+  // Appends the running micro-batch's metadata, as long as it is not staged.
+  void append_metadata(SegmentList& segments);
+  // Appends `input`. Of a packed one, rows past the pack's end become zero.
+  void append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,
+                    bool is_packed) const;
+
+  bool all_free() const;
+  std::string describe_holders() const;
+  const std::shared_ptr<const GradientListener>& listener() const { return listener_; }
+  void release();
+
+ private:
+  void append_document_grids(SegmentList& segments, const Segment& offsets,
+                             const at::Tensor& target);
+  void on_slot_free(int slot, int variant);
+  void check_source(const Variant& variant, size_t spec,
+                    const std::vector<at::Tensor>& sources) const;
+
+  const std::shared_ptr<BankStatus> bank_;
+  const c10::Device device_;
+  std::vector<std::unique_ptr<Site>> sites_;
+  std::unique_ptr<SlotRing> slots_;
+  std::vector<Variant> variants_;
+  std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
+  std::shared_ptr<const GradientListener> listener_;
+  bool poison_ = false, holds_collectives_ = false;
+
+  std::shared_ptr<Slot> current_;
+  std::vector<at::Tensor> sources_;  // of the running micro-batch
+  bool metadata_pending_ = false;
+};
+
+}  // namespace megagraph

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/replay/leased_storage.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
+
+namespace megagraph {
+namespace {
+
+struct Holder {
+  Holder(const at::Tensor& boundary, std::shared_ptr<Slot> slot, int site, LeaseKind kind)
+      : boundary_(boundary), slot_(std::move(slot)), site_(site), kind_(kind) {
+    slot_->retain_tensor(site_, kind_);
+  }
+  ~Holder() { slot_->release_tensor(site_, kind_); }
+  Holder(const Holder&) = delete;
+  Holder& operator=(const Holder&) = delete;
+
+  const at::Tensor boundary_;  // the host backend's buffers have no other owner after a release
+  const std::shared_ptr<Slot> slot_;
+  const int site_;
+  const LeaseKind kind_;
+};
+
+// May run on any thread, with or without the GIL.
+void drop_holder(void* holder) { delete static_cast<Holder*>(holder); }
+
+}  // namespace
+
+at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>& slot, int site,
+                        LeaseKind kind, std::optional<int64_t> rows) {
+  size_t bytes = boundary.nbytes();
+  if (rows) bytes = bytes / boundary.size(0) * *rows;
+  c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(boundary, slot, site, kind),
+                    &drop_holder, boundary.device());
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
+      c10::GetAllocator(boundary.device().type()), /*resizable=*/true);
+  auto impl = boundary.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(0);
+  if (rows) {
+    at::DimVector sizes(boundary.sizes().begin(), boundary.sizes().end());
+    sizes[0] = *rows;
+    impl->set_sizes_contiguous(sizes);
+  }
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace megagraph

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The autograd node of a span of replayed sites.
+//
+// It has edges only to the activation inputs (and to parameters without main_grad): hundreds of
+// parameter edges are what makes torch's own graphed callables slow. It runs also when no input
+// needs a gradient, since the captured backward adds the parameters' gradients to main_grad.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/site.h"
+#include "csrc/bank/replay/slot_ring.h"
+
+namespace megagraph {
+
+class ReplayNode final : public torch::autograd::Node {
+ public:
+  using Graphs = std::vector<std::shared_ptr<SiteGraph>>;
+
+  // The slot has been entered for the sites from `first` on, whose graphs these are; the node
+  // leaves it, by its backward or by its end.
+  static std::shared_ptr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
+                                          Graphs graphs);
+  ~ReplayNode() override;
+  ReplayNode(const ReplayNode&) = delete;
+  ReplayNode& operator=(const ReplayNode&) = delete;
+
+  // Makes this node the history of `outputs`.
+  void connect(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  std::string name() const override { return "MegagraphReplay"; }
+
+ private:
+  ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first, Graphs graphs);
+  void stage_gradients(const torch::autograd::variable_list& grads) const;
+
+  const std::shared_ptr<const GradientListener> listener_;
+  const c10::Device device_;
+  const std::shared_ptr<Slot> slot_;
+  const int first_, last_;
+  const Graphs graphs_;
+  std::vector<int64_t> input_rows_;
+  std::vector<size_t> edge_inputs_;  // which input each leading edge belongs to
+  bool pending_ = true;
+};
+
+}  // namespace megagraph

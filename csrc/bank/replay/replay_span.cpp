@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Replays a span of sites that follow one another: one, or a whole chain.
+//
+// Note [Spans]
+// In a chain each output lies where the next site reads it. Handed out to the host between two
+// sites, it would cost a leased tensor, an autograd node and a way through Python, several times
+// the launch itself. So where every site of a chain has its graph and takes over the one before it,
+// they are launched in one call, with one node as their history, whose backward launches theirs.
+// Where that does not hold, nothing is done, and the host calls site by site.
+
+#include <utility>
+
+#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/leased_storage.h"
+#include "csrc/bank/replay/range.h"
+#include "csrc/bank/replay/replay_node.h"
+
+namespace megagraph {
+
+namespace {
+
+// Whether `after` reads the output of `before` where it lies, and hands back its gradient so.
+bool follows(const SiteGraph& before, const SiteGraph& after) {
+  const at::Tensor& grad = before.boundaries.grad_outputs.front();
+  const at::Tensor& grad_after = after.boundaries.grad_inputs.front();
+  return after.is_chained && grad.defined() == grad_after.defined() &&
+         (!grad.defined() || grad.const_data_ptr() == grad_after.const_data_ptr());
+}
+
+}  // namespace
+
+bool Chain::is_linked(int first, int last) const {
+  if (current_ == nullptr || bank_->state.load() == BankState::kReleased) return false;
+  const SiteGraph* before = nullptr;
+  for (int index = first; index <= last; ++index) {
+    const SiteGraph* graph = sites_[index]->graph(current_->variant(), current_->index());
+    if (graph == nullptr || graph->boundaries.inputs.size() != 1 ||
+        graph->boundaries.outputs.size() != 1) {
+      return false;
+    }
+    if (before != nullptr && !follows(*before, *graph)) return false;
+    before = graph;
+  }
+  return true;
+}
+
+std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<at::Tensor>& inputs,
+                                         std::vector<at::Tensor>& outputs) {
+  TORCH_CHECK(current_ != nullptr, "site ", first,
+              " was called outside a micro-batch of its chain");
+  if (bank_->state.load() == BankState::kReleased) return EagerReason::kReleased;
+  const std::shared_ptr<Slot>& slot = current_;
+  const int variant = slot->variant();
+  const bool training = variants_[variant].training;
+  const SiteGraph* entry = sites_[first]->graph(variant, slot->index());
+  if (const auto reason = sites_[first]->why_eager(entry, training, inputs)) return reason;
+  // Staging another tensor into a chained input would overwrite the previous site's output, which
+  // its backward or its reader may still need.
+  if (entry->is_chained && slot->is_held(first - 1) &&
+      inputs.front().const_data_ptr() != entry->boundaries.inputs.front().const_data_ptr()) {
+    return EagerReason::kNesting;
+  }
+  ReplayNode::Graphs graphs;
+  graphs.reserve(last - first + 1);
+  for (int index = first; index <= last; ++index) {
+    graphs.push_back(sites_[index]->shared_graph(variant, slot->index()));
+  }
+  if (!slot->enter(first, last)) return EagerReason::kNesting;
+  std::shared_ptr<ReplayNode> node;
+  if (training) node = ReplayNode::make(*this, slot, first, graphs);
+
+  SegmentList segments;
+  append_metadata(segments);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& buffer = entry->boundaries.inputs[i];
+    if (inputs[i].const_data_ptr() == buffer.const_data_ptr()) continue;
+    append_input(segments, inputs[i], buffer, /*is_packed=*/first == 0 && i == 0);
+  }
+  stage(segments, device_);
+  metadata_pending_ = false;
+  for (const auto& graph : graphs) {
+    const Range range(graph->forward_range, device_);
+    graph->forward->launch();
+  }
+
+  const size_t begin = outputs.size();
+  for (const at::Tensor& boundary : graphs.back()->boundaries.outputs) {
+    outputs.push_back(lease_tensor(boundary, slot, last, LeaseKind::kOutput));
+  }
+  if (node != nullptr) {
+    node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});
+  }
+  bank_->counters.count_replays(last - first + 1);
+  return std::nullopt;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/replay/site.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <limits>
+
+namespace megagraph {
+
+void SiteGraph::poison() {
+  for (const auto* boundary : {&boundaries.inputs, &boundaries.outputs, &boundaries.grad_outputs,
+                               &boundaries.grad_inputs}) {
+    for (const at::Tensor& t : *boundary) {
+      if (t.defined() && t.is_floating_point()) {
+        t.detach().fill_(std::numeric_limits<double>::quiet_NaN());
+      }
+    }
+  }
+}
+
+void SiteGraph::release() {
+  *this = SiteGraph{};
+  released = true;
+}
+
+void Site::release() {
+  for (auto& slots : graphs_) {
+    for (auto& graph : slots) {
+      if (graph != nullptr) graph->release();
+    }
+  }
+  graphs_.clear();
+}
+
+std::optional<EagerReason> Site::why_eager(const SiteGraph* graph, bool training,
+                                           const std::vector<at::Tensor>& inputs) const {
+  if (graph == nullptr) return eager_reason_;
+  if (training != at::GradMode::is_enabled() || inputs.size() != graph->accepts.size()) {
+    return EagerReason::kSignatureChanged;
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!graph->accepts[i].accepts(inputs[i])) return EagerReason::kSignatureChanged;
+  }
+  return std::nullopt;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// One graphed module call: its captured passes for each variant and slot.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/bank/eager_reason.h"
+#include "csrc/bank/executable.h"
+#include "csrc/bank/signature.h"
+
+namespace megagraph {
+
+// The static tensors on the edges of one site's graphs. They are contiguous. On a GPU they are
+// aliases that own no memory: the slot's pool does, and its nesting rule says when they hold valid
+// data.
+struct Boundaries {
+  std::vector<at::Tensor> inputs, outputs;
+  std::vector<at::Tensor> grad_outputs;  // undefined where an output has no gradient
+  std::vector<at::Tensor> grad_inputs;   // undefined where an input has none
+  // Parameters whose gradients autograd delivers (those without main_grad), and the gradients.
+  std::vector<at::Tensor> params, param_grads;
+};
+
+// What one site captured for one variant and slot.
+struct SiteGraph {
+  std::unique_ptr<Executable> forward, backward;  // no backward in a variant without gradients
+  Boundaries boundaries;
+  // Parameters with main_grad, in the order in which the backward adds their gradients.
+  std::vector<at::Tensor> accumulated;
+  // What the graph reads besides: parameters, main_grad, tables.
+  std::vector<at::Tensor> reads;
+  // What profilers call its replays; empty where nobody asked.
+  std::string forward_range, backward_range;
+
+  // Set by the chain: what each input must look like; the input is the previous site's output.
+  std::vector<TensorSignature> accepts;
+  bool is_chained = false;
+  bool released = false;
+
+  void poison();
+  void release();
+};
+
+class Site {
+ public:
+  Site() = default;
+  Site(const Site&) = delete;
+  Site& operator=(const Site&) = delete;
+
+  void add_variant(int num_slots) { graphs_.emplace_back(num_slots); }
+  void set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph) {
+    graphs_.at(variant).at(slot) = std::move(graph);
+  }
+  // Null where this site has none.
+  SiteGraph* graph(int variant, int slot) const { return shared_graph(variant, slot).get(); }
+  const std::shared_ptr<SiteGraph>& shared_graph(int variant, int slot) const {
+    return graphs_.at(variant).at(slot);
+  }
+  // Why a variant has no graph here; counted by every call that finds none.
+  void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
+  void release();
+
+  // Why a call cannot replay a graph of this site; null is no graph.
+  std::optional<EagerReason> why_eager(const SiteGraph* graph, bool training,
+                                       const std::vector<at::Tensor>& inputs) const;
+
+ private:
+  std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]
+  EagerReason eager_reason_ = EagerReason::kCaptureFailed;
+};
+
+}  // namespace megagraph

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/bank/replay/slot_ring.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace megagraph {
+
+Slot::Slot(int index, int num_sites, std::function<void(int)> on_free,
+           std::shared_ptr<void> keep_alive)
+    : index_(index),
+      on_free_(std::move(on_free)),
+      keep_alive_(std::move(keep_alive)),
+      outputs_(num_sites, 0),
+      gradients_(num_sites, 0),
+      nodes_(num_sites, 0) {}
+
+bool Slot::lease(int variant, bool training) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (holders_ != 0) return false;
+  variant_ = variant;
+  training_ = training;
+  notice_ = Notice::kUnknown;
+  holders_ = 1;
+  return true;
+}
+
+void Slot::release_holders(std::unique_lock<std::mutex>& lock, int64_t count) {
+  TORCH_INTERNAL_ASSERT(holders_ >= count);
+  if (holders_ == count) {
+    live_.clear();  // a forward without gradients that failed has left no tensor to count
+    if (on_free_) on_free_(variant_);
+  }
+  holders_ -= count;
+}
+
+void Slot::end_micro_batch() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  release_holders(lock);
+}
+
+bool Slot::enter(int first, int last) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!live_.empty() && first <= live_.back()) return false;
+  if (num_gradients_ > 0 || first <= top_output_) return false;
+  if (!training_) {
+    live_.push_back(last);
+    return true;
+  }
+  for (int site = first; site <= last; ++site) {
+    live_.push_back(site);
+    ++nodes_[site];
+    ++holders_;
+  }
+  return true;
+}
+
+bool Slot::leave(int first, int last) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto count = static_cast<size_t>(last - first + 1);
+  if (live_.size() < count || live_.back() != last || live_[live_.size() - count] != first) {
+    return false;
+  }
+  live_.resize(live_.size() - count);
+  return true;
+}
+
+void Slot::drop(int first, int last) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_dropped = [&](int site) { return first <= site && site <= last; };
+    live_.erase(std::remove_if(live_.begin(), live_.end(), is_dropped), live_.end());
+  }
+  node_done(first, last);
+}
+
+void Slot::node_done(int first, int last) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (int site = first; site <= last; ++site) --nodes_[site];
+  release_holders(lock, last - first + 1);
+}
+
+void Slot::retain_tensor(int site, LeaseKind kind) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++holders_;
+  if (kind == LeaseKind::kGradient) {
+    ++gradients_[site];
+    ++num_gradients_;
+    return;
+  }
+  ++outputs_[site];
+  top_output_ = std::max(top_output_, site);
+}
+
+void Slot::release_tensor(int site, LeaseKind kind) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (kind == LeaseKind::kGradient) {
+    --gradients_[site];
+    --num_gradients_;
+    return release_holders(lock);
+  }
+  --outputs_[site];
+  while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
+  // Without a backward, a site is live while somebody may read its output.
+  if (!training_ && outputs_[site] == 0) {
+    live_.erase(std::remove(live_.begin(), live_.end(), site), live_.end());
+  }
+  release_holders(lock);
+}
+
+bool Slot::is_held(int site) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return nodes_[site] > 0 || outputs_[site] > 0 || gradients_[site] > 0;
+}
+
+bool Slot::is_free() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return holders_ == 0;
+}
+
+std::string Slot::describe_holders() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::string text;
+  const auto add = [&](int32_t count, const char* what, size_t site) {
+    if (count == 0) return;
+    if (!text.empty()) text += ", ";
+    text += std::to_string(count) + " " + what + (count == 1 ? "" : "s") + " of site " +
+            std::to_string(site);
+  };
+  for (size_t site = 0; site < nodes_.size(); ++site) {
+    add(nodes_[site], "pending backward", site);
+    add(outputs_[site] + gradients_[site], "tensor", site);
+  }
+  return text.empty() ? "a micro-batch that has not ended" : text;
+}
+
+bool Slot::wants_notice(const std::function<bool()>& ask) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (notice_ != Notice::kUnknown) return notice_ == Notice::kYes;
+  }
+  const bool yes = ask();  // may take the GIL: never under the mutex
+  const std::lock_guard<std::mutex> lock(mutex_);
+  notice_ = yes ? Notice::kYes : Notice::kNo;
+  return yes;
+}
+
+void Slot::detach() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  on_free_ = nullptr;
+}
+
+SlotRing::SlotRing(int num_slots, int num_sites,
+                   const std::function<void(int slot, int variant)>& on_free,
+                   const std::vector<std::shared_ptr<void>>& keep_alive) {
+  TORCH_CHECK_VALUE(num_slots >= 1, "a chain needs at least one slot, got ", num_slots);
+  TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
+                    " pools, one for each slot, got ", keep_alive.size());
+  for (int i = 0; i < num_slots; ++i) {
+    std::function<void(int)> freed;
+    if (on_free) freed = [on_free, i](int variant) { on_free(i, variant); };
+    slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), keep_alive[i]));
+  }
+}
+
+SlotRing::~SlotRing() {
+  for (const auto& slot : slots_) slot->detach();
+}
+
+std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
+  for (size_t tried = 0; tried < slots_.size(); ++tried) {
+    const auto& slot = slots_[next_];
+    next_ = (next_ + 1) % slots_.size();
+    if (slot->lease(variant, training)) return slot;
+  }
+  return nullptr;
+}
+
+}  // namespace megagraph

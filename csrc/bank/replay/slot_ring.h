@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Slots: storage for one in-flight micro-batch of one chain.
+//
+// Note [Nesting rule]
+// All graphs of a slot share one memory pool. They were captured forwards in order, then backwards
+// in reverse, so the pool's blocks were handed out like a stack. A replay order keeps every saved
+// tensor intact if, with `live` the set of sites between their forward and their backward,
+//   - a forward of site j runs only when j > max(live),
+//   - a backward of site i runs only when i == max(live),
+//   - any member may be dropped without a backward,
+//   - the variant changes only when live is empty,
+// and if nothing that was allocated after a forward, and that somebody may still read, is there
+// when it runs: no output of this or a later site, no gradient. tests/bank/test_nesting_rule.py
+// checks this against a random allocator. A forward that would break the rule runs eager; a
+// backward that would break it raises, since its saved tensors are gone.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace megagraph {
+
+// What a tensor over a boundary buffer is.
+enum class LeaseKind : uint8_t { kOutput, kGradient };
+
+// One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds
+// the lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
+// buffers. Safe to use from the forward thread, autograd threads and destructors; needs no GIL.
+class Slot {
+ public:
+  // `on_free(variant)` runs when the last holder goes, before anyone can lease the slot again.
+  // `keep_alive` lives as long as the slot does: the memory behind the boundary buffers.
+  Slot(int index, int num_sites, std::function<void(int variant)> on_free,
+       std::shared_ptr<void> keep_alive);
+  Slot(const Slot&) = delete;
+  Slot& operator=(const Slot&) = delete;
+
+  int index() const { return index_; }
+  // Valid while leased.
+  int variant() const { return variant_; }
+
+  // Leases the slot to a micro-batch, which is its first holder. False if somebody still holds it.
+  bool lease(int variant, bool training);
+  void end_micro_batch();
+
+  // The nesting rule, for a span of sites that follow one another. enter: their forwards; leave:
+  // their backwards; both answer whether the rule allows it. Only the last one's output is ever
+  // held.
+  bool enter(int first, int last);
+  bool leave(int first, int last);
+  // The node of the span is gone without a backward.
+  void drop(int first, int last);
+  void node_done(int first, int last);
+
+  void retain_tensor(int site, LeaseKind kind);
+  void release_tensor(int site, LeaseKind kind);
+  // Whether the backward of `site` is to come, or somebody may read a tensor of it.
+  bool is_held(int site) const;
+
+  bool is_free() const;
+  // "2 tensors of site 3, 1 pending backward of site 4", for errors.
+  std::string describe_holders() const;
+
+  // What the gradient listener answered for this lease: asked once.
+  bool wants_notice(const std::function<bool()>& ask);
+
+  // No more callbacks: the owner of the buffers is going away.
+  void detach();
+
+ private:
+  void release_holders(std::unique_lock<std::mutex>& lock, int64_t count = 1);
+
+  const int index_;
+  std::function<void(int)> on_free_;
+  const std::shared_ptr<void> keep_alive_;
+  mutable std::mutex mutex_;
+  int variant_ = -1;
+  bool training_ = false;
+  int64_t holders_ = 0;
+  std::vector<int> live_;                             // sites, ascending
+  std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by site
+  int64_t num_gradients_ = 0;
+  int top_output_ = -1;  // the last site whose output is held
+  enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
+};
+
+// The slots of one chain, handed out in ring order.
+class SlotRing {
+ public:
+  SlotRing(int num_slots, int num_sites, const std::function<void(int slot, int variant)>& on_free,
+           const std::vector<std::shared_ptr<void>>& keep_alive);
+  ~SlotRing();
+  SlotRing(const SlotRing&) = delete;
+  SlotRing& operator=(const SlotRing&) = delete;
+
+  int size() const { return static_cast<int>(slots_.size()); }
+  // Null when every slot is held.
+  std::shared_ptr<Slot> acquire(int variant, bool training);
+  const std::vector<std::shared_ptr<Slot>>& slots() const { return slots_; }
+
+ private:
+  std::vector<std::shared_ptr<Slot>> slots_;
+  size_t next_ = 0;
+};
+
+}  // namespace megagraph

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Captures, and what is swapped and watched meanwhile.
+
+#include <torch/csrc/Exceptions.h>
+
+#include <tuple>
+#include <utility>
+
+#include "csrc/bank/capture/cuda_capture.h"
+#include "csrc/bank/capture/main_grad_node.h"
+#include "csrc/bank/capture/op_trace.h"
+#include "csrc/python/accumulator_hooks.h"
+#include "csrc/python/bindings.h"
+#include "csrc/python/fingerprint.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// Errors of `body` cross autograd threads as torch's own python_error.
+ExecutableHandle make_host_executable_of(py::function body) {
+  const auto held =
+      std::shared_ptr<py::function>(new py::function(std::move(body)), [](py::function* f) {
+        const py::gil_scoped_acquire gil;
+        delete f;
+      });
+  return {make_host_executable([held] {
+    const py::gil_scoped_acquire gil;
+    try {
+      (*held)();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      python_error raised;
+      raised.persist();
+      throw raised;
+    }
+  })};
+}
+
+// Same memory, owned by somebody else: what a graph's boundary in a pool is.
+at::Tensor unowned_alias(const at::Tensor& t) {
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
+}
+
+#ifdef MEGAGRAPH_WITH_CUDA
+void bind_cuda(py::module_& m) {
+  py::class_<PoolHold, std::shared_ptr<PoolHold>>(m, "PoolHold")
+      .def(py::init<c10::DeviceIndex, std::pair<uint64_t, uint64_t>>(), py::arg("device_index"),
+           py::arg("pool"));
+  py::class_<CudaCapture>(m, "CudaCapture")
+      .def(py::init<std::pair<uint64_t, uint64_t>, const std::vector<at::Generator>&>(),
+           py::arg("pool"), py::arg("generators"))
+      .def("begin", &CudaCapture::begin, py::call_guard<py::gil_scoped_release>())
+      .def("end",
+           [](CudaCapture& capture) {
+             const py::gil_scoped_release no_gil;
+             return ExecutableHandle{capture.end()};
+           })
+      .def("abort", &CudaCapture::abort, py::call_guard<py::gil_scoped_release>());
+  m.def("capture_stream", &capture_stream, py::arg("device_index"));
+}
+#endif
+
+}  // namespace
+
+void bind_capture(py::module_& m) {
+  py::class_<ExecutableHandle>(m, "Executable")
+      .def_property_readonly("num_nodes", [](const ExecutableHandle& handle) {
+        return handle.executable == nullptr ? 0 : handle.executable->num_nodes();
+      });
+  m.def("make_host_executable", &make_host_executable_of, py::arg("body"));
+
+  using Target =
+      std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<std::function<bool()>>>;
+  py::class_<AccumulatorSwap>(m, "AccumulatorSwap")
+      .def(py::init([](std::vector<Target> targets) {
+             std::vector<GradTarget> swapped;
+             for (auto& [param, main_grad, already_added] : targets) {
+               swapped.push_back(
+                   {param, main_grad.value_or(at::Tensor()), already_added.value_or(nullptr)});
+             }
+             return std::make_unique<AccumulatorSwap>(std::move(swapped));
+           }),
+           py::arg("targets"))
+      .def("install", &AccumulatorSwap::install)
+      .def("join", &AccumulatorSwap::join)
+      .def("restore", &AccumulatorSwap::restore)
+      .def("take_kept_grads",
+           [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
+  m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
+  m.def("fingerprint", &fingerprint, py::arg("tensors"));
+  m.def("module_fingerprint", &module_fingerprint, py::arg("modules"));
+  m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
+  py::class_<OpTrace>(m, "OpTrace")
+      .def(py::init<>())
+      .def_property_readonly("last_op", &OpTrace::last_op);
+#ifdef MEGAGRAPH_WITH_CUDA
+  m.attr("WITH_CUDA") = true;
+  bind_cuda(m);
+#else
+  m.attr("WITH_CUDA") = false;
+#endif
+}
+
+}  // namespace megagraph

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bank, its chains and their slots.
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "csrc/bank/capture/cuda_capture.h"
+#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/graph_bank.h"
+#include "csrc/bank/replay/site.h"
+#include "csrc/bank/replay/slot_ring.h"
+#include "csrc/python/bindings.h"
+#include "csrc/python/site_object.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// The cudaGraphExec_t of each captured site, forward and backward, by index.
+std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& chain, int variant,
+                                                                        int slot) {
+  std::vector<uint64_t> forward, backward;
+  for (int index = 0; index < chain.num_sites(); ++index) {
+    const SiteGraph* graph = chain.site(index).graph(variant, slot);
+    if (graph == nullptr) continue;
+    forward.push_back(reinterpret_cast<uint64_t>(graph->forward->raw()));
+    if (graph->backward) backward.push_back(reinterpret_cast<uint64_t>(graph->backward->raw()));
+  }
+  return {forward, backward};
+}
+
+void set_listener(Chain& chain, std::function<bool()> wants, std::function<void(int)> done) {
+  chain.set_listener(std::make_shared<const GradientListener>(
+      GradientListener{std::move(wants), std::move(done)}));
+}
+
+std::map<std::string, int64_t> counters_of(GraphBank& bank) {
+  std::map<std::string, int64_t> result;
+  const Counters& counters = bank.counters();
+  result["calls"] = counters.calls.load();
+  result["replays"] = counters.replays.load();
+  for (size_t i = 0; i < kEagerReasonNames.size(); ++i) {
+    result[kEagerReasonNames[i]] = counters.eager[i].load();
+  }
+  return result;
+}
+
+// Only a CUDA build has pools to keep alive.
+#ifdef MEGAGRAPH_WITH_CUDA
+using Pools = std::vector<std::shared_ptr<PoolHold>>;
+#else
+using Pools = std::vector<std::shared_ptr<Slot>>;
+#endif
+
+void set_slots(Chain& chain, int num_slots, const Pools& pools, bool poison,
+               bool holds_collectives) {
+  TORCH_CHECK_VALUE(num_slots >= 1, "a chain needs at least one slot, got ", num_slots);
+  std::vector<std::shared_ptr<void>> held(pools.begin(), pools.end());
+  if (held.empty()) held.resize(num_slots);
+  chain.set_slots(num_slots, held, poison, holds_collectives);
+}
+
+// A call on a span of sites; without its last one, on one site.
+template <typename Result>
+auto of_span(Result (Slot::*call)(int, int)) {
+  return [call](Slot& slot, int first, std::optional<int> last) {
+    return (slot.*call)(first, last.value_or(first));
+  };
+}
+
+void bind_slot(py::module_& m) {
+  py::enum_<LeaseKind>(m, "LeaseKind")
+      .value("OUTPUT", LeaseKind::kOutput)
+      .value("GRADIENT", LeaseKind::kGradient);
+  py::class_<Slot, std::shared_ptr<Slot>>(m, "Slot")
+      .def(py::init([](int index, int num_sites) {
+             return std::make_shared<Slot>(index, num_sites, nullptr, nullptr);
+           }),
+           py::arg("index"), py::arg("num_sites"))
+      .def("lease", &Slot::lease, py::arg("variant"), py::arg("training"))
+      .def("end_micro_batch", &Slot::end_micro_batch)
+      .def("enter", of_span(&Slot::enter), py::arg("first"), py::arg("last") = py::none())
+      .def("leave", of_span(&Slot::leave), py::arg("first"), py::arg("last") = py::none())
+      .def("drop", of_span(&Slot::drop), py::arg("first"), py::arg("last") = py::none())
+      .def("node_done", of_span(&Slot::node_done), py::arg("first"), py::arg("last") = py::none())
+      .def("retain_tensor", &Slot::retain_tensor, py::arg("site"),
+           py::arg("kind") = LeaseKind::kOutput)
+      .def("release_tensor", &Slot::release_tensor, py::arg("site"),
+           py::arg("kind") = LeaseKind::kOutput)
+      .def_property_readonly("is_free", &Slot::is_free)
+      .def("describe_holders", &Slot::describe_holders);
+}
+
+void bind_graph_bank(py::module_& m) {
+  py::enum_<BankState>(m, "BankState")
+      .value("WARM_UP", BankState::kWarmUp)
+      .value("CAPTURING", BankState::kCapturing)
+      .value("SEALED", BankState::kSealed)
+      .value("SUSPENDED", BankState::kSuspended)
+      .value("RELEASED", BankState::kReleased);
+  py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
+      .def(py::init<c10::Device>(), py::arg("device"))
+      .def_property_readonly("state", &GraphBank::state)
+      .def("become", &GraphBank::become, py::arg("state"))
+      .def("add_chain", &GraphBank::add_chain, py::arg("num_sites"))
+      .def(
+          "count_eager",
+          [](GraphBank& bank, int reason, int64_t calls) {
+            bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
+          },
+          py::arg("reason"), py::arg("calls"))
+      .def("counters", &counters_of)
+      .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_site_graph(py::module_& m) {
+  py::class_<Boundaries>(m, "Boundaries")
+      .def(py::init<>())
+      .def_readwrite("inputs", &Boundaries::inputs)
+      .def_readwrite("outputs", &Boundaries::outputs)
+      .def_property(
+          "grad_outputs", [](const Boundaries& edges) { return or_none(edges.grad_outputs); },
+          [](Boundaries& edges, const OptionalTensors& grads) {
+            edges.grad_outputs = or_undefined(grads);
+          })
+      .def_property(
+          "grad_inputs", [](const Boundaries& edges) { return or_none(edges.grad_inputs); },
+          [](Boundaries& edges, const OptionalTensors& grads) {
+            edges.grad_inputs = or_undefined(grads);
+          })
+      .def_readwrite("params", &Boundaries::params)
+      .def_readwrite("param_grads", &Boundaries::param_grads);
+  py::class_<SiteGraph, std::shared_ptr<SiteGraph>>(m, "SiteGraph")
+      .def(py::init([](ExecutableHandle& forward, ExecutableHandle* backward,
+                       const Boundaries& boundaries, std::vector<at::Tensor> accumulated) {
+             auto graph = std::make_shared<SiteGraph>();
+             graph->forward = std::move(forward.executable);
+             if (backward != nullptr) graph->backward = std::move(backward->executable);
+             graph->boundaries = boundaries;
+             graph->accumulated = std::move(accumulated);
+             return graph;
+           }),
+           py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("boundaries"),
+           py::arg("accumulated"))
+      .def_readonly("boundaries", &SiteGraph::boundaries)
+      .def_readonly("accumulated", &SiteGraph::accumulated)
+      .def_readwrite("reads", &SiteGraph::reads)
+      .def("set_range", [](SiteGraph& graph, const std::string& name) {
+        graph.forward_range = name + " forward";
+        graph.backward_range = name + " backward";
+      });
+}
+
+void bind_chain(py::module_& m) {
+  py::enum_<SegmentKind>(m, "SegmentKind")
+      .value("COPY", SegmentKind::kCopy)
+      .value("OFFSETS", SegmentKind::kOffsets)
+      .value("MASK", SegmentKind::kMask)
+      .value("COUNT", SegmentKind::kCount);
+  py::class_<MetadataSpec>(m, "MetadataSpec")
+      .def(py::init([](SegmentKind kind, at::Tensor example, int source, int fill, bool extend_last,
+                       bool shared) {
+             return MetadataSpec{kind, std::move(example), source, fill, extend_last, shared};
+           }),
+           py::kw_only(), py::arg("kind"), py::arg("example"), py::arg("source") = -1,
+           py::arg("fill") = -1, py::arg("extend_last") = false, py::arg("shared") = false)
+      .def("buffer", [](const MetadataSpec& spec) {
+        return spec.shared ? spec.example : spec.example.clone();
+      });
+  py::class_<Chain, std::shared_ptr<Chain>>(m, "Chain")
+      .def_property_readonly("num_sites", &Chain::num_sites)
+      .def_property_readonly("num_slots", &Chain::num_slots)
+      .def_property_readonly("num_variants", &Chain::num_variants)
+      .def_property_readonly("is_running",
+                             [](const Chain& chain) { return chain.current() != nullptr; })
+      .def_property_readonly(
+          "slot_index",
+          [](const Chain& chain) { return chain.current() ? chain.current()->index() : -1; })
+      .def(
+          "site",
+          [](const std::shared_ptr<Chain>& chain, int index) {
+            return py::reinterpret_steal<py::object>(make_site_object(chain, index));
+          },
+          py::arg("index"))
+      .def("replay_all",
+           [](const std::shared_ptr<Chain>& chain) {
+             return py::reinterpret_steal<py::object>(make_span_object(chain));
+           })
+      .def(
+          "set_site_eager_reason",
+          [](Chain& chain, int index, int reason) {
+            chain.site(index).set_eager_reason(static_cast<EagerReason>(reason));
+          },
+          py::arg("index"), py::arg("reason"))
+      .def("set_slots", &set_slots, py::arg("num_slots"), py::arg("pools"), py::arg("poison"),
+           py::arg("holds_collectives"))
+      .def(
+          "add_variant",
+          [](Chain& chain, bool training, int end_source, bool fewer_rows,
+             std::vector<MetadataSpec> metadata, std::vector<std::vector<at::Tensor>> buffers) {
+            return chain.add_variant({training, end_source, fewer_rows, std::move(metadata),
+                                      std::move(buffers),
+                                      NumericSettings::current(chain.device().type())});
+          },
+          py::kw_only(), py::arg("training"), py::arg("end_source"), py::arg("fewer_rows"),
+          py::arg("metadata"), py::arg("buffers"))
+      .def("set_graph", &Chain::set_graph, py::arg("site"), py::arg("variant"), py::arg("slot"),
+           py::arg("graph"))
+      .def("raw_graph_execs", &raw_graph_execs, py::arg("variant"), py::arg("slot"))
+      .def("num_document_grids", &Chain::num_document_grids, py::arg("variant"), py::arg("slot"))
+      .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
+      .def(
+          "begin",
+          [](Chain& chain, int variant, const std::vector<at::Tensor>& sources) {
+            const auto reason = chain.begin(variant, sources);
+            return reason ? static_cast<int>(*reason) : -1;
+          },
+          py::arg("variant"), py::arg("sources"))
+      .def("end", &Chain::end)
+      .def("all_free", &Chain::all_free)
+      .def("describe_holders", &Chain::describe_holders)
+      .def(
+          "changed_setting",
+          [](const Chain& chain, int variant) {
+            return chain.variant(variant).numerics.difference(
+                NumericSettings::current(chain.device().type()));
+          },
+          py::arg("variant"));
+}
+
+}  // namespace
+
+void bind_replay(py::module_& m) {
+  bind_slot(m);
+  bind_graph_bank(m);
+  bind_site_graph(m);
+  bind_chain(m);
+}
+
+}  // namespace megagraph

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where recorded work runs: CUDA graphs, or the host backend that runs the callable again.
+
+Knows nothing of sites and plans.
+"""
+
+from __future__ import annotations  # a CPU-only build has no PoolHold
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megagraph import _C
+
+__all__ = ["Backend", "CudaBackend", "HostBackend", "backend_for"]
+
+
+class Backend(Protocol):
+    """Records a body of work over static buffers and returns what replays it."""
+
+    device: torch.device
+    runs_while_recording: bool
+
+    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
+        """Makes one memory pool for each slot of a chain; returns what keeps them alive."""
+        ...
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """The stream on which everything of a warm-up and a capture happens."""
+        ...
+
+    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
+        """Records `body` into the pool of a slot (a pool is counted over all chains)."""
+        ...
+
+    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
+        """Makes `value` the content of a static buffer; `kept` is the buffer of an earlier run."""
+        ...
+
+    def boundary(self, tensor: Tensor) -> Tensor:
+        """The tensor by which a site's graph knows a static buffer once its capture is over."""
+        ...
+
+    def settle(self) -> None:
+        """Waits for the device and returns unused memory; once before and once after a capture."""
+        ...
+
+    def pool_bytes(self) -> int:
+        """Device memory that all pools hold."""
+        ...
+
+
+class HostBackend:
+    """Runs the body again on the static buffers, on the CPU. Claims no speed, shows no pool hazard."""
+
+    runs_while_recording = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
+        return []
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
+        body()
+        return _C.make_host_executable(body)
+
+    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
+        value = value.detach()
+        return value.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(value)
+
+    def boundary(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        pass
+
+    def pool_bytes(self) -> int:
+        return 0
+
+
+class CudaBackend:
+    """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
+
+    Args:
+        device: the CUDA device.
+        generators: what the captured work may draw from beside the device's default generator; each
+            must be safe under capture.
+    """
+
+    runs_while_recording = False
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+        if not _C.WITH_CUDA:
+            raise RuntimeError(
+                f"megagraph was built without a CUDA compiler and cannot capture on {device}: install "
+                "the CUDA toolkit (nvcc), then reinstall megagraph"
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._generators = list(generators)
+        self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
+        self._pools: list[tuple[int, int]] = []
+
+    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
+        pools = [torch.cuda.graph_pool_handle() for _ in range(num_slots)]
+        self._pools += pools
+        return [_C.PoolHold(self.device.index, pool) for pool in pools]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
+        capture = _C.CudaCapture(self._pools[slot_pool], self._generators)
+        try:
+            capture.begin()
+            body()
+            return capture.end()
+        except BaseException:
+            capture.abort()
+            raise
+
+    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
+        assert kept is None, "captured work runs its Python once"
+        return value.detach().contiguous()
+
+    def boundary(self, tensor: Tensor) -> Tensor:
+        return _C.unowned_alias(tensor)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def pool_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._pools)
+
+
+def backend_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Backend:
+    """The backend of a device. Raises `RuntimeError` where this build has none for it."""
+    if device.type == "cpu":
+        return HostBackend()
+    if device.type == "cuda":
+        return CudaBackend(device, generators)
+    raise RuntimeError(f"graphs need a CUDA device or the CPU's host backend, got {device}")

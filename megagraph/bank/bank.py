@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of one model and their life: warm-up, capture, sealed, suspended, released.
+
+Generic: any chain of `nn.Module`s that map one tensor to one tensor of as many rows. Knows nothing
+of Megatron, of packs, or of when to capture. docs/generic.md has an example that runs.
+"""
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank.agreement import Exchange, alone
+from megagraph.bank.backends import Backend, backend_for
+from megagraph.bank.capture import CapturePlan, Conditions, Guard
+from megagraph.bank.chain import Chain
+from megagraph.bank.restore import main_grad_of
+from megagraph.bank.rng import RngSources, RngTracker
+from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+
+__all__ = ["Bank", "Progress"]
+
+_log = logging.getLogger("megagraph")
+
+# Called with (captured so far, captures in all, what comes next).
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    chain: "Chain"
+    variant: VariantSpec
+    buffers: Sequence[Mapping[str, Tensor]]  # by slot
+
+
+class Bank:
+    """All graphs of one model.
+
+    Args:
+        device: where the model is. On the CPU the host backend stands in for graphs.
+        trackers: named random streams that the model draws from.
+        poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
+            reads them too late shows.
+        guard: entered around everything that runs in a capture.
+        exchange: asks the ranks whose graphs hold the same collectives: a site that one of them cannot
+            capture stays eager on all of them.
+        annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        trackers: Sequence[RngTracker] = (),
+        poison: bool = False,
+        guard: Guard = contextlib.nullcontext,
+        exchange: Exchange = alone,
+        annotate: bool = False,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.rng = RngSources(device, trackers)
+        self.backend: Backend = backend_for(device, self.rng.generators())
+        self._conditions = Conditions(backend=self.backend, rng=self.rng, guard=guard, exchange=exchange)
+        self._annotate = annotate
+        self.core = _C.GraphBank(self.backend.device)
+        self.chains: list[Chain] = []
+        self.failures: list[CaptureError] = []
+        self.capture_seconds = 0.0
+        self.num_graphs = 0
+        self._poison = poison or device.type == "cpu"
+        self._num_pools = 0
+
+    @property
+    def state(self) -> _C.BankState:
+        """Where the bank is in its life."""
+        return self.core.state
+
+    def add_chain(
+        self,
+        modules: Sequence[nn.Module | SiteSpec],
+        *,
+        num_slots: int = 1,
+        holds_collectives: bool = False,
+    ) -> Chain:
+        """Adds a chain of modules, before anything is captured.
+
+        Args:
+            modules: in execution order; a plain module is called with the hidden states and the variant's
+                arguments.
+            num_slots: micro-batches of this chain that may be in flight at once.
+            holds_collectives: the graphs contain collectives, so that no rank may fall back alone.
+        """
+        if not modules:
+            raise ValueError("expected at least one module, got none")
+        sites = [
+            module
+            if isinstance(module, SiteSpec)
+            else SiteSpec(name=f"{index}.{type(module).__name__}", module=module)
+            for index, module in enumerate(modules)
+        ]
+        core = self.core.add_chain(len(sites))
+        pools = self.backend.add_pools(num_slots)
+        core.set_slots(num_slots, pools, self._poison, holds_collectives)
+        self.chains.append(Chain(core, sites, self._num_pools))
+        self._num_pools += num_slots
+        return self.chains[-1]
+
+    def capture(
+        self, requests: Mapping[Chain, Sequence[VariantSpec]], progress: Progress | None = None
+    ) -> None:
+        """Captures variants of chains and seals the bank. Call it between steps only.
+
+        A site that cannot be captured stays eager, is logged and listed in `failures`; the others go
+        on. The largest variant comes first: the smaller ones then live in its memory.
+
+        Raises:
+            RuntimeError: where a slot is still held, naming by whom.
+        """
+        for chain in requests:
+            if holders := chain.holders():
+                raise RuntimeError(f"capture needs every slot to be free; still held: {holders}")
+        order = sorted(
+            (
+                _Request(chain=chain, variant=variant, buffers=self._metadata_buffers(chain, variant))
+                for chain, variants in requests.items()
+                for variant in variants
+            ),
+            key=lambda request: (request.variant.training, request.variant.rows),
+            reverse=True,
+        )
+        start = time.perf_counter()
+        self.core.become(_C.BankState.CAPTURING)
+        was_enabled = gc.isenabled()
+        self.backend.settle()
+        gc.collect()
+        gc.disable()
+        try:
+            # Every warm-up first: beside a pool that is full already, its memory would come on top.
+            for request in order:
+                with request.variant.context():
+                    self._warm_up(request)
+            self.backend.settle()
+            for done, request in enumerate(order):
+                if progress is not None:
+                    progress(done, len(order), f"variant {request.variant}")
+                with request.variant.context():
+                    self._capture_one(request)
+            if progress is not None:
+                progress(len(order), len(order), "done")
+        finally:
+            if was_enabled:
+                gc.enable()
+            self.backend.settle()
+            self.core.become(_C.BankState.SEALED)
+            self.capture_seconds += time.perf_counter() - start
+
+    def _plan(self, request: _Request, slot: int) -> CapturePlan:
+        return CapturePlan(
+            self._conditions, request.chain.graphable(), request.variant, request.buffers[slot]
+        )
+
+    def _warm_up(self, request: _Request) -> None:
+        """Runs a variant once, and again without the site that failed."""
+        while request.chain.graphable():
+            try:
+                self._plan(request, 0).warm_up()
+                return
+            except CaptureError as error:
+                self._give_up_site(request.chain, error)
+            gc.collect()  # frames of the failed attempt hold its memory in cycles
+
+    def _capture_one(self, request: _Request) -> None:
+        """Captures a variant into every slot, and again without the site that failed."""
+        chain = request.chain
+        while chain.graphable():
+            try:
+                by_slot = [
+                    self._plan(request, slot).capture(chain.first_pool + slot)
+                    for slot in range(chain.num_slots)
+                ]
+                self._add_variant(request, by_slot)
+                return
+            except CaptureError as error:
+                self._give_up_site(chain, error)
+            gc.collect()
+        chain.eager_variants[request.variant.key] = chain.eager_sites[0]
+
+    def _give_up_site(self, chain: Chain, error: CaptureError) -> None:
+        _log.warning("stays eager (%s): %s", error.reason.name, error)
+        # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
+        error.__cause__ = error.__context__ = error.__traceback__ = None
+        self.failures.append(error)
+        chain.keep_eager(error.index, error.reason)
+
+    def _metadata_buffers(self, chain: Chain, variant: VariantSpec) -> list[dict[str, Tensor]]:
+        return [
+            {name: spec.buffer() for name, spec in variant.metadata.items()} for _ in range(chain.num_slots)
+        ]
+
+    def _add_variant(self, request: _Request, by_slot: Sequence[Mapping[int, _C.SiteGraph]]) -> None:
+        chain, variant = request.chain, request.variant
+        index = chain.core.add_variant(
+            training=variant.training,
+            end_source=variant.end_source,
+            fewer_rows=variant.fewer_rows,
+            metadata=[*variant.metadata.values()],
+            buffers=[[buffers[name] for buffers in request.buffers] for name in variant.metadata],
+        )
+        for slot, graphs in enumerate(by_slot):
+            for site, graph in graphs.items():
+                graph.reads = self._reads(chain.specs[site].module, request.buffers[slot])
+                if self._annotate:
+                    graph.set_range(f"{chain.specs[site].name}, {variant}, slot {slot}")
+                chain.core.set_graph(site, index, slot, graph)
+                if graph.accumulated:
+                    chain.gradient_order[site] = graph.accumulated
+                self.num_graphs += 2 if variant.training else 1
+        chain.variants[variant.key] = index
+
+    def _reads(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+        """What a site's graphs read beside their boundaries, to be kept as long as they live."""
+        reads = [*module.parameters(), *module.buffers(), *buffers.values()]
+        return reads + [grad for p in module.parameters() if (grad := main_grad_of(p)) is not None]
+
+    def suspend(self) -> None:
+        """No replays until `resume()`: for hosts that move weights or free gradient storage."""
+        self.core.become(_C.BankState.SUSPENDED)
+
+    def resume(self) -> None:
+        """Allows replays again."""
+        self.core.become(_C.BankState.SEALED)
+
+    def counters(self) -> dict[str, int]:
+        """`calls`, `replays` and the eager calls of each reason; replays + eager == calls."""
+        return self.core.counters()
+
+    def pool_bytes(self) -> int:
+        """Device memory that the graphs' pools hold."""
+        return self.backend.pool_bytes()
+
+    def release(self) -> None:
+        """Drops every graph at once. Backward passes that are still pending raise from now on."""
+        if self.state is not _C.BankState.RELEASED:
+            self.backend.settle()
+            self.core.release()

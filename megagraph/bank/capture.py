@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures one variant of one chain of sites into one slot: the capture plan.
+
+Note [Capture plan]
+All forwards are captured in execution order, then all backwards in reverse, and every tensor that
+crosses a graph's edge is kept until the last one is done. So the slot's pool hands out its blocks
+like a stack, which is what the nesting rule (csrc/bank/replay/slot_ring.h) relies on; capturing forward
+and backward together, layer by layer, corrupts a shared pool. A site's output tensor *is* the next
+site's input, and the gradient of that input *is* the output's gradient: no copies in between.
+"""
+
+import contextlib
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank.accumulators import swap_of, swapped
+from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
+from megagraph.bank.backends import Backend
+from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
+from megagraph.bank.rng import RngSources
+from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+from megagraph.decide.reasons import EagerReason
+
+__all__ = ["CapturePlan", "Conditions", "Guard"]
+
+# Entered around everything that runs in a capture, and around replays of the host backend.
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What every capture of a bank runs under.
+
+    Args:
+        backend: where captures are recorded.
+        rng: restored after each warm-up and capture.
+        guard: entered around everything that runs.
+        exchange: asks the ranks that share communicators, after each part.
+    """
+
+    backend: Backend
+    rng: RngSources
+    guard: Guard
+    exchange: Exchange
+
+
+def _line_of(error: BaseException) -> str:
+    """Where the error came up, in code outside torch and this package if there is any."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    torch_package = str(pathlib.Path(torch.__file__).parent)
+    outside = [frame for frame in frames if not frame.filename.startswith((torch_package, _PACKAGE))]
+    frame = (outside or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+class CapturePlan:
+    """Warms up, or captures into one slot, one variant of a chain. Leaves no trace of either.
+
+    Args:
+        conditions: the bank's.
+        sites: what to capture, by index in the chain, in execution order; sites that stay eager are left out.
+        variant: what to capture for.
+        buffers: the slot's metadata buffers by name, filled with their examples.
+    """
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        sites: Mapping[int, SiteSpec],
+        variant: VariantSpec,
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self._backend = conditions.backend
+        self._guard = conditions.guard
+        self._rng = conditions.rng
+        self._exchange = conditions.exchange
+        self._sites = sites
+        self._variant = variant
+        self._arguments = variant.arguments(buffers)
+        self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
+        self._edges = {index: _C.Boundaries() for index in sites}
+        # (leaf, output) of each site between its forward and its backward.
+        self._open: dict[int, tuple[Tensor, Tensor]] = {}
+        self._trace: _C.OpTrace | None = None
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """On the backend's stream, with ops watched and random streams put back."""
+        snapshot = self._rng.snapshot()
+        self._trace = _C.OpTrace()
+        try:
+            with self._backend.recording():
+                yield
+        finally:
+            self._trace = None  # executables of the host backend keep this plan for their bodies
+            self._rng.restore(snapshot)
+
+    @contextlib.contextmanager
+    def _named(self, index: int, phase: str) -> Iterator[None]:
+        """Turns what goes wrong inside, here or on another rank, into a CaptureError that says where."""
+        try:
+            yield
+        except GroupGaveUp:
+            raise
+        except CaptureError as error:
+            if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
+                self._exchange_verdict(Verdict.FAILED)
+            raise
+        except Exception as error:
+            self._exchange_verdict(Verdict.FAILED)
+            detail = f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
+            raise self._error(
+                index, EagerReason.CAPTURE_FAILED, f"{detail}{type(error).__name__}: {error}"
+            ) from error
+        self._await_peers(index, phase)
+
+    def _error(self, index: int, reason: EagerReason, detail: str) -> CaptureError:
+        return CaptureError(site=self._sites[index].name, index=index, reason=reason, detail=detail)
+
+    def _await_peers(self, index: int, phase: str) -> None:
+        """Goes on where every rank of the group can."""
+        if self._exchange_verdict(Verdict.FINE) is Verdict.FAILED:
+            detail = f"{phase} failed on another rank of the group"
+            raise self._error(index, EagerReason.GROUP_DISAGREED, detail)
+
+    def _exchange_verdict(self, verdict: Verdict) -> Verdict:
+        """The worst verdict of the group on what every rank has just tried."""
+        worst = Verdict(self._exchange([verdict])[0])
+        if worst is Verdict.GAVE_UP:
+            raise GroupGaveUp
+        return worst
+
+    def _last_op(self) -> str:
+        return (self._trace.last_op if self._trace is not None else "") or "none"
+
+    def _empty_rows(self) -> Tensor:
+        shape = (self._variant.rows, *self._variant.row_shape)
+        with unfilled():
+            return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
+
+    def warm_up(self) -> None:
+        """Runs every site once, forward and backward, on memory of its own.
+
+        Libraries make their handles and choose their kernels here, where it is allowed.
+
+        Raises:
+            CaptureError: naming the site, the op and the line.
+        """
+        with self._traced():
+            generator = torch.Generator(self._backend.device).manual_seed(0)
+            x = self._empty_rows().uniform_(-1, 1, generator=generator)
+            for index in self._sites:
+                x = self._warm_up_site(index, x)
+
+    def _warm_up_site(self, index: int, x: Tensor) -> Tensor:
+        before = self._rng.snapshot()
+        with self._named(index, "warm-up"):
+            self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
+            with leaves_no_trace([self._sites[index]], work_runs=True), self._guard():
+                y = self._run_once(index, x)
+            if self._rng.drew_unsafely(before):
+                detail = "draws random numbers from a stream that no graph can advance"
+                raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
+        return y.detach()
+
+    def _run_once(self, index: int, x: Tensor) -> Tensor:
+        site, training = self._sites[index], self._variant.training
+        with swapped(swap_of(site, training)), torch.set_grad_enabled(training):
+            y = site.call(x.detach().requires_grad_(training), **self._arguments)
+            # A rank that failed by now takes no part in the backward's collectives.
+            self._await_peers(index, "warm-up of the forward")
+            if training:
+                torch.autograd.backward(y, torch.ones_like(y))
+        if y.shape[:1] != x.shape[:1]:
+            raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
+        return y
+
+    def capture(self, pool: int) -> dict[int, _C.SiteGraph]:
+        """Captures as Note [Capture plan] says, after the warm-up.
+
+        Args:
+            pool: the slot's.
+
+        Returns:
+            What each site captured, by index. Its boundaries own no memory: the pool does.
+
+        Raises:
+            CaptureError: naming the site, the op and the line. Everything has been undone.
+        """
+        work_runs = self._backend.runs_while_recording
+        with self._traced(), leaves_no_trace([*self._sites.values()], work_runs=work_runs):
+            graphs = self._record(pool)
+        return graphs
+
+    def _record(self, pool: int) -> dict[int, _C.SiteGraph]:
+        training = self._variant.training
+        accumulated: dict[int, dict[nn.Parameter, None]] = {index: {} for index in self._sites}
+        swaps = {i: swap_of(site, training, accumulated[i]) for i, site in self._sites.items()}
+        forwards, backwards = {}, {}
+        for index in self._sites:
+            with self._named(index, "capture of the forward"):
+                forwards[index] = self._backend.record(pool, self._forward(index, swaps[index]))
+        for index in reversed([*self._sites]) if training else ():
+            with self._named(index, "capture of the backward"):
+                backwards[index] = self._backend.record(pool, self._backward(index, swaps[index]))
+        self._disown_boundaries()
+        return {
+            index: _C.SiteGraph(
+                forward=forwards[index],
+                backward=backwards.get(index),
+                boundaries=self._edges[index],
+                accumulated=[*accumulated[index]],
+            )
+            for index in self._sites
+        }
+
+    def _forward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+        site, edges, training = self._sites[index], self._edges[index], self._variant.training
+
+        def body() -> None:
+            if not edges.inputs:
+                before = self._edges.get(index - 1)
+                edges.inputs = [self._empty_rows()] if before is None else before.outputs
+            x = edges.inputs[0].detach().requires_grad_(training)
+            with swapped(swap), self._guard(), torch.set_grad_enabled(training):
+                y = site.call(x, **self._arguments)
+            edges.outputs = self._keep_all(edges.outputs, [y])
+            if training:
+                self._open[index] = x, y
+
+        return body
+
+    def _backward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
+        edges = self._edges[index]
+
+        def body() -> None:
+            if not edges.grad_outputs:
+                after = self._edges.get(index + 1)
+                with unfilled():
+                    edges.grad_outputs = (
+                        [torch.empty_like(out) for out in edges.outputs]
+                        if after is None
+                        else after.grad_inputs
+                    )
+            x, y = self._open.pop(index)
+            with swapped(swap), self._guard():
+                torch.autograd.backward(y, edges.grad_outputs[0])
+            if x.grad is None:
+                raise ValueError("expected a gradient of the hidden states, got none")
+            edges.grad_inputs = self._keep_all(edges.grad_inputs, [x.grad])
+            if self._end is not None and index == 0:
+                torch.ops.megagraph.zero_tail_(edges.grad_inputs, self._end)
+            self._keep_param_grads(index, swap)
+
+        return body
+
+    def _keep_param_grads(self, index: int, swap: _C.AccumulatorSwap) -> None:
+        edges = self._edges[index]
+        kept = [param for param in self._sites[index].trainable() if main_grad_of(param) is None]
+        got = [
+            (param, grad)
+            for param, grad in zip(kept, swap.take_kept_grads(), strict=True)
+            if grad is not None
+        ]
+        edges.params = [param for param, _ in got]
+        edges.param_grads = self._keep_all(edges.param_grads, [grad for _, grad in got])
+
+    def _keep_all(self, kept: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+        """Makes values the content of static buffers, those of an earlier run where there was one."""
+        buffers = kept or [None] * len(values)
+        return [self._backend.keep(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+
+    def _disown_boundaries(self) -> None:
+        """From here on the slot's pool owns the boundaries, and the nesting rule guards them."""
+        seen: dict[int, Tensor] = {}
+
+        def aliases(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+            given = [tensor for tensor in tensors if tensor is not None]
+            return [seen.setdefault(t.data_ptr(), self._backend.boundary(t)) for t in given]
+
+        for edges in self._edges.values():
+            edges.inputs, edges.outputs = aliases(edges.inputs), aliases(edges.outputs)
+            edges.param_grads = aliases(edges.param_grads)
+            edges.grad_outputs = aliases(edges.grad_outputs) or [None] * len(edges.outputs)
+            edges.grad_inputs = aliases(edges.grad_inputs) or [None] * len(edges.inputs)

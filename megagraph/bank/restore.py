@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts back what a warm-up or a capture touches: gradients, flags, buffers, torch's settings."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagraph.bank.sites import SiteSpec
+
+__all__ = ["leaves_no_trace", "main_grad_of", "unfilled"]
+
+
+def main_grad_of(param: Tensor) -> Tensor | None:
+    """Where Megatron's DDP accumulates a parameter's gradient; None without it."""
+    return getattr(param, "main_grad", None)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
+@contextlib.contextmanager
+def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
+    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside.
+
+    Args:
+        sites: owners of the modules.
+        work_runs: the work inside really runs, so that contents change too.
+    """
+    params = [param for site in sites for param in site.trainable()]
+    saved: list[tuple[Tensor, Tensor]] = []
+    if work_runs:
+        grads_of = (main_grad_of(param) for param in params)
+        # Hosts free gradients outside of training; work without a backward pass does not touch them.
+        saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
+        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
+    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
+    grads = [(param, param.grad) for param in params]
+    flag = "grad_added_to_main_grad"
+    flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, content in saved:
+                tensor.copy_(content)
+        for param, grad in grads:
+            param.grad = grad
+        for param, value in flags:
+            setattr(param, flag, value)
+        rebound = any(
+            table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
+        )
+        for table, before in tables:
+            table.update(before)
+    if rebound:
+        raise ValueError("a buffer was assigned anew; a graph updates buffers in place only")
+
+
+@contextlib.contextmanager
+def unfilled() -> Iterator[None]:
+    """Lets `torch.empty` leave memory as it is in deterministic mode, too.
+
+    A static buffer is written before its graph is launched: a captured fill would overwrite it.
+    """
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = filled

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a call runs eager: the closed list of reasons."""
+
+import enum
+
+__all__ = ["EagerReason"]
+
+
+class EagerReason(enum.IntEnum):
+    """Why a call ran eager. Closed: the C++ core lists the same names in the same order."""
+
+    DISABLED = 0
+    WARMING_UP = 1
+    NO_PACK_METADATA = 2
+    TOO_MANY_SEQUENCES = 3
+    TOO_MANY_TOKENS = 4
+    SEQUENCE_TOO_LONG = 5
+    CP_SIZE_NOT_CAPTURED = 6
+    SIGNATURE_CHANGED = 7
+    NO_FREE_SLOT = 8
+    SCOPE_UNSUPPORTED = 9
+    RECOMPUTING = 10
+    CAPTURE_FAILED = 11
+    ADDRESS_MOVED = 12
+    OVER_BUDGET = 13
+    GROUP_DISAGREED = 14
+    NESTING = 15
+    NUMERICS_CHANGED = 16
+    PARAMETERS_CHANGED = 17
+    FOREIGN_HOOK = 18
+    SHARED_PARAMETER = 19
+    RNG_NOT_GRAPH_SAFE = 20
+    SUSPENDED = 21
+    RELEASED = 22

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch on its way through a model chunk: what was given, what was decided."""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megagraph.decide.dispatch import Capacity
+from megagraph.decide.reasons import EagerReason
+from megagraph.packs import ops
+from megagraph.packs.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
+
+__all__ = ["Kind", "MicroBatch", "new_params"]
+
+
+class Kind(NamedTuple):
+    """What beside the capacity makes a variant: the pack's form, and how the model runs.
+
+    Args:
+        form: which fields packs carry.
+        grad: gradients are recorded.
+        training: the model is in training mode.
+    """
+
+    form: PackForm
+    grad: bool
+    training: bool
+
+
+@functools.cache
+def _fields_of(params_type: type[Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(params_type).parameters)
+
+
+def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
+    """`PackedSeqParams` of these fields, less those that the release does not have."""
+    known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
+    if not known.issuperset(fields):
+        fields = {name: value for name, value in fields.items() if name in known}
+    return params_type(**fields)
+
+
+@functools.cache
+def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, OffsetsRule]:
+    return offsets_rules(tail, tokens, has_padded=has_padded)
+
+
+class MicroBatch:
+    """A pack that a capacity holds, and the decision on it.
+
+    Args:
+        params: the `PackedSeqParams` as given.
+        tokens: physical tokens of the input.
+        key: the capacity that it is padded to, and the kind of its variant; the variant's name.
+        reason: why it runs eager; None replays.
+        tail: the convention of its canonical offsets.
+        pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
+            embedding and cut after the output layer, and nothing is done in between.
+    """
+
+    __slots__ = (
+        "_canonical",
+        "_pads_at_entry",
+        "_tail",
+        "capacity",
+        "entry_padding",
+        "key",
+        "kind",
+        "params",
+        "reason",
+        "sources",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        tokens: int,
+        key: tuple[Capacity, Kind],
+        reason: EagerReason | None,
+        tail: TailConvention,
+        pads_at_entry: bool,
+    ) -> None:
+        self.params = params
+        self.tokens = tokens
+        self.key = key
+        self.capacity, self.kind = key
+        self.reason = reason
+        actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
+        # What staging reads: the actual offsets and, where the pack has them, the padded ones.
+        self.sources: list[Tensor] = [actual] if padded is None or padded is actual else [actual, padded]
+        # Rows to add to each row list of the model's input.
+        self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
+        self._tail = tail
+        self._pads_at_entry = pads_at_entry
+        self._canonical: Any = None
+
+    @property
+    def physical_offsets(self) -> Tensor:
+        """The offsets as given whose last entry is the pack's physical end."""
+        return self.sources[-1]
+
+    def canonical_params(self) -> Any:
+        """The canonical pack, for layers that run eager; made at the first request."""
+        if self._canonical is None:
+            rules = _rules(self._tail, self.capacity.tokens, self.kind.form.has_padded)
+            given = {"actual": self.sources[0], "padded": self.sources[-1]}
+            offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
+            self._canonical = self._with_offsets(offsets)
+        return self._canonical
+
+    def constant_params(self) -> Any:
+        """A pack with the canonical pack's constants and the offsets as given.
+
+        It is what the code around replayed layers needs, and costs no work on the device.
+        """
+        return self._with_offsets({"actual": self.sources[0], "padded": self.params.cu_seqlens_q_padded})
+
+    def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
+        fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
+        return new_params(type(self.params), fields)
+
+    def pad(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
+        if self._pads_at_entry:
+            return hidden_states
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
+
+    def cut(self, hidden_states: Tensor) -> Tensor:
+        """As many rows as were given."""
+        if self._pads_at_entry or hidden_states.size(0) == self.tokens:
+            return hidden_states
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a whole model eager, by name. Reads the model's config and modules; changes nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megagraph.decide.reasons import EagerReason
+
+__all__ = ["Refusal", "check_graph_options", "refusal_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why every call of a model runs eager, and the sentence for the log."""
+
+    reason: EagerReason
+    sentence: str
+
+
+# (config attribute, value that is fine, what it is called)
+_UNBUILT = (
+    ("fp8", None, "fp8"),
+    ("fp4", None, "fp4"),
+    ("mtp_num_layers", None, "multi-token prediction"),
+    ("num_moe_experts", None, "mixture of experts"),
+    ("multi_latent_attention", False, "multi-latent attention"),
+    ("cpu_offloading", False, "CPU activation offload"),
+    ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
+    ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
+    ("context_parallel_size", 1, "context parallelism"),
+    ("hybrid_context_parallel", False, "hybrid context parallelism"),
+    ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
+)
+_DDP_UNBUILT = (("use_megatron_fsdp", "Megatron-FSDP"),)
+
+# Symbols of a HybridModel's layers.
+_HYBRID_BUILT = ("*", "-")
+_HYBRID_UNBUILT = {
+    "M": "a Mamba layer",
+    "G": "a gated delta net",
+    "D": "sparse attention",
+    "+": "multi-latent attention",
+    "E": "mixture of experts",
+}
+
+
+def check_graph_options(config: Any) -> None:
+    """Raises `ValueError` where Megatron's own graphs are switched on as well."""
+    impl = getattr(config, "cuda_graph_impl", "none")
+    if impl != "none" or getattr(config, "enable_cuda_graph", False):
+        raise ValueError(
+            "megagraph graphs the model itself: expected cuda_graph_impl 'none' in the model's config, "
+            f"got {impl!r}; set the options in megagraph's GraphConfig instead"
+        )
+
+
+def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
+    """The first thing of a model that graphs cannot do yet, or None."""
+    config: Any = model.config
+    for attribute, fine, name in _UNBUILT:
+        if getattr(config, attribute, fine) not in (fine, None):
+            return _unsupported(f"{name} ({attribute}={getattr(config, attribute)!r})")
+    ddp_config: Any = getattr(ddp, "ddp_config", None)
+    for attribute, name in _DDP_UNBUILT:
+        if getattr(ddp_config, attribute, False):
+            return _unsupported(name)
+    if getattr(model, "position_embedding_type", None) == "mrope":
+        return _unsupported("multimodal RoPE (position_embedding_type='mrope')")
+    block: Any = model.decoder
+    refusal = _refusal_of_pattern(block)
+    if refusal is not None:
+        return refusal
+    if getattr(config, "recompute_granularity", None) == "full":
+        return Refusal(
+            reason=EagerReason.RECOMPUTING,
+            sentence="full recompute runs each layer again in the backward pass, outside any graph",
+        )
+    return None
+
+
+def _refusal_of_pattern(block: Any) -> Refusal | None:
+    """The first layer of a HybridStack that is neither attention nor MLP; None for other blocks."""
+    for symbol in getattr(block, "layer_type_list", ()):
+        if symbol not in _HYBRID_BUILT:
+            name = _HYBRID_UNBUILT.get(symbol, "an unknown kind of layer")
+            return _unsupported(f"{name} ({symbol!r} in the hybrid layer pattern)")
+    return None
+
+
+def _unsupported(name: str) -> Refusal:
+    return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{name} is not built yet")

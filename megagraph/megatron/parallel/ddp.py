@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's DDP as a graph meets it: its hooks, finished gradients, parameters that are still gathered.
+
+The additions to `main_grad` themselves are captured (csrc/bank/capture/main_grad_node.h).
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from megagraph.bank.chain import Chain
+
+__all__ = ["ParamSyncs", "accumulator_hooks", "find_ddp", "is_ddp_hook", "listen"]
+
+
+def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
+    """The Megatron DDP module around `chunk`, among what a schedule was given; None without one."""
+    for model in models:
+        if hasattr(model, "ddp_config") and any(module is chunk for module in model.modules()):
+            return model
+    return None
+
+
+def is_ddp_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a module hook is Megatron DDP's own (it finishes parameter gathers)."""
+    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
+
+
+def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
+    """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter."""
+    groups: Any = {} if ddp is None else ddp.param_to_bucket_group
+    return lambda param: int(param in groups)
+
+
+def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+    """Reports each finished site to the DDP's buckets, as its own hooks would.
+
+    Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
+    asks, so that the backward pass needs no GIL. Each parameter is reported once, since DDP compares
+    counts with those of its first step, and in the order in which the backward pass reached them: buckets
+    that are complete are reduced, and a rank that runs eager beside this one reduces them in that order.
+    """
+    ddp_config: Any = getattr(ddp, "ddp_config", None)
+    if ddp is None or not ddp_config.overlap_grad_reduce:
+        return
+    groups: Any = ddp.param_to_bucket_group
+    ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
+    params = [[p for p in layer.parameters() if p.requires_grad and p in groups] for layer in layers]
+    order_of = weakref.ref(chain)
+
+    def wants() -> bool:
+        return any(groups[param].is_last_microbatch for site in params for param in site[:1])
+
+    def done(index: int) -> None:
+        module: Any = ddp_ref()
+        order: Any = order_of()
+        # A parameter without a gradient is reported too, as eager's count would miss it for ever.
+        reached = dict.fromkeys((*order.gradient_order.get(index, ()), *params[index]))
+        for param in (param for param in reached if param in groups):
+            groups[param].register_grad_ready(param, module.force_all_reduce)
+
+    chain.listen(wants, done)
+
+
+class ParamSyncs:
+    """Parameter all-gathers that overlap the forward pass, finished before the layers that need them.
+
+    With `overlap_param_gather`, Megatron's DDP does this in a pre-hook of each submodule; a replayed
+    layer calls none.
+
+    Args:
+        ddp: Megatron's DDP, or None.
+        layers: in execution order.
+    """
+
+    def __init__(self, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+        self._groups: list[list[Any]] | None = None
+        ddp_config: Any = getattr(ddp, "ddp_config", None)
+        group_of: Any = getattr(ddp, "param_to_bucket_group", None)  # Megatron-FSDP, refused, has none
+        if ddp is None or group_of is None or not ddp_config.overlap_param_gather:
+            return
+        self._ddp = weakref.ref(ddp)
+        self._groups = []
+        for layer in layers:
+            # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
+            of_layer = {id(group_of[p]): group_of[p] for p in layer.parameters() if p in group_of}
+            self._groups.append(list(of_layer.values()))
+
+    def before_layers(self) -> Callable[[int], None] | None:
+        """What to call with each layer's index before it runs in this forward pass; None for nothing."""
+        if self._groups is None:
+            return None
+        ddp: Any = self._ddp()
+        # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
+        if not ddp.remove_forward_pre_hook_handles:
+            return None
+        is_done = [
+            group.param_gather_dispatched and group.param_gather_handle is None for group in self._all()
+        ]
+        return None if all(is_done) else self._finish
+
+    def _all(self) -> list[Any]:
+        assert self._groups is not None
+        return [group for of_layer in self._groups for group in of_layer]
+
+    def _finish(self, index: int) -> None:
+        assert self._groups is not None
+        ddp: Any = self._ddp()
+        skip_next = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
+        for group in self._groups[index]:
+            group.finish_param_sync(skip_next_bucket_dispatch=skip_next)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in place of the forward of a GPTModel or HybridModel, and of its block of layers.
+
+The model's forward takes the decision, once a micro-batch; the block's forward pads, replays or runs
+the layers, and cuts.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
+from megagraph.megatron.scopes.layer import LayerLoop, shadowed_layers
+
+__all__ = ["ChunkEntry"]
+
+
+class ChunkEntry:
+    """The wrapped forwards of one release.
+
+    Args:
+        plugin: knows the graphs of every model.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+
+    def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the model's forward: decides, and hands on the pack that the decision asks for."""
+        places = _places_of(original)
+        read = {name: place for name, place in places.items() if name in _READ}
+        plugin = self._plugin
+
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            get = (_with_positional(kwargs, args, read) if args else kwargs).get
+            ids: Any = get("input_ids")
+            hidden_states: Tensor | None = get("decoder_input")
+            is_inference = get("inference_context") is not None or get("inference_params") is not None
+            if is_inference or (ids is None and hidden_states is None):
+                with plugin.untouched(model):
+                    return original(model, *args, **kwargs)  # without input it says what is missing
+            graphs = plugin.graphs_of_model(model)
+            is_step = plugin.begin_call(graphs)
+            tokens = ids.numel() if hidden_states is None else _num_tokens(hidden_states, graphs.block.peers)
+            batch = graphs.decide(
+                get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
+            )
+            added_rows = 0
+            if isinstance(batch, MicroBatch):
+                added_rows = batch.entry_padding
+                if added_rows and (hidden_states is not None or get("output_processor") is not None):
+                    # These fit the rows that were given, and no others.
+                    batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
+                else:
+                    args, kwargs = _padded(batch, _Arguments(places, args, kwargs))
+            outer, graphs.running = graphs.running, batch
+            try:
+                out = original(model, *args, **kwargs)
+            finally:
+                graphs.running = outer
+            if added_rows:
+                out = _cut_rows(out, tokens)
+            if is_step:
+                graphs.after_step()
+            return out
+
+        return forward
+
+    def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `TransformerBlock.forward`: pads the input, replays where decided, cuts the output."""
+        plugin = self._plugin
+
+        def forward(
+            block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            graphs = plugin.of_block.get(id(block))
+            if graphs is None or graphs.running is None:
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            batch = graphs.running
+            if isinstance(batch, EagerReason):
+                graphs.run_as_given(batch, hidden_states)
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            loop = graphs.begin(batch, hidden_states)
+            if loop is None:
+                kwargs["packed_seq_params"] = batch.canonical_params()
+                return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+            try:
+                with shadowed_layers(block, loop):
+                    out = original(block, hidden_states, None, *args, **kwargs)
+            finally:
+                graphs.end()
+            return batch.cut(out)
+
+        return forward
+
+    def stack_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `HybridStack.forward` as `block_forward()` does; its loop takes the layers' place alike.
+
+        The stack hands rotary tables to a `TransformerLayer` only, which the loop is not. It gets them here.
+        """
+        places = _places_of(original)
+
+        def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
+                (loop,) = stack.__dict__["layers"]
+                given = _Arguments(places, args, kwargs)
+                stack.__dict__["layers"] = (_StackLoop(loop, given),)
+            return original(stack, *args, **kwargs)
+
+        return self.block_forward(run)
+
+
+def _places_of(method: Callable[..., Any]) -> Mapping[str, int]:
+    """Where each argument of a method stands that may be given by position, `self` not counted."""
+    _self, *parameters = inspect.signature(method).parameters.values()
+    return {
+        parameter.name: place
+        for place, parameter in enumerate(parameters)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+
+
+class _Arguments:
+    """The arguments of one call, by name, without the work of binding them in each micro-batch.
+
+    Args:
+        places: of the names among positional arguments.
+        args: by position, without `self`.
+        kwargs: by keyword.
+    """
+
+    def __init__(self, places: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._places = places
+        self.args = args
+        self.kwargs = kwargs
+
+    def get(self, name: str) -> Any:
+        """An argument; None where it was not given."""
+        place = self._places.get(name, len(self.args))
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
+
+    def put(self, name: str, value: Any) -> None:
+        """Replaces an argument where it was given, or gives it by keyword."""
+        place = self._places.get(name, len(self.args))
+        if place < len(self.args):
+            self.args = (*self.args[:place], value, *self.args[place + 1 :])
+        else:
+            self.kwargs[name] = value
+
+
+class _StackLoop:
+    """A `LayerLoop` as the one layer of a HybridStack.
+
+    Args:
+        loop: runs all layers.
+        given: what the stack's forward was called with.
+    """
+
+    layer_number = 1  # read for the context of fp8, which is refused
+
+    def __init__(self, loop: LayerLoop, given: _Arguments) -> None:
+        self._loop = loop
+        self._further = {name: given.get(name) for name in ("rotary_pos_emb", "padding_mask")}
+
+    def __call__(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
+        return self._loop(hidden_states, **arguments, **self._further)
+
+
+# Of a model's arguments those that its wrapper reads in every call.
+_READ = (
+    *("input_ids", "decoder_input", "packed_seq_params"),
+    *("inference_context", "inference_params", "output_processor"),
+)
+
+
+def _with_positional(
+    kwargs: Mapping[str, Any], args: Sequence[Any], places: Mapping[str, int]
+) -> Mapping[str, Any]:
+    """Arguments by keyword, and of those by position the ones in `places`, which is in their order."""
+    given = {**kwargs}
+    for name, place in places.items():
+        if place >= len(args):
+            break
+        given[name] = args[place]
+    return given
+
+
+def _num_tokens(hidden_states: Tensor, peers: Peers) -> int:
+    """Physical tokens of hidden states that are given in place of token ids."""
+    return hidden_states.size(0) * (peers.size if peers.shards_sequence else 1)
+
+
+# The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their
+# losses are cut off, so that no gradient comes from them.
+_ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
+
+
+def _padded(batch: MicroBatch, given: _Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments with the pack that was decided on, and rows added to each row list."""
+    given.put(
+        "packed_seq_params", batch.constant_params() if batch.reason is None else batch.canonical_params()
+    )
+    if batch.entry_padding:
+        for name, filler in _ROW_LISTS.items():
+            rows: Tensor | None = given.get(name)
+            if rows is not None:
+                given.put(name, functional.pad(rows, (0, batch.entry_padding), value=filler))
+    return given.args, given.kwargs
+
+
+def _cut_rows(out: Tensor, tokens: int) -> Tensor:
+    """The first rows of losses [1, T] or logits [1, T, V]."""
+    return out[:, :tokens]

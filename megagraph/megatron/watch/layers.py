@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices what changed of the layers that were captured: their memory, what they train, their hooks.
+
+Looks only; what follows from it is decided elsewhere.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from megagraph import _C
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.watch.addresses import MemoryWatch
+from megagraph.megatron.watch.hooks import HookWatch
+
+__all__ = ["LayerWatch"]
+
+Ineligible = Mapping[int, tuple[EagerReason, str]]
+
+
+class LayerWatch:
+    """What graphs of some layers rely on.
+
+    Args:
+        specs: the sites of the layers.
+    """
+
+    def __init__(self, specs: Sequence[SiteSpec]) -> None:
+        self._specs = specs
+        self._ineligible: Ineligible = {}
+        self._hooks: HookWatch | None = None
+        self.memory = MemoryWatch(specs)
+        # Weakly, as hooks and modules may hold the model.
+        self._modules: list[weakref.ref[nn.Module]] = []
+        # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
+        self._fingerprint: int | None = None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything was captured."""
+        return self.memory.is_watching
+
+    def _layers(self) -> list[nn.Module]:
+        return [spec.module for spec in self._specs]
+
+    def expect_modules(self, ineligible: Ineligible) -> None:
+        """Remembers the modules of now and their hooks; before the first capture.
+
+        Args:
+            ineligible: which layers no graph can replace, and why.
+        """
+        self._ineligible = ineligible
+        self._hooks = HookWatch(self._layers())
+        self._modules = [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
+
+    def expect_memory(self, *, grad: bool) -> None:
+        """Remembers where everything lies; after each capture.
+
+        Args:
+            grad: graphs read main gradients too.
+        """
+        self.memory.watch(grad=grad)
+        self._fingerprint = None
+
+    def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
+        """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
+
+        Args:
+            find_ineligible: which layers no graph can replace now; asked where hooks have changed.
+        """
+        if not self.is_watching:
+            return None
+        if self._fingerprint is not None and self._fingerprint == _C.module_fingerprint(self._modules):
+            return None
+        reason = self._look_closely(find_ineligible)
+        self._fingerprint = _C.module_fingerprint(self._modules) if reason is None else None
+        return reason
+
+    def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
+        reason = self.memory.what_changed()
+        if reason is not None:
+            return reason
+        now = [module for layer in self._layers() for module in layer.modules()]
+        if len(now) != len(self._modules) or any(
+            ref() is not module for ref, module in zip(self._modules, now, strict=True)
+        ):
+            return EagerReason.PARAMETERS_CHANGED
+        if self._hooks is None or not self._hooks.has_changed():
+            return None
+        changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
+        if not changed:
+            self._hooks = HookWatch(self._layers())  # Megatron's own come and go
+        return min((reason for _index, (reason, _what) in changed), default=None)

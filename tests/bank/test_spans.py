@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain that replays is one call and one autograd node; else it is one of each for every site."""
+
+from typing import Any
+
+import pytest
+import torch
+from bank_pair import Block, Twin, assert_same_bits, blocks
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.decide.reasons import EagerReason
+
+SITES = 4
+
+
+def nodes_of(out: Tensor) -> int:
+    """How many replayed runs lie behind a tensor, in a row."""
+    node, count = out.grad_fn, 0
+    while node is not None and node.name() == "MegagraphReplay":
+        count += 1
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return count
+
+
+def test_all_sites_are_one_run(device: str) -> None:
+    twin = Twin(device, blocks(SITES)).capture()
+    micro_batch = twin.forward()
+    assert nodes_of(micro_batch.output) == 1
+    micro_batch.backward()
+    twin.check_state()
+    assert twin.bank.counters()["replays"] == SITES
+
+
+def test_site_by_site_has_the_same_bits(device: str) -> None:
+    twin = Twin(device, blocks(SITES), main_grad=True).capture()
+    replay_all = twin.chain.replay_all
+    for calls_sites in (False, True, False):
+        twin.chain.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
+        micro_batch = twin.forward()
+        assert nodes_of(micro_batch.output) == (SITES if calls_sites else 1)
+        micro_batch.backward()
+        del micro_batch  # and with it the slot
+        twin.check_state()
+    assert twin.bank.counters()["replays"] == 3 * SITES
+
+
+@pytest.mark.parametrize("eager", [0, 1, SITES - 1])
+def test_a_chain_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
+    twin = Twin(device, blocks(SITES))
+    twin.chain.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
+    twin.capture()
+    with twin.chain.micro_batch("train") as reason:
+        assert reason is None
+        assert twin.chain.replay_all(twin.input()) is NotImplemented
+    assert twin.eager_calls() == {}  # a run that cannot be is not counted, its sites are
+    twin.step()
+    assert twin.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
+
+
+def test_a_run_that_does_not_fit_is_counted_once(device: str) -> None:
+    twin = Twin(device, blocks(SITES)).capture()
+    with twin.chain.micro_batch("train"), torch.no_grad():
+        assert twin.chain.replay_all(twin.input()) is NotImplemented
+        out = twin.chain(twin.input())
+    assert twin.eager_calls() == {"SIGNATURE_CHANGED": SITES}
+    del out
+    assert twin.step() is None
+
+
+def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) -> None:
+    twin = Twin(device, blocks(SITES)).capture()
+    assert twin.chain.replay_all(twin.input()) is NotImplemented
+    with pytest.raises(RuntimeError, match="outside a micro-batch"):
+        twin.chain(twin.input())
+
+
+def test_finished_backwards_are_told_from_the_last_site_to_the_first(device: str) -> None:
+    twin = Twin(device, blocks(SITES), main_grad=True).capture()
+    told: list[int] = []
+    twin.chain.core.set_listener(lambda: True, told.append)
+    twin.step()
+    assert told == list(reversed(range(SITES)))
+
+
+def test_a_run_of_one_site_is_that_site(device: str) -> None:
+    twin = Twin(device, blocks(1)).capture()
+    assert isinstance(twin.chain.replay_all, _C.Site)
+    for _ in range(3):
+        assert twin.step() is None
+    assert twin.bank.counters()["replays"] == 3
+
+
+def test_a_backward_for_the_input_alone_has_the_same_bits(device: str) -> None:
+    twin = Twin(device, blocks(SITES)).capture()
+    micro_batch = twin.forward()
+    grad = torch.randn_like(micro_batch.eager_output)
+    (ours,) = torch.autograd.grad(micro_batch.output, micro_batch.input, grad)
+    (eager,) = torch.autograd.grad(micro_batch.eager_output, micro_batch.eager_input, grad)
+    assert_same_bits(ours, eager, "gradient of the input")
+    assert all(param.grad is None for layer in twin.layers for param in layer.parameters())
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_gradients_of_a_layer_that_occurs_several_times_add_up_as_in_eager(device: str, times: int) -> None:
+    twin = Twin(device, [Block()] * times).capture()
+    for _ in range(5):
+        assert twin.step() is None
+
+
+class _Raise(torch.autograd.Function):
+    """Hands on, and raises in the backward while it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: "Troubled") -> Tensor:
+        ctx.layer = layer
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.layer.raises_in == "backward":
+            raise ValueError("backward gave up")
+        return grad, None
+
+
+class Troubled(nn.Module):
+    """A block that raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.raises_in = ""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.raises_in == "forward":
+            raise ValueError("forward gave up")
+        out: Tensor = _Raise.apply(self.block(hidden), self)
+        return out
+
+
+def troubled_twin() -> tuple[Twin, Troubled]:
+    """On the host, whose replays run the layers again, so that one of them can raise."""
+    layers = [Block(), Block(), Troubled(), Block()]
+    twin = Twin("cpu", layers, main_grad=True).capture()
+    return twin, layers[2]  # type: ignore[return-value]
+
+
+def test_after_a_forward_that_raised_in_the_middle_the_next_micro_batch_replays() -> None:
+    twin, troubled = troubled_twin()
+    troubled.raises_in = "forward"
+    with pytest.raises(ValueError, match="forward gave up"), twin.chain.micro_batch("train"):
+        twin.chain(twin.input())
+    troubled.raises_in = ""
+    assert twin.chain.core.all_free()
+    for _ in range(2):
+        assert twin.step() is None
+
+
+@pytest.mark.parametrize("raises", ["the backward", "the listener"])
+def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> None:
+    twin, troubled = troubled_twin()
+
+    def done(index: int) -> None:
+        if raises == "the listener" and index == 2:
+            raise ValueError("listener gave up")
+
+    twin.chain.core.set_listener(lambda: True, done)
+    troubled.raises_in = "backward" if raises == "the backward" else ""
+    with twin.chain.micro_batch("train"):
+        out = twin.chain(twin.input().requires_grad_())
+    with pytest.raises(ValueError, match="gave up"):
+        out.sum().backward()
+    del out
+    assert twin.chain.core.all_free()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagraph import _C
+from megagraph.decide.dispatch import Capacity, PackShape, decide
+from megagraph.decide.reasons import EagerReason
+
+DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
+# Few values, so that packs fit, exceed and equal capacities about as often.
+numbers = st.integers(1, 4)
+capacities = st.builds(Capacity, tokens=numbers, num_seqs=numbers, max_seqlen=numbers)
+shapes = st.builds(
+    PackShape, tokens=numbers, num_seqs=st.integers(0, 4), max_seqlen=numbers, cp_size=st.sampled_from([1, 2])
+)
+banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
+
+
+def cheapest_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> Capacity | None:
+    """The first member of the bank in a walk over every possible size, cheapest first."""
+    for tokens, num_seqs, max_seqlen in product(range(1, 5), repeat=3):
+        candidate = Capacity(tokens=tokens, num_seqs=num_seqs, max_seqlen=max_seqlen)
+        needs = (shape.tokens, shape.num_seqs, shape.max_seqlen)
+        has = (tokens, num_seqs, max_seqlen)
+        if candidate in bank and all(need <= size for need, size in zip(needs, has, strict=True)):
+            return candidate
+    return None
+
+
+def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason:
+    """The reason of the capacity that gets furthest through tokens, documents and length."""
+    reasons = (EagerReason.TOO_MANY_TOKENS, EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG)
+    passed = []
+    for capacity in bank:
+        fits = [getattr(shape, name) <= getattr(capacity, name) for name in DIMENSIONS]
+        passed.append(fits.index(False))
+    return reasons[max(passed)]
+
+
+@settings(deadline=None)
+@given(shape=shapes, bank=banks)
+def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_capacity(
+    shape: PackShape, bank: dict[int, tuple[Capacity, ...]]
+) -> None:
+    group = bank.get(shape.cp_size, ())
+    cheapest = cheapest_by_search(shape, group)
+    decision = decide(shape, bank)
+    if not group:
+        assert decision is EagerReason.CP_SIZE_NOT_CAPTURED
+    elif cheapest is None:
+        assert decision is blame_by_search(shape, group)
+    else:
+        assert decision == cheapest
+
+
+@settings(deadline=None)
+@given(shape=shapes, bank=st.lists(capacities, max_size=5), data=st.data())
+def test_a_decision_ignores_the_order_of_capacities_and_repeated_ones(
+    shape: PackShape, bank: list[Capacity], data: st.DataObject
+) -> None:
+    shuffled = data.draw(st.permutations(bank + bank[:2]))
+    group = {shape.cp_size: tuple(bank)}
+    assert decide(shape, group) == decide(shape, {shape.cp_size: tuple(shuffled)})
+
+
+@settings(deadline=None)
+@given(shape=shapes, capacity=capacities)
+def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, capacity: Capacity) -> None:
+    exceeding = [name for name in DIMENSIONS if getattr(shape, name) > getattr(capacity, name)]
+    expected = blame_by_search(shape, (capacity,)) if exceeding else None
+    assert shape.exceeds(capacity) is expected
+
+
+@settings(deadline=None)
+@given(capacity=capacities)
+def test_a_pack_that_fills_its_capacity_fits(capacity: Capacity) -> None:
+    shape = PackShape(**dataclasses.asdict(capacity))
+    assert decide(shape, {1: (capacity,)}) is capacity
+
+
+@settings(deadline=None)
+@given(bank=banks)
+def test_a_micro_batch_without_a_pack_runs_eager_whatever_is_captured(
+    bank: dict[int, tuple[Capacity, ...]],
+) -> None:
+    assert decide(None, bank) is EagerReason.NO_PACK_METADATA
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"tokens": 101}, EagerReason.TOO_MANY_TOKENS),
+        ({"num_seqs": 9}, EagerReason.TOO_MANY_SEQUENCES),
+        ({"max_seqlen": 51}, EagerReason.SEQUENCE_TOO_LONG),
+        ({"cp_size": 2}, EagerReason.CP_SIZE_NOT_CAPTURED),
+        ({"cp_size": 4}, EagerReason.CP_SIZE_NOT_CAPTURED),
+        ({"tokens": 101, "num_seqs": 9, "max_seqlen": 51}, EagerReason.TOO_MANY_TOKENS),
+        ({"num_seqs": 9, "max_seqlen": 51}, EagerReason.TOO_MANY_SEQUENCES),
+        # Each need is met by one of the two capacities, but by none together.
+        ({"tokens": 100, "num_seqs": 8}, EagerReason.TOO_MANY_SEQUENCES),
+        ({"tokens": 100, "max_seqlen": 50}, EagerReason.SEQUENCE_TOO_LONG),
+    ],
+)
+def test_each_reason_names_what_stood_in_the_way(shape: dict[str, int], reason: EagerReason) -> None:
+    bank = {
+        1: (
+            Capacity(tokens=100, num_seqs=4, max_seqlen=10),
+            Capacity(tokens=60, num_seqs=8, max_seqlen=50),
+        ),
+        4: (),
+    }
+    fitting = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1}
+    assert isinstance(decide(PackShape(**fitting), bank), Capacity)
+    assert decide(PackShape(**(fitting | shape)), bank) is reason
+
+
+def test_fewer_tokens_go_before_fewer_documents_and_these_before_a_shorter_longest_one() -> None:
+    shape = PackShape(tokens=1, num_seqs=1, max_seqlen=1)
+    ordered = [
+        Capacity(tokens=10, num_seqs=90, max_seqlen=90),
+        Capacity(tokens=20, num_seqs=10, max_seqlen=90),
+        Capacity(tokens=20, num_seqs=20, max_seqlen=10),
+        Capacity(tokens=20, num_seqs=20, max_seqlen=20),
+    ]
+    for first in range(len(ordered)):
+        assert decide(shape, {1: ordered[first:][::-1]}) == ordered[first]
+    assert decide(shape, {1: []}) is EagerReason.CP_SIZE_NOT_CAPTURED
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None])
+def test_a_capacity_of_anything_but_positive_integers_is_refused(name: str, value: object) -> None:
+    sizes: dict[str, object] = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1, name: value}
+    with pytest.raises(
+        ValueError, match=f"a capacity's {name} must be an integer of at least 1, got {value!r}"
+    ):
+        Capacity(**sizes)  # type: ignore[arg-type]
+
+
+def test_a_capacity_reads_as_a_sentence() -> None:
+    capacity = Capacity(tokens=512, num_seqs=16, max_seqlen=256)
+    assert str(capacity) == "512 tokens, 16 documents of up to 256"
+
+
+def test_capacities_and_shapes_are_immutable_keys() -> None:
+    capacity = Capacity(tokens=1, num_seqs=1, max_seqlen=1)
+    shape = PackShape(tokens=1, num_seqs=1, max_seqlen=1)
+    assert len({capacity, dataclasses.replace(capacity)}) == 1
+    assert len({shape, shape._replace(), shape._replace(cp_size=2)}) == 2
+    for value in (capacity, shape):
+        with pytest.raises(AttributeError):
+            value.tokens = 2  # type: ignore[misc]
+
+
+def test_reasons_are_the_cores_in_name_and_order() -> None:
+    assert [reason.name for reason in EagerReason] == list(_C.EAGER_REASON_NAMES)
+    assert [reason.value for reason in EagerReason] == list(range(len(_C.EAGER_REASON_NAMES)))
+
+
+def test_the_decision_is_imported_without_torch() -> None:
+    check = "import sys, megagraph.decide.dispatch; print({'torch', 'numpy', 'megagraph._C'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

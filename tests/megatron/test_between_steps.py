@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens between steps: evaluation, moved and frozen parameters, settings, suspension, errors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from megatron_rig import (
+    CAPACITY,
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Twins,
+    assert_same_run,
+    evaluate,
+    forward,
+    graph_config,
+    report_of,
+    schedule,
+    step,
+    train,
+)
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+Install = Callable[..., GraphConfig]
+Prepare = Callable[[Callable[[torch.nn.Module], None]], None]
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Changes every GPTModel right after it was made, before DDP sees it."""
+    from megatron.core.models.gpt import GPTModel
+
+    def with_change(change: Callable[[torch.nn.Module], None]) -> None:
+        original = GPTModel.__init__
+
+        def changed(model: torch.nn.Module, *args: object, **kwargs: object) -> None:
+            original(model, *args, **kwargs)
+            change(model)
+
+        monkeypatch.setattr(GPTModel, "__init__", changed)
+
+    return with_change
+
+
+def test_evaluation_is_graphed_at_the_boundary_after_it_was_first_seen(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    twins.evaluate(ONE, OTHER)
+    assert twins.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
+    twins.step(TWO)
+    graphs = twins.report()["graphs"]
+    twins.evaluate(TWO, OTHER)
+    twins.step(OTHER)
+    twins.evaluate(ONE)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert report["replays"] == (1 + 1 + 2 + 1 + 1) * LAYERS
+    assert graphs == report["graphs"] == (2 + 1) * LAYERS
+
+
+def test_evaluation_alone_is_graphed(install: Install) -> None:
+    install()
+    twins = Twins()
+    for micro in (ONE, TWO, OTHER):
+        twins.evaluate(micro)
+    assert twins.report()["replays"] == 2 * LAYERS
+    assert twins.report()["graphs"] == LAYERS
+
+
+def test_evaluation_leaves_gradients_and_the_models_mode_alone(install: Install) -> None:
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        before = step(trainer, [ONE], update=False).grads
+        evaluate(trainer, [TWO])
+        after = dict(trainer.named_main_grads())
+        assert all(torch.equal(grad, after[name]) for name, grad in before.items())
+        assert all(module.training for module in trainer.model.modules())
+
+
+def _freeze(pattern: str) -> Callable[[torch.nn.Module], None]:
+    def change(model: torch.nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if pattern == "all but biases":
+                param.requires_grad_(name.endswith("bias"))
+            elif any(part in name for part in pattern.split(" and ")):
+                param.requires_grad_(False)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "layers.0.",
+        "layers.1.",
+        "embedding and layers.0.",
+        "decoder.layers",
+        "embedding and decoder.layers",
+        "all but biases",
+        "linear_qkv and linear_fc1.weight",
+    ],
+)
+def test_frozen_parameters_are_graphed_with_eager_bits(
+    pattern: str, install: Install, prepare: Prepare
+) -> None:
+    prepare(_freeze(pattern))
+    install()
+    twins = Twins()
+    twins.step(ONE, TWO, times=4)
+    frozen = [name for name, param in twins.graphed.chunk.named_parameters() if not param.requires_grad]
+    assert frozen and not any(
+        hasattr(twins.graphed.chunk.get_parameter(name), "main_grad") for name in frozen
+    )
+    report = twins.report()
+    assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
+
+
+def test_parameters_frozen_or_thawed_later_cost_one_eager_step(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    for requires_grad in (False, True):
+        for trainer in twins.both:
+            trainer.chunk.decoder.layers[1].mlp.linear_fc1.weight.requires_grad_(requires_grad)
+        twins.step(TWO, times=3)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "PARAMETERS_CHANGED": 2 * LAYERS}
+    assert report["replays"] == (1 + 2 + 2) * LAYERS
+
+
+def _move_weights(trainer: Trainer) -> list[torch.Tensor]:
+    """Moves every parameter; what reads the old place from now on reads NaN."""
+    old = [param.data for param in trainer.chunk.parameters()]
+    for param in trainer.chunk.parameters():
+        param.data = param.data.clone()
+    for tensor in old:
+        tensor.fill_(float("nan"))
+    return old
+
+
+def _move_main_grads(trainer: Trainer) -> list[torch.Tensor]:
+    """Moves every main gradient out of the DDP's buffer."""
+    old = [param.main_grad for param in trainer.chunk.parameters()]
+    for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
+        param.main_grad = torch.zeros_like(grad)
+    for tensor in old:
+        tensor.fill_(float("nan"))
+    return old
+
+
+@pytest.mark.parametrize("move", [_move_weights, _move_main_grads])
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
+def test_moved_memory_is_never_replayed_and_is_captured_again(
+    move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, install: Install
+) -> None:
+    """One step runs eager, unless the host has said that it moves memory."""
+    install()
+    twins = Twins()
+    twins.step(ONE, TWO, times=2)
+    if is_suspended:
+        megagraph.suspend()
+    held = [move(trainer) for trainer in twins.both]
+    if is_suspended:
+        megagraph.resume()
+
+    def zero() -> None:
+        for trainer in twins.both:
+            for param in trainer.chunk.parameters():
+                param.main_grad.zero_()
+
+    for _ in range(3):
+        zero()
+        twins.step(TWO, OTHER)
+    report = twins.report()
+    moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * LAYERS}
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **moved}
+    assert report["replays"] == (2 + 6) * LAYERS - sum(moved.values())
+    assert len(held[0]) == len(held[1])
+
+
+def test_a_call_outside_of_any_schedule_never_replays_moved_memory(install: Install) -> None:
+    """Bug: addresses are looked at before a schedule only, so a bare call replayed on the old ones."""
+    install()
+    trainer = Trainer(OPTIONS)
+    with torch.no_grad():
+        forward(trainer.model.eval(), ONE, trainer.device)
+    for _ in range(2):
+        evaluate(trainer, [ONE])
+    replays = report_of(trainer)["replays"]
+    held = _move_weights(trainer)
+    trainer.model.eval()
+    with torch.no_grad():
+        forward(trainer.model, ONE, trainer.device)
+    assert held and report_of(trainer)["replays"] == replays
+    assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == LAYERS
+
+
+def test_suspended_models_run_eager_and_replay_again_after_resume(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    megagraph.suspend()
+    twins.step(TWO, times=2)
+    twins.evaluate(TWO)
+    megagraph.resume()
+    twins.step(OTHER, times=2)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "SUSPENDED": 3 * LAYERS}
+    assert report["replays"] == 3 * LAYERS
+
+
+def test_nothing_is_captured_while_suspended(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE)
+    megagraph.suspend()
+    twins.step(ONE, times=2)
+    assert twins.report()["graphs"] == 0
+    megagraph.resume()
+    twins.step(ONE)
+    assert twins.report()["graphs"] == 2 * LAYERS
+
+
+def test_other_numeric_settings_run_eager_until_they_are_back(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    torch.use_deterministic_algorithms(False)
+    step(twins.graphed, [TWO], update=False)
+    torch.use_deterministic_algorithms(True)
+    twins.step(TWO)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
+    assert report["replays"] == 2 * LAYERS
+
+
+def test_packs_that_run_eager_push_no_graphs_tables_out(install: Install) -> None:
+    """Bug: Megatron keeps 32 rotary tables; after an eviction every call was SIGNATURE_CHANGED."""
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [ONE])
+    evaluate(trainer, [Micro(lengths=(65 + i,)) for i in range(40)])
+    step(trainer, [ONE])
+    assert "SIGNATURE_CHANGED" not in report_of(trainer)["eager"]
+    assert report_of(trainer)["replays"] == 2 * LAYERS
+
+
+def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+
+    def broken() -> Iterator[Micro]:
+        yield ONE
+        raise RuntimeError("no more data")
+
+    for trainer, eager in zip(
+        twins.both, (megagraph.disable_cuda_graphs_this_step(), nullcontext()), strict=True
+    ):
+        with eager, pytest.raises(RuntimeError, match="no more data"):
+            schedule(trainer.model, broken(), 3, trainer.device)
+    twins.step(ONE, TWO, times=2)
+    assert set(twins.report()["eager"]) == {"WARMING_UP"}
+
+
+def test_a_model_called_before_its_first_step_loses_no_graph(install: Install) -> None:
+    install()
+    twins = Twins()
+    with torch.no_grad():
+        forward(twins.graphed.model, ONE, twins.graphed.device)
+    twins.step(ONE, times=3)
+    reports = megagraph.reports()
+    assert max(report["replays"] for report in reports) == 2 * LAYERS
+
+
+def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
+    steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+    dropout = {"hidden_dropout": 0.2}
+    graphed = train(graph_config(), steps, transformer=dropout)
+    assert_same_run(graphed, train(graph_config(), steps, transformer=dropout, eager=True))
+    report = graphed.report
+    assert report["replays"] + report["eager"].get("RNG_NOT_GRAPH_SAFE", 0) == 3 * 2 * LAYERS
+    without = train(graph_config(), steps)
+    assert not torch.equal(without.steps[0].losses[0], graphed.steps[0].losses[0])
+
+
+@pytest.mark.parametrize("query_groups", [1, 2])
+def test_grouped_queries_have_eager_bits(query_groups: int) -> None:
+    steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO]]
+    runs = [
+        train(graph_config(), steps, eager=eager, query_groups=query_groups, heads=4)
+        for eager in (False, True)
+    ]
+    assert_same_run(*runs)
+    assert runs[0].report["replays"] == 2 * 2 * LAYERS
+
+
+def test_an_overlapped_gradient_reduction_of_one_rank_changes_nothing() -> None:
+    steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+    plain = train(graph_config(), steps)
+    overlap = {"overlap_grad_reduce": True, "bucket_size": 10_000}
+    graphed = train(graph_config(), steps, ddp=overlap)
+    assert_same_run(graphed, train(graph_config(), steps, ddp=overlap, eager=True))
+    assert_same_run(graphed, plain)
+    assert graphed.report["replays"] == 3 * 2 * LAYERS
+
+
+def test_two_models_in_one_process_each_have_their_own_graphs_and_bits(install: Install) -> None:
+    install()
+    alone = train_alone = Trainer(OPTIONS)
+    other = Trainer(OPTIONS)
+    assert CAPACITY.tokens >= OTHER.physical
+    for index in range(3):
+        one = step(alone, [ONE, TWO])
+        two = step(other, [OTHER])
+        assert not torch.equal(one.losses[0], two.losses[0]), index
+    reports = megagraph.reports()
+    assert [report["replays"] for report in reports] == [2 * 2 * LAYERS, 2 * LAYERS]
+    megagraph.uninstall()
+    again = train(graph_config(), [[ONE, TWO]] * 3)
+    for name, weight in train_alone.chunk.named_parameters():
+        assert torch.equal(weight, again.weights[name])

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops that are not one schedule call a step: evaluation, accumulation, errors, other settings."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Step,
+    Twins,
+    assert_same,
+    forward,
+    grads,
+    report_of,
+    schedule,
+    step,
+)
+from torch import Tensor
+
+import megagraph
+from megagraph.bank.bank import Bank
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+TOO_LARGE = Micro(lengths=(60, 20), seed=3)
+Install = Callable[..., GraphConfig]
+
+
+@pytest.fixture(autouse=True)
+def same_settings() -> Iterator[None]:
+    """Numeric settings that a test changes are put back."""
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+def _zero(trainer: Trainer) -> None:
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+
+
+def _both(twins: Twins, work: Callable[[Trainer], Any]) -> list[Any]:
+    """The same work on both models, on the first without graphs."""
+    with megagraph.disable_cuda_graphs_this_step():
+        first = work(twins.eager)
+    return [first, work(twins.graphed)]
+
+
+def test_evaluations_of_other_lengths_between_steps_replay(install: Install) -> None:
+    install()
+    twins = Twins()
+    counts = (3, 1, 5, 2, 4)
+    for index, count in enumerate(counts):
+        twins.step(*[Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
+        twins.evaluate(*[Micro(lengths=(7 + i, 20 - index), seed=index) for i in range(count)])
+        if index == 2:
+            twins.evaluate(TOO_LARGE, ONE)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": (1 + counts[0]) * LAYERS, "TOO_MANY_TOKENS": LAYERS}
+    assert report["replays"] == (2 + 3 + 1 + 2 + sum(counts[1:]) + 1) * LAYERS
+    assert report["graphs"] == (2 + 1) * LAYERS
+
+
+@contextmanager
+def _unsynchronized(trainer: Trainer) -> Iterator[None]:
+    """No gradient is reduced inside, as a host says it that makes several schedule calls a step."""
+    config = trainer.chunk.config
+    before = config.no_sync_func, config.finalize_model_grads_func
+    config.no_sync_func = config.finalize_model_grads_func = None
+    try:
+        with trainer.model.no_sync():
+            yield
+    finally:
+        config.no_sync_func, config.finalize_model_grads_func = before
+
+
+def _accumulate(trainer: Trainer, calls: list[list[Micro]], *, reduces_once: bool = False) -> Step:
+    """Several schedule calls before one optimizer step, with no gradient zeroed in between."""
+    _zero(trainer)
+    losses = []
+    for index, micros in enumerate(calls):
+        waits = reduces_once and index < len(calls) - 1
+        with _unsynchronized(trainer) if waits else nullcontext():
+            losses += schedule(trainer.model, micros, len(micros), trainer.device)
+    left = Step(losses=losses, grads=grads(trainer.chunk))
+    trainer.update()
+    return left
+
+
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 10_000}
+
+
+@pytest.mark.parametrize(
+    "ddp, reduces_once",
+    [({}, False), ({}, True), (OVERLAP, True)],  # with overlap, Megatron itself refuses more than one
+    ids=["reduced-each-time", "reduced-once", "overlapped-once"],
+)
+def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
+    ddp: dict[str, Any], reduces_once: bool, install: Install
+) -> None:
+    install()
+    twins = Twins(ddp=ddp)
+    calls = [[ONE, TWO], [OTHER], [TWO, OTHER, ONE]]
+    for index in range(4):
+        both = _both(twins, lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
+        assert_same(*both, f"step {index}:")
+    report = twins.report()
+    # The first schedule call is the warm-up; each is a boundary.
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert report["replays"] == (4 * 6 - 2) * LAYERS
+
+
+def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
+    """Guards the test above: the gradients of the first calls are really there."""
+    install()
+    twins = Twins()
+    for _ in range(2):
+        both = _both(twins, lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
+    _zero(twins.graphed)
+    schedule(twins.graphed.model, [TWO], 1, twins.graphed.device)
+    alone = grads(twins.graphed.chunk)
+    assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
+
+
+class Broken(RuntimeError):
+    """What the host's code raises."""
+
+
+def _raise_in_loss(trainer: Trainer) -> None:
+    """In the loss function of the second of three micro-batches."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    seen: list[Micro] = []
+
+    def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
+        seen.append(next(data))
+        losses, reduce = forward(chunk, seen[-1], trainer.device)
+
+        def loss(output: Tensor) -> Any:
+            if len(seen) == 2:
+                raise Broken("in the loss")
+            return reduce(output)
+
+        return losses, loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([ONE, TWO, OTHER]),
+        model=[trainer.model],
+        num_microbatches=3,
+        seq_length=OPTIONS.max_tokens,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
+    """In a hook of a parameter outside of the layers, in the second of three micro-batches."""
+    calls: list[Tensor] = []
+
+    def hook(grad: Tensor) -> None:
+        calls.append(grad)
+        if len(calls) == 2:
+            raise Broken("in the backward")
+
+    handle = trainer.chunk.get_parameter(of).register_hook(hook)
+    try:
+        schedule(trainer.model, [ONE, TWO, OTHER], 3, trainer.device)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _raise_in_loss,
+        partial(_raise_in_backward, of="decoder.final_layernorm.weight"),
+        partial(_raise_in_backward, of="embedding.word_embeddings.weight"),
+    ],
+    ids=["loss", "before-the-layers", "after-the-layers"],
+)
+@pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
+def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
+    broken: Callable[[Trainer], None], is_warm: bool, install: Install
+) -> None:
+    install()
+    twins = Twins()
+    if is_warm:
+        twins.step(ONE, TWO, times=2)
+
+    def attempt(trainer: Trainer) -> Step:
+        _zero(trainer)
+        with pytest.raises(Broken):
+            broken(trainer)
+        return Step(losses=[], grads=grads(trainer.chunk))
+
+    # What the broken step has added is that of eager too.
+    assert_same(*_both(twins, attempt))
+    # First on top of it, as a host that only counts the error would go on.
+    calls = [[TWO, ONE]]
+
+    def go_on(trainer: Trainer) -> Step:
+        losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
+        return Step(losses=losses[0], grads=grads(trainer.chunk))
+
+    assert_same(*_both(twins, go_on))
+    twins.step(ONE, OTHER, times=3)
+    report = twins.report()
+    # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
+    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * LAYERS}
+    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * LAYERS
+
+
+def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Install) -> None:
+    """Bug: after a lasting change nothing was captured again, and every later step ran eager."""
+    install()
+    twins = Twins()
+    torch.use_deterministic_algorithms(False)
+    for _ in range(2):
+        for trainer in twins.both:  # bits may differ here: nothing is compared or updated
+            step(trainer, [ONE], update=False, eager=trainer is twins.eager)
+    torch.use_deterministic_algorithms(True)
+    twins.step(TWO, OTHER, times=4)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
+    assert report["replays"] == (1 + 3 * 2) * LAYERS
+    assert report["graphs"] == 2 * 2 * LAYERS and report["failures"] == []
+
+
+def test_what_cannot_be_captured_under_other_settings_is_tried_once(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: it was tried again before every step."""
+    from megatron.core.transformer import cuda_graphs
+
+    install()
+    trainer = Trainer(OPTIONS)
+    captures = []
+
+    def capture(bank: Bank, *args: Any, original: Any = Bank.capture) -> None:
+        captures.append(bank)
+        original(bank, *args)
+
+    monkeypatch.setattr(Bank, "capture", capture)
+    for layer in trainer.chunk.decoder.layers:
+
+        def refusing(*args: Any, forward: Any = layer.forward, **kwargs: Any) -> Any:
+            if cuda_graphs.is_graph_capturing() and torch.get_float32_matmul_precision() == "high":
+                raise RuntimeError("not under these settings")
+            return forward(*args, **kwargs)
+
+        layer.forward = refusing
+    for _ in range(2):
+        step(trainer, [ONE])
+    torch.set_float32_matmul_precision("high")
+    try:
+        for _ in range(4):
+            step(trainer, [ONE])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    step(trainer, [ONE])
+    report = report_of(trainer)
+    assert len(captures) == 2  # under the first settings, and once under the others
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 4 * LAYERS}
+    assert report["replays"] == 2 * LAYERS
+
+
+def test_a_precision_that_nobody_has_set_is_the_highest(install: Install) -> None:
+    """Bug: back from TF32, the first graphs were taken for those of other settings."""
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest")
+    twins.step(TWO)
+    assert twins.report()["eager"] == {"WARMING_UP": LAYERS}
+
+
+def test_settings_that_come_back_find_their_graphs_again(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, times=2)
+    for _ in range(3):
+        torch.set_float32_matmul_precision("high")
+        twins.step(TWO, times=2)
+        torch.set_float32_matmul_precision("highest")
+        twins.step(OTHER, times=2)
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
+    assert report["replays"] == (1 + 3 * 4 - 1) * LAYERS
+    assert report["graphs"] == 2 * 2 * LAYERS
+
+
+def test_an_evaluation_under_settings_of_its_own_replays(install: Install) -> None:
+    """A kind is captured under the settings of the boundary at which it is due, then under its own."""
+    install()
+    twins = Twins()
+    for _ in range(6):
+        twins.step(ONE)
+        torch.set_float32_matmul_precision("high")
+        twins.evaluate(TWO, OTHER)
+        torch.set_float32_matmul_precision("highest")
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": (1 + 2) * LAYERS, "NUMERICS_CHANGED": (1 + 2) * LAYERS}
+    assert report["replays"] == (4 + 4 * 2) * LAYERS
+    assert report["graphs"] == 2 * (2 + 1) * LAYERS
+
+
+def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install) -> None:
+    install()
+    twins = Twins()
+    twins.step(ONE, TWO, times=2)
+
+    def changing() -> Iterator[Micro]:
+        yield ONE
+        torch.set_float32_matmul_precision("high")
+        yield TWO
+
+    def work(trainer: Trainer) -> Step:
+        _zero(trainer)
+        try:
+            losses = schedule(trainer.model, changing(), 2, trainer.device)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        return Step(losses=losses, grads=grads(trainer.chunk))
+
+    for _ in range(2):
+        assert_same(*_both(twins, work))
+    report = twins.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
+    assert report["replays"] == (2 + 2) * LAYERS

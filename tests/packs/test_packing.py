@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.packs.packing import PackForm, TailConvention, canonical_fields, offsets_rules, pack_shape
+
+HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST = TailConvention
+tails = pytest.mark.parametrize("tail", TailConvention)
+CAPACITY = Capacity(tokens=64, num_seqs=8, max_seqlen=64)
+
+
+def offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def pack_of(actual: Tensor, padded: Tensor | None = None, **changes: Any) -> Any:
+    """A pack as the oldest supported release makes it: without `pad_between_seqs`."""
+    fields = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": actual,
+        "cu_seqlens_kv": actual,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": 5,
+        "max_seqlen_kv": 5,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def form_of(pack: Any) -> PackForm:
+    form = PackForm.of(pack)
+    assert form is not None
+    return form
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
+    """Actual and perhaps padded offsets of one to five documents, empty ones included."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+    if draw(st.booleans()):
+        return offsets(lengths), None
+    return offsets(lengths), offsets([length + draw(st.integers(0, 3)) for length in lengths])
+
+
+# -- the form of a pack --------------------------------------------------------------------------
+
+
+def test_a_form_says_which_fields_a_pack_carries() -> None:
+    cu = offsets([2, 3])
+    assert form_of(pack_of(cu)) == PackForm.of(pack_of(cu.clone()))
+    assert form_of(pack_of(cu)).has_padded is False
+    assert form_of(pack_of(cu, offsets([4, 4]))).has_padded is True
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_a_form_keeps_what_the_pack_says_of_padding(said: bool | None) -> None:
+    assert form_of(pack_of(offsets([2]), pad_between_seqs=said)).pad_between_seqs is said
+    assert form_of(pack_of(offsets([2]))).pad_between_seqs is None
+
+
+def test_views_of_one_memory_are_the_same_offsets() -> None:
+    actual, padded = offsets([2, 3]), offsets([4, 4])
+    pack = pack_of(actual, padded, cu_seqlens_kv=actual.view(-1), cu_seqlens_kv_padded=padded[:])
+    assert PackForm.of(pack) == PackForm.of(pack_of(actual, padded))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cu_seqlens_kv": offsets([2, 3])},
+        {"cu_seqlens_kv_padded": offsets([4, 4])},
+        {"cu_seqlens_kv_padded": None},
+        {"cu_seqlens_q_padded": None},
+        {"cu_seqlens_kv": None},
+    ],
+)
+def test_keys_with_offsets_of_their_own_have_no_form(change: dict[str, Tensor | None]) -> None:
+    """Equal values do not count: to compare them would wait for the device."""
+    assert PackForm.of(pack_of(offsets([2, 3]), offsets([4, 4]), **change)) is None
+
+
+def test_fewer_entries_of_the_same_memory_are_other_offsets() -> None:
+    cu = offsets([2, 3])
+    assert PackForm.of(pack_of(cu, cu_seqlens_kv=cu[:2])) is None
+
+
+# -- the shape of a pack -------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=6),
+    tokens=st.integers(0, 99),
+    cp_size=st.sampled_from([1, 2, 4]),
+    longest=st.integers(0, 99),
+    on_host_tensor=st.booleans(),
+    tail=st.sampled_from(TailConvention),
+)
+def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
+    lengths: list[int], tokens: int, cp_size: int, longest: int, on_host_tensor: bool, tail: TailConvention
+) -> None:
+    pack = pack_of(offsets(lengths), max_seqlen_q=torch.tensor(longest) if on_host_tensor else longest)
+    assert pack_shape(pack, tokens, tail, cp_size=cp_size) == PackShape(
+        tokens=tokens,
+        num_seqs=len(lengths) + (1 if tail in (DUMMY, EMPTY_DUMMY) else 0),
+        max_seqlen=max(longest, 1),
+        cp_size=cp_size,
+    )
+
+
+def test_a_pack_that_declares_no_longest_document_may_hold_one_of_all_tokens() -> None:
+    shape = pack_shape(pack_of(offsets([2]), max_seqlen_q=None), 8, HIDDEN, cp_size=2)
+    assert shape == PackShape(tokens=8, num_seqs=1, max_seqlen=16, cp_size=2)
+
+
+@tails
+def test_nothing_on_the_device_is_read(tail: TailConvention) -> None:
+    """A fake tensor on a CUDA device has a shape and raises on every look at its values."""
+    with FakeTensorMode():
+        on_device = torch.empty(5, dtype=torch.int32, device="cuda")
+        longest = torch.empty((), dtype=torch.int32, device="cuda")
+    assert longest.is_cuda
+    with pytest.raises(RuntimeError):
+        int(longest)
+    pack = pack_of(on_device, max_seqlen_q=longest, max_seqlen_kv=longest)
+    shape = pack_shape(pack, 8, tail, cp_size=2)
+    assert shape == PackShape(tokens=8, num_seqs=4 + tail.extra_seqs, max_seqlen=16, cp_size=2)
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        None,
+        pack_of(offsets([2]), qkv_format="sbhd"),
+        pack_of(offsets([2]), qkv_format=None),
+        pack_of(offsets([2]), cu_seqlens_q=None),
+    ],
+)
+def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
+    assert pack_shape(pack, 8, HIDDEN) is None
+
+
+# -- tail conventions ----------------------------------------------------------------------------
+
+
+def canonical(
+    actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
+) -> dict[str, list[int]]:
+    given = {"actual": actual, "padded": actual if padded is None else padded}
+    rules = offsets_rules(tail, tokens, has_padded=padded is not None)
+    return {name: rule.apply(given[name], num_seqs).tolist() for name, rule in rules.items()}
+
+
+@tails
+@settings(deadline=None)
+@given(pack=packs(), tail_rows=st.integers(0, 9), spare=st.integers(0, 3))
+def test_canonical_offsets_say_what_the_convention_says(
+    tail: TailConvention, pack: tuple[Tensor, Tensor | None], tail_rows: int, spare: int
+) -> None:
+    """Each row of the table: what the actual and what the padded offsets hold past the last document."""
+    actual, padded = (None if given is None else given.tolist() for given in pack)
+    assert actual is not None
+    physical = actual if padded is None else padded
+    tokens, extra = physical[-1] + tail_rows, tail.extra_seqs + spare
+    ends, repeats = [tokens] * extra, [actual[-1]] * extra
+    table = {
+        HIDDEN: (actual + repeats, None if padded is None else padded + [padded[-1]] * extra),
+        DUMMY: (actual + ends, None if padded is None else padded + ends),
+        EMPTY_DUMMY: (actual + repeats, physical + ends),
+        EXTEND_LAST: (actual + repeats, [*physical[:-1], tokens, *ends]),
+    }
+    expected = dict(zip(("actual", "padded"), table[tail], strict=True))
+    if expected["padded"] is None:
+        del expected["padded"]
+    assert canonical(*pack, tail, tokens, len(actual) - 1 + extra) == expected
+
+
+@tails
+@settings(deadline=None)
+@given(pack=packs(), tail_rows=st.integers(0, 9), spare=st.integers(0, 3))
+def test_every_row_belongs_to_a_document_unless_the_tail_is_hidden(
+    tail: TailConvention, pack: tuple[Tensor, Tensor | None], tail_rows: int, spare: int
+) -> None:
+    actual, padded = pack
+    end = int((actual if padded is None else padded)[-1])
+    found = canonical(actual, padded, tail, end + tail_rows, len(actual) - 1 + tail.extra_seqs + spare)
+    physical = found.get("padded", found["actual"])
+    assert physical == sorted(physical)
+    assert (physical[0], physical[-1]) == (0, end if tail is HIDDEN else end + tail_rows)
+    # The tail is valid for the dummy alone.
+    assert found["actual"][-1] == (end + tail_rows if tail is DUMMY else int(actual[-1]))
+
+
+@pytest.mark.parametrize("tail", [HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST])
+def test_a_pack_without_documents_starts_at_row_0(tail: TailConvention) -> None:
+    for padded in (None, offsets([])):
+        expected = canonical(offsets([]), padded, tail, 16, 3)
+        assert all(found[0] == 0 for found in expected.values())
+        assert staged([(offsets([]), padded)], tail, 16, 3) == [expected]
+
+
+def test_one_document_too_many_is_refused() -> None:
+    with pytest.raises(ValueError, match="the pack holds 3 documents, more than the capacity of 2"):
+        canonical(offsets([1, 2, 3]), None, HIDDEN, 8, 2)
+
+
+# -- the same rules in staging -------------------------------------------------------------------
+
+
+def staged(
+    packs: Sequence[tuple[Tensor, Tensor | None]], tail: TailConvention, tokens: int, num_seqs: int
+) -> list[dict[str, list[int]]]:
+    """What a replayed site finds in its arguments, for one micro-batch after the other."""
+    has_padded = packs[0][1] is not None
+    seen: list[dict[str, list[int]]] = []
+
+    class Site(nn.Module):
+        def forward(self, hidden: Tensor, **buffers: Tensor) -> Tensor:
+            seen.append({name: buffer.tolist() for name, buffer in buffers.items()})
+            return hidden + 1
+
+    rules = offsets_rules(tail, tokens, has_padded=has_padded)
+    metadata = {
+        name: MetadataSpec(
+            kind=_C.SegmentKind.OFFSETS,
+            example=torch.full((num_seqs + 1,), -7, dtype=torch.int32),
+            source=int(has_padded and name == "padded"),
+            fill=rule.fill,
+            extend_last=rule.extend_last,
+        )
+        for name, rule in rules.items()
+    }
+    bank, site = Bank("cpu"), Site()
+    chain = bank.add_chain([site])
+    variant = VariantSpec(
+        key="pack",
+        training=False,
+        rows=2,
+        row_shape=(1,),
+        dtype=torch.float32,
+        metadata=metadata,
+        arguments=lambda buffers: dict(buffers),
+    )
+    bank.capture({chain: [variant]})
+    seen.clear()
+    for pack in packs:
+        with (
+            torch.no_grad(),
+            chain.micro_batch("pack", [given for given in pack if given is not None]) as why,
+        ):
+            assert why is None
+            chain(torch.zeros(2, 1))
+    assert bank.counters()["replays"] == len(packs)
+    return seen
+
+
+@tails
+@settings(deadline=None, max_examples=15)
+@given(first=packs(), second=packs(), slack=st.integers(0, 3))
+def test_staging_writes_what_the_rules_say(
+    tail: TailConvention,
+    first: tuple[Tensor, Tensor | None],
+    second: tuple[Tensor, Tensor | None],
+    slack: int,
+) -> None:
+    """So layers that fall back to eager see the very pack that replayed ones see; nothing stays behind."""
+    both = [first, second] if (first[1] is None) == (second[1] is None) else [first, first]
+    ends = [int(given[-1]) for pack in both for given in pack if given is not None]
+    tokens, num_seqs = max(ends) + slack, 5 + tail.extra_seqs + slack
+    expected = [canonical(*pack, tail, tokens, num_seqs) for pack in both]
+    assert staged(both, tail, tokens, num_seqs) == expected
+
+
+# -- canonical fields ----------------------------------------------------------------------------
+
+
+@tails
+@pytest.mark.parametrize("has_padded", [True, False])
+@pytest.mark.parametrize("said", [None, False, True])
+def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
+    tail: TailConvention, has_padded: bool, said: bool | None
+) -> None:
+    cu = offsets([2, 3])
+    form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
+    names = offsets_rules(tail, CAPACITY.tokens, has_padded=has_padded)
+    given = {name: cu.clone() for name in names}
+    fields = canonical_fields(given, form, tail, CAPACITY)
+    assert fields["qkv_format"] == "thd"
+    assert (fields["max_seqlen_q"], fields["max_seqlen_kv"]) == (64, 64)
+    for side in ("q", "kv"):
+        assert fields[f"cu_seqlens_{side}"] is given["actual"]
+        assert fields[f"cu_seqlens_{side}_padded"] is given.get("padded")
+    # A tail that is padded but not valid needs it said, whatever the pack said.
+    expected = True if tail in (EMPTY_DUMMY, EXTEND_LAST) else said
+    assert fields.get("pad_between_seqs") is expected
+
+
+@tails
+def test_canonical_fields_have_the_form_of_their_convention(tail: TailConvention) -> None:
+    cu, padded = offsets([2, 3]), offsets([4, 4])
+    form = form_of(pack_of(cu, padded))
+    fields = canonical_fields({"actual": cu, "padded": padded}, form, tail, CAPACITY)
+    assert form_of(SimpleNamespace(**fields)).has_padded
+
+
+def test_padded_offsets_that_are_the_actual_ones_stay_so() -> None:
+    """Transformer Engine chooses another kernel where they are two objects."""
+    cu = offsets([2, 3])
+    form = form_of(pack_of(cu, cu))
+    assert form.is_aliased and not form.has_padded
+    fields = canonical_fields({"actual": cu}, form, TailConvention.HIDDEN, CAPACITY)
+    assert fields["cu_seqlens_q_padded"] is fields["cu_seqlens_q"]
+    assert fields["cu_seqlens_kv_padded"] is fields["cu_seqlens_kv"]
+
+
+@pytest.mark.megatron
+@tails
+def test_every_release_takes_the_canonical_fields_of_its_own_packs(tail: TailConvention) -> None:
+    """Releases before 0.19 know no `pad_between_seqs`, and refused the pack with a TypeError."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megagraph.megatron.graphs.micro_batch import new_params
+
+    cu = offsets([2, 3])
+    given = PackedSeqParams(**vars(pack_of(cu)))
+    names = offsets_rules(tail, CAPACITY.tokens, has_padded=False)
+    fields = canonical_fields(dict.fromkeys(names, cu), form_of(given), tail, CAPACITY)
+    assert new_params(PackedSeqParams, fields).cu_seqlens_q is cu

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megagraph.packs.ops import varlen_attention
+
+# The error that a result may have against float64, in units of eps(dtype) * max(1, max|expected|):
+# sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
+ERROR_UNITS = {"cpu": 32, "cuda": 8}
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def offsets(document_lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
+
+
+def inputs(rows: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
+    """q, k, v and a gradient of the output."""
+    counts = (heads, groups, groups, heads)
+    return [torch.randn(rows, count, dim, device=device).to(DTYPE[device]) for count in counts]
+
+
+def attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: list[int], *, scale: float | None, causal: bool
+) -> list[Tensor]:
+    """Output and gradients in float64 on the host, each document attended to by itself."""
+    leaves = [t.detach().cpu().double().requires_grad_() for t in (q, k, v)]
+    parts = [leaves[0][:0]]
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        if start < stop:
+            q_HTD, k_GTD, v_GTD = (leaf[None, start:stop].transpose(1, 2) for leaf in leaves)
+            attended = scaled_dot_product_attention(
+                q_HTD, k_GTD, v_GTD, is_causal=causal, scale=scale, enable_gqa=True
+            )
+            parts.append(attended[0].transpose(0, 1))
+    out = torch.cat(parts)
+    grad_out = grad.cpu().double()[: sum(lengths)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    lengths: list[int],
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+) -> list[Tensor]:
+    """Output and gradients of the op."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    cu_seqlens = offsets(lengths, q.device.type)
+    out = varlen_attention(*leaves, cu_seqlens, max_seqlen, softmax_scale=scale, causal=causal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device: str) -> None:
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        if e.numel() == 0:
+            continue
+        bound = ERROR_UNITS[device] * torch.finfo(a.dtype).eps * max(1.0, e.abs().max().item())
+        error = (a[: e.size(0)].cpu().double() - e).abs().max().item()
+        assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.sampled_from([0, 0, 1, 2, 17, 64]), max_size=6),
+    tail=st.sampled_from([0, 1, 130]),
+    slack=st.sampled_from([0, 3, 100]),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3]),
+)
+# FlashAttention took this for decoding, and refused the tail.
+@example(lengths=[1], tail=1, slack=0, heads=(4, 2), causal=False, scale=None)
+def test_each_document_attends_alone_and_poison_in_the_tail_changes_no_bit(
+    device: str,
+    lengths: list[int],
+    tail: int,
+    slack: int,
+    heads: tuple[int, int],
+    causal: bool,
+    scale: float | None,
+) -> None:
+    end = sum(lengths)
+    max_seqlen = max(lengths, default=0) + slack
+    clean = inputs(end + tail, *heads, 16, device)
+    poisoned = [t.clone() for t in clean]
+    for t in poisoned:
+        t[end:] = torch.nan
+    actual = attend(*clean, lengths, max_seqlen, scale=scale, causal=causal)
+    expected = attend_alone(*clean, lengths, scale=scale, causal=causal)
+    assert_close_to_float64(actual, expected, device)
+    for from_clean, from_poisoned in zip(
+        actual, attend(*poisoned, lengths, max_seqlen, scale=scale, causal=causal), strict=True
+    ):
+        assert torch.equal(from_poisoned, from_clean)
+        assert torch.equal(from_clean[end:], torch.zeros_like(from_clean[end:]))
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 64), (2, 2, 128), (1, 1, 8)])
+def test_one_giant_document(device: str, heads: int, groups: int, dim: int) -> None:
+    tensors = inputs(300, heads, groups, dim, device)
+    actual = attend(*tensors, [300], 300)
+    assert_close_to_float64(actual, attend_alone(*tensors, [300], scale=None, causal=True), device)
+
+
+def test_empty_slots_change_no_bit_of_the_output(device: str) -> None:
+    q, k, v, _ = inputs(40, 2, 2, 16, device)
+    tight = varlen_attention(q, k, v, offsets([10, 20], device), 20)
+    padded = varlen_attention(q, k, v, offsets([10, 20, 0, 0, 0], device), 20)
+    assert torch.equal(tight, padded)
+
+
+def test_padding_inside_a_document_changes_no_valid_row_under_the_causal_mask(device: str) -> None:
+    tensors = inputs(20, 2, 2, 16, device)
+    tensors[-1][15:] = 0
+    padded = attend(*tensors, [20], 20)
+    tight = attend(*tensors, [15], 20)
+    for with_padding, without in zip(padded, tight, strict=True):
+        torch.testing.assert_close(with_padding[:15], without[:15])
+
+
+def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> None:
+    qkv = torch.randn(24, 4, 3 * 16, device=device).to(DTYPE[device])
+    fused = list(qkv.split(16, -1))
+    heads_first = [
+        torch.randn(4, 30, 16, device=device).to(DTYPE[device]).transpose(0, 1)[:24] for _ in range(3)
+    ]
+    unaligned = [torch.randn(24, 4, 20, device=device).to(DTYPE[device])[..., 3:19] for _ in range(3)]
+    grad = torch.ones(1, device=device, dtype=DTYPE[device]).expand(24, 4, 16)
+    for views in (fused, heads_first, unaligned):
+        from_views = attend(*views, grad, [9, 10], 10)
+        from_copies = attend(*(view.contiguous() for view in views), grad.contiguous(), [9, 10], 10)
+        for a, b in zip(from_views, from_copies, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+@pytest.mark.parametrize("max_seqlen", [0, 8])
+def test_no_rows_no_documents(device: str, rows: int, lengths: list[int], max_seqlen: int) -> None:
+    for result in attend(*inputs(rows, 2, 1, 16, device), lengths, max_seqlen):
+        assert result.size(0) == rows
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.gpu
+def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
+    assert torch.are_deterministic_algorithms_enabled()
+    lengths = [1000, 0, 1, 2047, 512]
+    tensors = inputs(4096, 8, 2, 128, "cuda")
+    first = attend(*tensors, lengths, 2048)
+    for _ in range(5):
+        for a, b in zip(first, attend(*tensors, lengths, 2048), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
+    q, k, v, grad = (t.requires_grad_() for t in inputs(64, 4, 2, 64, "cuda"))
+    cu_seqlens = offsets([20, 30], "cuda")
+    request.getfixturevalue("host_waits_for_nothing")
+    torch.autograd.grad(varlen_attention(q, k, v, cu_seqlens, 32), (q, k, v), grad)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradcheck_of_the_cpu_reference(causal: bool, groups: int) -> None:
+    q, k, v = (torch.randn(7, n, 3, dtype=torch.float64, requires_grad=True) for n in (2, groups, groups))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, offsets([1, 0, 4], "cpu"), 4, causal=causal)
+
+    assert torch.autograd.gradcheck(run, (q, k, v))
+
+
+def test_a_second_derivative_is_an_error(device: str) -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(6, 2, 2, 16, device)[:3])
+    out = varlen_attention(q, k, v, offsets([5], device), 5)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="megagraph::varlen_attention_backward is not implemented"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(6, 16), (6, 2, 16), (6, 2, 16)], r"expected \[tokens, heads, head_dim\], got shape \[6, 16\]"),
+        ([(6, 2, 16), (5, 2, 16), (6, 2, 16)], "need the same number of tokens, got 6, 5 and 6"),
+        ([(6, 2, 16), (6, 2, 8), (6, 2, 16)], "need one head_dim, got 16, 8 and 16"),
+        ([(6, 2, 16), (6, 2, 16), (6, 1, 16)], "k and v need as many heads, got 2 and 1"),
+        ([(6, 3, 16), (6, 2, 16), (6, 2, 16)], "3 query heads are no multiple of 2 key heads"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(device: str, shapes: list[tuple[int, ...]], message: str) -> None:
+    q, k, v = (torch.zeros(shape, device=device, dtype=DTYPE[device]) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(q, k, v, offsets([4], device), 4)
+
+
+def test_other_arguments_that_do_not_fit_are_refused(device: str) -> None:
+    q = torch.zeros(6, 2, 16, device=device, dtype=DTYPE[device])
+    cu_seqlens = offsets([4], device)
+    with pytest.raises(ValueError, match=r"q, k and v need one dtype, got \w+ and Double"):
+        varlen_attention(q, q.double(), q, cu_seqlens, 4)
+    with pytest.raises(ValueError, match="cu_seqlens must be int32, got Long"):
+        varlen_attention(q, q, q, cu_seqlens.long(), 4)
+    with pytest.raises(ValueError, match="max_seqlen must not be negative, got -1"):
+        varlen_attention(q, q, q, cu_seqlens, -1)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 5], "document 0 has length 5, more than max_seqlen 4"),
+        ([0, 4, 7], "the last offset 7 is past the 6 physical tokens"),
+        ([0, 4, 2], "document 1 has length -2; offsets must not decrease"),
+        ([1, 4], "the first offset must be 0, got 1"),
+    ],
+)
+def test_offsets_that_do_not_fit_are_refused_on_the_cpu(cu_seqlens: list[int], message: str) -> None:
+    q = torch.zeros(6, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        varlen_attention(q, q, q, torch.tensor(cu_seqlens, dtype=torch.int32), 4)
+
+
+@pytest.mark.gpu
+def test_what_flash_attention_cannot_do_is_refused() -> None:
+    cu_seqlens = offsets([4], "cuda")
+    single = torch.zeros(6, 2, 16, device="cuda")
+    with pytest.raises(ValueError, match="must be float16 or bfloat16, got Float"):
+        varlen_attention(single, single, single, cu_seqlens, 4)
+    odd = torch.zeros(6, 2, 12, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="must be a multiple of 8, at most 256, got 12"):
+        varlen_attention(odd, odd, odd, cu_seqlens, 4)
+
+
+def test_opcheck(device: str) -> None:
+    *qkv, grad = inputs(12, 4, 2, 16, device)
+    leaves = [t.requires_grad_() for t in qkv]
+    cu_seqlens = offsets([5, 0, 7], device)  # no tail, where softmax_lse is undefined on a GPU
+    torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, cu_seqlens, 8))
+    out, lse = torch.ops.megagraph.varlen_attention(*leaves, cu_seqlens, 8)
+    saved = [t.detach() for t in (grad, *leaves, out, lse)]
+    torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, cu_seqlens, 8))
+
+
+def test_compiles_without_a_graph_break(device: str) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return varlen_attention(q * 2, k, v, cu_seqlens, 16).square()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows, lengths in ((20, [4, 0, 13]), (31, [16, 2])):
+        q, k, v, grad = inputs(rows, 4, 2, 16, device)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        results = []
+        for run in (step, compiled):
+            out = run(*leaves, offsets(lengths, device))
+            results.append((out, *torch.autograd.grad(out, leaves, grad)))
+        for expected, actual in zip(*results, strict=True):
+            assert torch.equal(actual, expected)
