@@ -13,7 +13,7 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     Micro,
-    Twins,
+    Pair,
     evaluate,
     grads,
     plain_model,
@@ -153,9 +153,9 @@ def test_a_micro_batch_without_packed_sequences_runs_eager(install: Install) -> 
             return None
 
     install()
-    twins = Twins()
-    twins.step(ONE, Unpacked(lengths=(30,)), times=3)
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, Unpacked(lengths=(30,)), times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "NO_PACK_METADATA": 3 * LAYERS}
     assert report["replays"] == 2 * LAYERS
 
@@ -169,9 +169,9 @@ def test_queries_and_keys_with_offsets_of_their_own_run_eager(install: Install) 
             return params
 
     install()
-    twins = Twins()
-    twins.step(ONE, Split(lengths=(30,)), times=3)
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, Split(lengths=(30,)), times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
     assert report["replays"] == 2 * LAYERS
 
