@@ -67,14 +67,14 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"{name} ({option}={value!r}) is not built yet"
+    assert refusal.sentence == f"{name} ({option}={value!r}) is not supported yet"
 
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     refusal = refusal_of(trainer.chunk, ddp)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == "Megatron-FSDP is not built yet"
+    assert refusal.sentence == "Megatron-FSDP is not supported yet"
 
 
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
