@@ -70,14 +70,14 @@ class Slot(metaclass=_pybind11_type):
 
 @final
 class Site:
-    """site(*tensors): the graph's outputs, or NotImplemented where the caller has to run eager."""
+    """site(*tensors): the graph's outputs, or NotImplemented if the caller has to run eager."""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
     @property
     def index(self) -> int: ...
 
 class MetadataSpec(metaclass=_pybind11_type):
-    """A small buffer that graphs read and that staging fills anew for each micro-batch.
+    """A small buffer that graphs read and that staging refills for each micro-batch.
 
     Args:
         kind: how staging fills it (csrc/bank/staging/staging.h).
@@ -151,7 +151,7 @@ class Chain(metaclass=_pybind11_type):
     def slot_index(self) -> int: ...
     def site(self, index: int) -> Site: ...
     def replay_all(self) -> Site:
-        """Every site in one go, with one autograd node; NotImplemented where that cannot be, uncounted."""
+        """Every site in one go, with one autograd node; NotImplemented, uncounted, if that is impossible."""
 
     def set_site_eager_reason(self, index: int, reason: int) -> None: ...
     def set_slots(
@@ -168,7 +168,7 @@ class Chain(metaclass=_pybind11_type):
     ) -> int: ...
     def set_graph(self, site: int, variant: int, slot: int, graph: SiteGraph) -> None: ...
     def raw_graph_execs(self, variant: int, slot: int) -> tuple[list[int], list[int]]:
-        """The `cudaGraphExec_t` of each captured site, forwards and backwards, by index."""
+        """The `cudaGraphExec_t`s of the captured sites, forwards and backwards, in order of index."""
 
     def num_document_grids(self, variant: int, slot: int) -> int:
         """How many kernels of a slot's graphs have their grids set by staging, to the documents of a pack.

@@ -51,7 +51,7 @@ __all__ = sorted(_HOME)
 
 
 def _check_torch() -> None:
-    """Says in one sentence what is wrong, where the compiled core could not even be loaded."""
+    """Says in one sentence what is wrong if the compiled core could not even be loaded."""
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

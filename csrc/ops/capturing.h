@@ -22,7 +22,7 @@ struct Capturing {
   }
 };
 
-// Nothing where the stream captures nothing, or what it captures is broken.
+// Nothing if the stream captures nothing, or if its capture is broken.
 inline std::optional<Capturing> capturing_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   Capturing found{};

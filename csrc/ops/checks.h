@@ -15,7 +15,7 @@ inline void check_cu_seqlens(const at::Tensor& cu_seqlens, const char* op) {
   TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), op, ": cu_seqlens must be contiguous");
 }
 
-// For the CPU side, where reading the offsets costs nothing.
+// For the CPU, where reading the offsets costs nothing.
 inline void check_offset_values(const at::Tensor& cu_seqlens, int64_t tokens, int64_t multiple,
                                 const char* op) {
   const int32_t* cu = cu_seqlens.const_data_ptr<int32_t>();

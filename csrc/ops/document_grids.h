@@ -11,7 +11,7 @@
 // their grids (csrc/bank/staging/staging.h): as many documents as the last one that is not empty,
 // as many blocks as the longest one needs. The blocks left out are those that return at once, since
 // their document ends before them: the same bits. The host need not know the documents, and what is
-// not staged anew stays as it was.
+// not staged again stays as it was.
 //
 // Only captures with a collector mark nodes: a marked node keeps its graph from being instantiated
 // twice, which is nobody else's business.

@@ -11,7 +11,7 @@
 
 namespace megagraph {
 
-// out[i] = in[i] for i < given, else `end` (or in[given - 1] where there is none).
+// out[i] = in[i] for i < given, else `end` (or in[given - 1] if there is none).
 void pad_offsets(const int32_t* in, int64_t given, int32_t* out, int64_t total, const int32_t* end,
                  cudaStream_t stream);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All tensors of a call in one launch, 16-byte accesses where the layout allows, 64-bit offsets. A
+// All tensors of a call in one launch, 16-byte accesses if the layout allows, 64-bit offsets. A
 // position past the tables stops the kernel with a device assertion.
 // Most calls run rope_thd_lanes.cuh; what it does not take runs the kernel below: partly rotated
 // heads, heads that are not a power of two, DeepSeek's layout, other dtypes, unaligned views.

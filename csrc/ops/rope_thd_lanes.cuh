@@ -29,7 +29,7 @@ namespace megagraph {
 constexpr int kLaneHeads = 5;
 constexpr int kMaxLaneGroups = 32;  // of heads, in a block
 
-// Two elements in one register; void where there is no such type.
+// Two elements in one register; void if there is no such type.
 template <typename scalar_t>
 using Packed =
     std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, __nv_bfloat162,

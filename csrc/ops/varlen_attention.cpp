@@ -251,7 +251,7 @@ void zero_tails_of(at::TensorList tensors, const at::Tensor& cu_seqlens) {
 }
 
 // FlashAttention reads 16 bytes at a time, and its outputs take over the order of an input's
-// dimensions: a view is read in place where its rows are aligned and tokens come first.
+// dimensions: a view is read in place if its rows are aligned and tokens come first.
 at::Tensor token_major(const at::Tensor& t) {
   const bool ordered =
       t.stride(2) == 1 && t.stride(1) >= t.size(2) && t.stride(0) >= t.stride(1) * t.size(1);
@@ -296,7 +296,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_attention_backward_cuda(
     return {at::zeros(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
             at::zeros(v.sizes(), v.options())};
   }
-  // Read only where there is dropout.
+  // Read only if there is dropout.
   const at::Tensor no_rng = at::empty({0}, q.options().dtype(at::kLong));
   at::Tensor dq, dk, dv;
   launch_over_documents(cu_seqlens, max_seqlen, [&] {

@@ -9,7 +9,7 @@ namespace megagraph {
 namespace {
 
 constexpr int kThreads = 256;
-// Tails are short as a rule: a few blocks suffice, and the kernel costs little where there is none.
+// Tails are short as a rule: a few blocks suffice, and the kernel costs little if there is none.
 constexpr unsigned kTailBlocks = 128;
 constexpr int64_t kMaxCopyBlocks = 1 << 16;
 

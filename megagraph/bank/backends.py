@@ -150,7 +150,7 @@ class CudaBackend:
 
 
 def backend_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Backend:
-    """The backend of a device. Raises `RuntimeError` where this build has none for it."""
+    """The backend of a device. Raises `RuntimeError` if this build has none for it."""
     if device.type == "cpu":
         return HostBackend()
     if device.type == "cuda":

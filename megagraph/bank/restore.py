@@ -59,7 +59,7 @@ def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[N
         for table, before in tables:
             table.update(before)
     if rebound:
-        raise ValueError("a buffer was assigned anew; a graph updates buffers in place only")
+        raise ValueError("a buffer was reassigned; graphs update buffers in place only")
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class RngSources:
 
     def __init__(self, device: torch.device, trackers: Sequence[RngTracker] = ()) -> None:
         self._trackers = list(trackers)
-        self._is_host_drawn = device.type == "cpu"  # the host backend draws from it anew in each replay
+        self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()

@@ -75,12 +75,12 @@ def decide(
 ) -> Capacity | EagerReason:
     """Picks the capacity for a pack.
 
-    Cheapest is fewest tokens, then fewest documents, then the shortest longest document. Where none
+    Cheapest is fewest tokens, then fewest documents, then the shortest longest document. If none
     holds the pack, the reason is the first dimension in which it exceeds every capacity that held the
     ones before it.
 
     Args:
-        shape: the pack; None where the micro-batch carries no packed sequences.
+        shape: the pack; None if the micro-batch carries no packed sequences.
         capacities_by_cp_size: what the bank can hold for each context-parallel size.
 
     Returns:

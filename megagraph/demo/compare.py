@@ -23,7 +23,7 @@ class Agreement:
     Args:
         steps: steps compared.
         losses: the eager loss of each step, averaged over its micro-batches.
-        differences: the first few differences, in words; empty where every bit was equal.
+        differences: the first few differences, in words; empty if every bit was equal.
     """
 
     steps: int = 0

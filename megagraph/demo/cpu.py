@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs megatron-core on the CPU, for the demo and the tests where there is no GPU.
+"""Runs megatron-core on the CPU, for the demo and the tests if there is no GPU.
 
 megatron-core names the CUDA device throughout; inside this context such names mean the CPU, its
 random numbers included. Dense models, tensor parallelism, recompute, schedules and DDP work; the
@@ -35,7 +35,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Lets megatron-core run on the CPU inside. Does nothing where there is a GPU."""
+    """Lets megatron-core run on the CPU inside. Does nothing if there is a GPU."""
     if torch.cuda.is_available():
         yield
         return

@@ -324,7 +324,7 @@ def _tokens_of_bytes(where: str, data: bytes, rules: _Rules) -> torch.Tensor:
 
 
 def _split(name: str, tokens: torch.Tensor, rules: _Rules) -> Iterator[Document]:
-    """The document whole where it fits, else pieces of `max_length`."""
+    """The whole document if it fits, otherwise pieces of `max_length`."""
     length = tokens.numel()
     if rules.max_length is None or length <= rules.max_length:
         yield Document(name=name, tokens=tokens)
@@ -336,7 +336,7 @@ def _split(name: str, tokens: torch.Tensor, rules: _Rules) -> Iterator[Document]
 
 
 def _describe(value: object) -> str:
-    """A JSON value in words, with the value where it says more than its type."""
+    """A JSON value in words, with the value if it says more than its type."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -187,7 +187,7 @@ def _check_limits(tokens: int, max_num_seqs: int | None) -> None:
 
 
 def _check_document(document: Document, tokens: int) -> int:
-    """The document's length, where it can be packed."""
+    """The document's length, if it can be packed."""
     length = document.tokens.numel()
     if length == 0:
         raise ValueError(f"document {document.name!r}: expected at least 1 token, got none")

@@ -159,7 +159,7 @@ def gpt_model(options: ModelOptions, config: Any, spec: Any = None) -> nn.Module
 
 
 def in_half_precision(model: nn.Module) -> nn.Module:
-    """What is called in place of a model: itself, or where its config says bf16, Megatron's wrapper."""
+    """What is called in place of a model: itself, or Megatron's wrapper if its config says bf16."""
     from megatron.core.transformer.module import Float16Module
 
     config: Any = model.config
@@ -215,7 +215,7 @@ class Trainer:
         return gpt_model(self.options, config, spec)
 
     def make_optimizer(self) -> Any:
-        """Megatron's optimizer for the model, distributed where its DDP is."""
+        """Megatron's optimizer for the model, distributed if its DDP is."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         ddp: Any = self.model.ddp_config

@@ -159,7 +159,7 @@ class Plugin:
     def before_groups_go(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what destroys process groups: graphs that hold their collectives go first.
 
-        A model that goes on afterwards, with new groups, is captured anew.
+        A model that goes on afterwards, with new groups, is captured again.
         """
 
         @functools.wraps(original)

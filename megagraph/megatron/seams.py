@@ -158,7 +158,7 @@ def check_core() -> str:
         Its version.
 
     Raises:
-        RuntimeError: where megatron-core is absent, or a seam does not fit, naming each.
+        RuntimeError: if megatron-core is absent, or a seam does not fit, naming each.
     """
     try:
         version = str(importlib.import_module("megatron.core").__version__)

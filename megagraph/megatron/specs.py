@@ -19,7 +19,7 @@ _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     """`get_gpt_layer_local_spec(...)` for packs: `VarlenAttention`, and `Norm` for core's plain norm.
 
-    Takes what Megatron's function takes. Where Apex is installed its norm stays, and L2 norms of queries
+    Takes what Megatron's function takes. If Apex is installed its norm stays, and L2 norms of queries
     and keys stay as well. The final norm of the block is Megatron's choice, which refuses sequence
     parallelism without Transformer Engine and Apex: see `get_gpt_block_varlen_spec()`.
     """
@@ -77,7 +77,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     its final one, so the spec's stack is a subclass that builds `Norm` there.
 
     Raises:
-        ImportError: where megatron-core has no `HybridModel`, that is before 0.18.
+        ImportError: if megatron-core has no `HybridModel`, that is before 0.18.
     """
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer

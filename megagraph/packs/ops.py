@@ -54,7 +54,7 @@ def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) ->
 def pad_cu_seqlens_for_cuda_graph(cu_seqlens: Tensor, target_num_seqs: int) -> Tensor | None:
     """Pad document offsets to ``target_num_seqs`` documents, or say that they do not fit.
 
-    Does not raise on overflow and does not copy where nothing is to be padded.
+    Does not raise on overflow and does not copy if there is nothing to pad.
 
     Args:
         cu_seqlens: int32 [K + 1], contiguous.

@@ -5,7 +5,7 @@ Works on anything with the fields of Megatron's `PackedSeqParams`; imports no Me
 decide which capacity to use.
 
 Words: *actual* offsets bound the valid tokens of each document, *padded* offsets bound its physical
-rows; where a pack carries no padded offsets the actual ones are physical.
+rows; if a pack carries no padded offsets the actual ones are physical.
 """
 
 import enum
@@ -70,7 +70,7 @@ class PackForm(NamedTuple):
         has_padded: carries padded offsets beside the actual ones.
         is_aliased: its padded offsets are the actual ones, the same object, by which Transformer Engine
             knows that there is no padding between documents.
-        pad_between_seqs: Megatron's field of that name; None where it is absent or unset.
+        pad_between_seqs: Megatron's field of that name; None if it is absent or unset.
     """
 
     has_padded: bool
@@ -79,7 +79,7 @@ class PackForm(NamedTuple):
 
     @staticmethod
     def of(params: PackedSequences) -> "PackForm | None":
-        """The form of a pack; None where queries and keys have offsets of their own."""
+        """The form of a pack; None if queries and keys have offsets of their own."""
         q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
         q_padded, kv_padded = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
         if not (q is kv or _same_memory(q, kv)):
@@ -113,7 +113,7 @@ def pack_shape(
         cp_size: context-parallel ranks that share the pack.
 
     Returns:
-        The shape, or None where `params` describes no packed sequences. A `max_seqlen` that lives on
+        The shape, or None if `params` describes no packed sequences. A `max_seqlen` that lives on
         the device is not read: the longest document it could mean, all tokens, is assumed.
     """
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
@@ -142,7 +142,7 @@ class OffsetsRule:
 
 
 def offsets_rules(tail: TailConvention, tokens: int, *, has_padded: bool) -> Mapping[str, OffsetsRule]:
-    """The rule of the actual and, where the canonical pack carries them, of the padded offsets.
+    """The rule of the actual and, if the canonical pack has them, of the padded offsets.
 
     Args:
         tail: the convention.

@@ -23,7 +23,7 @@
 
 namespace megagraph {
 
-// A small buffer that graphs read and that staging fills anew for each micro-batch.
+// A small buffer that graphs read and that staging refills for each micro-batch.
 struct MetadataSpec {
   SegmentKind kind;
   at::Tensor example;  // its content during warm-up and capture

@@ -20,8 +20,8 @@ namespace megagraph {
 // data.
 struct Boundaries {
   std::vector<at::Tensor> inputs, outputs;
-  std::vector<at::Tensor> grad_outputs;  // undefined where an output has no gradient
-  std::vector<at::Tensor> grad_inputs;   // undefined where an input has none
+  std::vector<at::Tensor> grad_outputs;  // undefined if an output has no gradient
+  std::vector<at::Tensor> grad_inputs;   // undefined if an input has none
   // Parameters whose gradients autograd delivers (those without main_grad), and the gradients.
   std::vector<at::Tensor> params, param_grads;
 };
@@ -34,7 +34,7 @@ struct SiteGraph {
   std::vector<at::Tensor> accumulated;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
-  // What profilers call its replays; empty where nobody asked.
+  // What profilers call its replays; empty if nobody asked.
   std::string forward_range, backward_range;
 
   // Set by the chain: what each input must look like; the input is the previous site's output.
@@ -56,7 +56,7 @@ class Site {
   void set_graph(int variant, int slot, std::shared_ptr<SiteGraph> graph) {
     graphs_.at(variant).at(slot) = std::move(graph);
   }
-  // Null where this site has none.
+  // Null if this site has none.
   SiteGraph* graph(int variant, int slot) const { return shared_graph(variant, slot).get(); }
   const std::shared_ptr<SiteGraph>& shared_graph(int variant, int slot) const {
     return graphs_.at(variant).at(slot);

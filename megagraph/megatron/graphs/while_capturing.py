@@ -26,7 +26,7 @@ def rng_trackers() -> list[Any]:
 def held_workspaces() -> list[Tensor]:
     """Megatron's global buffers as they are now.
 
-    Sequence-parallel layers gather into one that is allocated anew when a larger pack comes; a graph goes
+    Sequence-parallel layers gather into one that is reallocated when a larger pack comes; a graph goes
     on using the one that it was captured with.
     """
     from megatron.core import parallel_state
@@ -51,7 +51,7 @@ def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextMa
     has_own_stream = config.sequence_parallel and isinstance(block, TransformerBlock)
 
     def own_stream() -> contextlib.AbstractContextManager[Any]:
-        (tracker,) = rng_trackers()  # may be made anew at any time
+        (tracker,) = rng_trackers()  # may be replaced at any time
         if not streams.is_graph_safe_cuda_rng_tracker(tracker):
             return contextlib.nullcontext()
         forked: contextlib.AbstractContextManager[Any] = tracker.fork()
@@ -99,7 +99,7 @@ def capturing() -> Iterator[None]:
 def _te_capturing() -> Iterator[None]:
     """Sets Transformer Engine's flag, with its own random streams only.
 
-    Its attention refuses any other tracker while the flag is set, also where nothing is dropped.
+    Its attention refuses any other tracker while the flag is set, even if nothing is dropped.
     """
     te_graph = sys.modules.get("transformer_engine.pytorch.graph")
     te_streams = sys.modules.get("transformer_engine.pytorch.distributed")

@@ -73,7 +73,7 @@ class ChunkEntry:
         return forward
 
     def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `TransformerBlock.forward`: pads the input, replays where decided, cuts the output."""
+        """Wraps `TransformerBlock.forward`: pads the input, replays if so decided, cuts the output."""
         plugin = self._plugin
 
         def forward(
@@ -141,12 +141,12 @@ class _Arguments:
         self.kwargs = kwargs
 
     def get(self, name: str) -> Any:
-        """An argument; None where it was not given."""
+        """An argument; None if it was not given."""
         place = self._places.get(name, len(self.args))
         return self.args[place] if place < len(self.args) else self.kwargs.get(name)
 
     def put(self, name: str, value: Any) -> None:
-        """Replaces an argument where it was given, or gives it by keyword."""
+        """Replaces an argument if it was given, otherwise passes it by keyword."""
         place = self._places.get(name, len(self.args))
         if place < len(self.args):
             self.args = (*self.args[:place], value, *self.args[place + 1 :])

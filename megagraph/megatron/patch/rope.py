@@ -42,7 +42,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `apply_rotary_pos_emb` as the attention module sees it.
 
     Positions restart at 0 in each document, whatever the length of the table; Megatron's unfused
-    path continues them where the table happens to be as long as the pack.
+    path continues them if the table happens to be as long as the pack.
     """
     tables = RotaryTables()
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
