@@ -11,7 +11,7 @@ __all__ = ["capture_progress"]
 
 
 def capture_progress() -> Progress:
-    """A display for `Bank.capture()`, on standard error; silent if that is not a terminal."""
+    """A display for `Bank.capture()`, on standard error; silent where that is no terminal."""
     console = Console(stderr=True)
     state: dict[str, tuple[Bar, TaskID]] = {}
 
