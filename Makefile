@@ -23,14 +23,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling
+LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint-tidy
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint $(LINTS) format bench clean
+.PHONY: help build demo test lint $(LINTS) sanitize format bench clean
 
 help:
-	@echo "make demo | test | lint | format | bench | build | clean"
+	@echo "make demo | test | lint | format | bench | sanitize | build | clean"
 
 # ---- environment: each stamp is one step ----
 
@@ -77,6 +77,10 @@ test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
 
+# On a GPU: the kernels and the graphs under compute-sanitizer. Takes long, and is no part of CI.
+sanitize: $(VENV)/.built $(VENV)/.test
+	PYTHON=$(BIN)/python .ci/sanitize
+
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks
 
@@ -89,11 +93,20 @@ lint-ruff: $(VENV)/.lint
 lint-mypy: $(VENV)/.lint
 	$(BIN)/mypy --no-error-summary
 
+# The stub against the compiled module. torch comes first: its libraries are loaded with it.
+lint-stubs: $(VENV)/.built $(VENV)/.lint
+	$(BIN)/python -c 'import torch, mypy.stubtest as stubtest; raise SystemExit(stubtest.main())' \
+	    --concise --mypy-config-file pyproject.toml \
+	    --allowlist .ci/stubtest-allowlist.txt --ignore-unused-allowlist megagraph._C
+
 lint-imports: $(VENV)/.lint
 	$(BIN)/lint-imports --no-cache
 
 lint-cpp: $(VENV)/.lint
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+lint-tidy: $(VENV)/.lint
+	PYTHON=$(BIN)/python .ci/tidy
 
 lint-spelling: $(VENV)/.lint
 	$(BIN)/codespell

@@ -3,7 +3,7 @@
 
 With a CUDA compiler and a CUDA build of torch the extension holds the kernels; else, or with
 MEGAGRAPH_CPU_ONLY=1, it is a CPU-only build, which runs the host backend. TORCH_CUDA_ARCH_LIST is
-honoured.
+honoured. With MEGAGRAPH_WERROR=1 a compiler warning is an error, as in CI.
 """
 
 import os
@@ -96,6 +96,10 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
         "-Wno-interference-size",
         "-fvisibility=hidden",
     ]
+    nvcc_flags = ["-O3", "-fmad=false", "-rdc=true"]
+    if os.environ.get("MEGAGRAPH_WERROR") == "1":
+        cxx.append("-Werror")
+        nvcc_flags += ["-Werror", "all-warnings"]
     if nvcc is None:
         return cpp_extension.CppExtension("megagraph._C", SOURCES, extra_compile_args={"cxx": cxx}, **common)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_archs(nvcc))
@@ -105,7 +109,7 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
         # A kernel that sets other kernels' grids calls CUDA's device runtime, which has to be linked.
         extra_compile_args={
             "cxx": cxx,
-            "nvcc": ["-O3", "-fmad=false", "-rdc=true"],
+            "nvcc": nvcc_flags,
             "nvcc_dlink": [
                 "-dlink",
                 *(f"-L{path}" for path in cpp_extension.library_paths("cuda")),

@@ -1,42 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ core. Also registers torch.ops.megagraph."""
 
-import enum
 import weakref
 from collections.abc import Callable, Sequence
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Never, Self
 
 WITH_CUDA: bool
 EAGER_REASON_NAMES: list[str]
 
-class BankState(enum.Enum):
-    WARM_UP = ...
-    CAPTURING = ...
-    SEALED = ...
-    SUSPENDED = ...
-    RELEASED = ...
+class _pybind11_type(type): ...
 
-class SegmentKind(enum.Enum):
-    COPY = ...
-    OFFSETS = ...
-    MASK = ...
-    COUNT = ...
+class _Enum(metaclass=_pybind11_type):
+    """What pybind11 gives an enum. Compare with `==`: each value that C++ returns is a new object."""
 
-class LeaseKind(enum.Enum):
+    __members__: ClassVar[dict[str, Self]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class BankState(_Enum):
+    WARM_UP: ClassVar[BankState]
+    CAPTURING: ClassVar[BankState]
+    SEALED: ClassVar[BankState]
+    SUSPENDED: ClassVar[BankState]
+    RELEASED: ClassVar[BankState]
+
+class SegmentKind(_Enum):
+    COPY: ClassVar[SegmentKind]
+    OFFSETS: ClassVar[SegmentKind]
+    MASK: ClassVar[SegmentKind]
+    COUNT: ClassVar[SegmentKind]
+
+class LeaseKind(_Enum):
     """What a tensor over a boundary buffer is."""
 
-    OUTPUT = ...
-    GRADIENT = ...
+    OUTPUT: ClassVar[LeaseKind]
+    GRADIENT: ClassVar[LeaseKind]
 
-class Executable:
+class Executable(metaclass=_pybind11_type):
     """A captured pass on its way to its site."""
 
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
     @property
     def num_nodes(self) -> int: ...
 
-class Slot:
+class Slot(metaclass=_pybind11_type):
     """Storage for one in-flight micro-batch; csrc/bank/replay/slot_ring.h has the nesting rule."""
 
     def __init__(self, index: int, num_sites: int) -> None: ...
@@ -52,6 +68,7 @@ class Slot:
     def is_free(self) -> bool: ...
     def describe_holders(self) -> str: ...
 
+@final
 class Site:
     """site(*tensors): the graph's outputs, or NotImplemented where the caller has to run eager."""
 
@@ -59,7 +76,7 @@ class Site:
     @property
     def index(self) -> int: ...
 
-class MetadataSpec:
+class MetadataSpec(metaclass=_pybind11_type):
     """A small buffer that graphs read and that staging fills anew for each micro-batch.
 
     Args:
@@ -85,7 +102,7 @@ class MetadataSpec:
     def buffer(self) -> Tensor:
         """A slot's buffer, filled with the example."""
 
-class Boundaries:
+class Boundaries(metaclass=_pybind11_type):
     """The static tensors on the edges of one site's graphs; csrc/bank/replay/site.h."""
 
     def __init__(self) -> None: ...
@@ -96,7 +113,7 @@ class Boundaries:
     params: Sequence[Tensor]
     param_grads: Sequence[Tensor]
 
-class SiteGraph:
+class SiteGraph(metaclass=_pybind11_type):
     """What one site captured for one variant and slot; csrc/bank/replay/site.h."""
 
     def __init__(
@@ -115,12 +132,13 @@ class SiteGraph:
     def set_range(self, name: str) -> None:
         """Names its replays for profilers."""
 
-class PoolHold:
+class PoolHold(metaclass=_pybind11_type):
     """CUDA builds only."""
 
     def __init__(self, device_index: int, pool: tuple[int, int]) -> None: ...
 
-class Chain:
+class Chain(metaclass=_pybind11_type):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
     @property
     def num_sites(self) -> int: ...
     @property
@@ -165,7 +183,7 @@ class Chain:
     def describe_holders(self) -> str: ...
     def changed_setting(self, variant: int) -> str: ...
 
-class GraphBank:
+class GraphBank(metaclass=_pybind11_type):
     def __init__(self, device: torch.device) -> None: ...
     @property
     def state(self) -> BankState: ...
@@ -175,7 +193,7 @@ class GraphBank:
     def counters(self) -> dict[str, int]: ...
     def release(self) -> None: ...
 
-class AccumulatorSwap:
+class AccumulatorSwap(metaclass=_pybind11_type):
     """Gradient accumulators of ours in place of the parameters' own; csrc/bank/capture/main_grad_node.h."""
 
     def __init__(
@@ -186,13 +204,13 @@ class AccumulatorSwap:
     def restore(self) -> None: ...
     def take_kept_grads(self) -> list[Tensor | None]: ...
 
-class OpTrace:
+class OpTrace(metaclass=_pybind11_type):
     """Remembers which op started last, while it lives."""
 
     @property
     def last_op(self) -> str: ...
 
-class CudaCapture:
+class CudaCapture(metaclass=_pybind11_type):
     """CUDA builds only."""
 
     def __init__(self, pool: tuple[int, int], generators: Sequence[torch.Generator]) -> None: ...

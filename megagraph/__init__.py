@@ -60,7 +60,7 @@ def _check_torch() -> None:
         built: str = importlib.import_module("megagraph._build_info").TORCH_VERSION
     except ModuleNotFoundError:
         raise ImportError(
-            "megagraph's core is not built: run `pip install --no-build-isolation .` in its folder"
+            "megagraph's core has not been compiled: run `pip install --no-build-isolation .` in its folder"
         ) from None
     if built.split(".")[:2] != found.split(".")[:2]:
         raise ImportError(

@@ -89,6 +89,7 @@ def test_other_tables_and_other_variables_are_left_alone(tmp_path: Path) -> None
     environ = {
         "MEGAGRAPH_COMMIT": "abc",
         "MEGAGRAPH_TEST_CORE": "/x",
+        "MEGAGRAPH_WERROR": "1",
         "MODE": "off",
         "XMEGAGRAPH_MODE": "off",
     }

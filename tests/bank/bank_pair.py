@@ -132,7 +132,7 @@ class MicroBatch:
         assert_same_bits(self.input.grad, self.eager_input.grad, "gradient of the input")
 
 
-class Twin:
+class Pair:
     """The same chain under a bank and eager.
 
     Args:
@@ -163,7 +163,7 @@ class Twin:
             self.layers, num_slots=num_slots, holds_collectives=holds_collectives
         )
 
-    def capture(self, *variants: VariantSpec) -> "Twin":
+    def capture(self, *variants: VariantSpec) -> "Pair":
         self.bank.capture({self.chain: variants or [variant()]})
         return self
 

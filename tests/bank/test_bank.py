@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
 from megagraph.decide.reasons import EagerReason
@@ -13,37 +13,37 @@ from megagraph.decide.reasons import EagerReason
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: str, main_grad: bool) -> None:
-    twin = Twin(device, blocks(), main_grad=main_grad).capture()
+    pair = Pair(device, blocks(), main_grad=main_grad).capture()
     for step in range(30):
-        assert twin.step() is None
+        assert pair.step() is None
         if step % 3 == 2:  # otherwise gradients accumulate
-            twin.update_weights()
-    assert twin.bank.counters()["replays"] == 30 * 3
-    assert twin.eager_calls() == {}
-    for param in twin.layers[0].parameters():
+            pair.update_weights()
+    assert pair.bank.counters()["replays"] == 30 * 3
+    assert pair.eager_calls() == {}
+    for param in pair.layers[0].parameters():
         assert (param.grad is None) == main_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_have_the_same_bits(device: str, dtype: torch.dtype) -> None:
-    twin = Twin(device, [block.to(dtype) for block in blocks()]).capture(variant(dtype=dtype))
+    pair = Pair(device, [block.to(dtype) for block in blocks()]).capture(variant(dtype=dtype))
     for _ in range(3):
-        assert twin.step(twin.input(dtype=dtype)) is None
+        assert pair.step(pair.input(dtype=dtype)) is None
 
 
 def test_layers_may_change_the_width(device: str) -> None:
     layers = [nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)]
-    twin = Twin(device, layers).capture()
+    pair = Pair(device, layers).capture()
     for _ in range(3):
-        assert twin.step() is None
-    assert twin.bank.counters()["replays"] == 9
+        assert pair.step() is None
+    assert pair.bank.counters()["replays"] == 9
 
 
 def test_layers_without_work_of_their_own_have_the_same_bits(device: str) -> None:
-    twin = Twin(device, [nn.Identity(), Block(), nn.Identity(), nn.Identity(), Block()]).capture()
+    pair = Pair(device, [nn.Identity(), Block(), nn.Identity(), nn.Identity(), Block()]).capture()
     for _ in range(3):
-        assert twin.step() is None
-    assert twin.eager_calls() == {}
+        assert pair.step() is None
+    assert pair.eager_calls() == {}
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -53,72 +53,72 @@ def test_frozen_and_unused_parameters_get_no_gradient(device: str, main_grad: bo
         param.requires_grad_(False)
     layers[1].get_parameter("up.bias").requires_grad_(False)
     layers[2].register_parameter("unused", nn.Parameter(torch.ones(3)))
-    twin = Twin(device, layers, main_grad=main_grad).capture()
+    pair = Pair(device, layers, main_grad=main_grad).capture()
     for _ in range(3):
-        assert twin.step() is None
+        assert pair.step() is None
 
 
 def test_several_variants_share_a_slot_and_keep_their_bits(device: str) -> None:
     sizes = {"large": 12, "middle": 7, "small": 1}
     keys = [(name, training) for name in sizes for training in (True, False)]
-    twin = Twin(device, blocks(), main_grad=True).capture(
+    pair = Pair(device, blocks(), main_grad=True).capture(
         *(variant(key, training=key[1], rows=sizes[key[0]]) for key in keys)
     )
     for step in range(30):
         name, training = key = keys[step % len(keys)]
         with torch.set_grad_enabled(training):
-            micro_batch = twin.forward(twin.input(sizes[name]), key, requires_grad=training)
+            micro_batch = pair.forward(pair.input(sizes[name]), key, requires_grad=training)
         assert micro_batch.reason is None
         assert micro_batch.output.requires_grad == training
         if training:
             micro_batch.backward()
-        twin.check_state()
+        pair.check_state()
         del micro_batch
         if step % 5 == 4:
-            twin.update_weights()
-    assert twin.eager_calls() == {}
+            pair.update_weights()
+    assert pair.eager_calls() == {}
 
 
 def test_variants_captured_later_leave_the_earlier_ones_as_they_are(device: str) -> None:
-    twin = Twin(device, blocks()).capture()
-    twin.step()
-    twin.capture(variant("small", rows=2), variant("large", rows=20))
+    pair = Pair(device, blocks()).capture()
+    pair.step()
+    pair.capture(variant("small", rows=2), variant("large", rows=20))
     for key, rows in [("train", ROWS), ("small", 2), ("large", 20), ("train", ROWS)]:
-        assert twin.step(twin.input(rows), key) is None
-    assert twin.bank.num_graphs == 3 * 3 * 2
+        assert pair.step(pair.input(rows), key) is None
+    assert pair.bank.num_graphs == 3 * 3 * 2
 
 
 def test_micro_batches_in_flight_do_not_disturb_each_other(device: str) -> None:
-    twin = Twin(device, blocks(), num_slots=2, main_grad=True).capture()
+    pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
     for _ in range(5):  # F0 F1 B0 B1, as a pipeline stage interleaves them
-        first, second = twin.forward(), twin.forward()
+        first, second = pair.forward(), pair.forward()
         assert first.reason is None and second.reason is None
         first.check_outputs()
         first.backward()
         second.check_outputs()
         second.backward()
-        twin.check_state()
+        pair.check_state()
         del first, second
     for _ in range(5):  # F0 F1 B1 F2 B0 B2
-        first, second = twin.forward(), twin.forward()
+        first, second = pair.forward(), pair.forward()
         second.backward()
         del second
-        third = twin.forward()
+        third = pair.forward()
         first.backward()
         third.backward()
         del first, third
-        twin.check_state()
-    assert twin.eager_calls() == {}
+        pair.check_state()
+    assert pair.eager_calls() == {}
 
 
 def test_chains_of_one_bank_interleave(device: str) -> None:
-    twin = Twin(device, blocks())
+    pair = Pair(device, blocks())
     more, more_eager = Block().to(device), Block().to(device)
     more_eager.load_state_dict(more.state_dict())
-    second = twin.bank.add_chain([more], num_slots=2)
-    twin.bank.capture({twin.chain: [variant()], second: [variant()]})
+    second = pair.bank.add_chain([more], num_slots=2)
+    pair.bank.capture({pair.chain: [variant()], second: [variant()]})
     for _ in range(4):
-        micro_batch = twin.forward()
+        micro_batch = pair.forward()
         with second.micro_batch("train") as reason:
             out = second(micro_batch.output)
         assert reason is None
@@ -130,41 +130,41 @@ def test_chains_of_one_bank_interleave(device: str) -> None:
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
         for param, eager_param in zip(more.parameters(), more_eager.parameters(), strict=True):
             assert_same_bits(param.grad, eager_param.grad, "gradient in the second chain")
-        twin.check_state()
+        pair.check_state()
         del micro_batch, out
 
 
 @pytest.mark.parametrize("skipped", [(1,), (0,), (2,), (0, 1), (1, 2)])
 def test_a_site_left_eager_in_between_changes_no_bit(device: str, skipped: tuple[int, ...]) -> None:
-    twin = Twin(device, blocks(), main_grad=True)
+    pair = Pair(device, blocks(), main_grad=True)
     for index in skipped:
-        twin.chain.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
-    twin.capture()
+        pair.chain.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
+    pair.capture()
     for _ in range(4):
-        assert twin.step() is None
-    assert twin.eager_calls() == {"SCOPE_UNSUPPORTED": 4 * len(skipped)}
-    assert twin.bank.counters()["replays"] == 4 * (3 - len(skipped))
+        assert pair.step() is None
+    assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 4 * len(skipped)}
+    assert pair.bank.counters()["replays"] == 4 * (3 - len(skipped))
 
 
 def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: str) -> None:
-    twin = Twin(device, blocks(), num_slots=2, main_grad=True).capture()
+    pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
     for left_out in (0, 1, 2, 1):
-        hidden = twin.input()
+        hidden = pair.input()
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with twin.chain.micro_batch("train") as reason:
+        with pair.chain.micro_batch("train") as reason:
             assert reason is None
             out = x
-            for index, site in enumerate(twin.chain.sites):
-                out = twin.layers[index](out) if index == left_out else site(out)
-        eager_out = run_eager(twin.eager_layers, eager_x)
+            for index, site in enumerate(pair.chain.sites):
+                out = pair.layers[index](out) if index == left_out else site(out)
+        eager_out = run_eager(pair.eager_layers, eager_x)
         assert_same_bits(out, eager_out, "output")
         grad = torch.randn_like(out)
         out.backward(grad)
         eager_out.backward(grad)
         assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        twin.check_state()
+        pair.check_state()
         del out
-    assert twin.bank.counters()["replays"] == 4 * 2
+    assert pair.bank.counters()["replays"] == 4 * 2
 
 
 class FusedLinear(nn.Module):
@@ -194,60 +194,60 @@ class FusedLinear(nn.Module):
 
 
 def test_gradients_that_a_fused_layer_has_added_are_not_added_again(device: str) -> None:
-    twin = Twin(device, [FusedLinear(), Block(), FusedLinear()], main_grad=True).capture()
-    for param in (param for layer in twin.layers for param in layer.parameters()):
+    pair = Pair(device, [FusedLinear(), Block(), FusedLinear()], main_grad=True).capture()
+    for param in (param for layer in pair.layers for param in layer.parameters()):
         assert not param.grad_added_to_main_grad, "capture left the flag set"  # type: ignore[attr-defined]
     for _ in range(4):
-        assert twin.step() is None
-    assert twin.bank.counters()["replays"] == 12
+        assert pair.step() is None
+    assert pair.bank.counters()["replays"] == 12
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_an_input_that_needs_no_gradient_still_trains_the_parameters(device: str, main_grad: bool) -> None:
-    twin = Twin(device, blocks(), main_grad=main_grad).capture()
+    pair = Pair(device, blocks(), main_grad=main_grad).capture()
     for _ in range(3):
-        micro_batch = twin.forward(requires_grad=False)
+        micro_batch = pair.forward(requires_grad=False)
         micro_batch.backward()
-        twin.check_state()
+        pair.check_state()
         assert micro_batch.input.grad is None
         del micro_batch
-    assert twin.eager_calls() == {}
+    assert pair.eager_calls() == {}
 
 
 def test_gradients_that_meet_beside_a_site_have_the_same_bits(device: str) -> None:
     """Two terms; of three, a graph adds its own two first, and eager may not."""
-    twin = Twin(device, [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).capture()
+    pair = Pair(device, [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).capture()
     for _ in range(3):
-        hidden = twin.input()
+        hidden = pair.input()
         grads: list[Tensor | None] = []
         for graphed in (True, False):
             x = hidden.clone().requires_grad_()
             scaled = x * 1.5
             if graphed:
-                with twin.chain.micro_batch("train"):
-                    first = twin.chain.sites[0](scaled)
-                    out = twin.chain.sites[2](twin.chain.sites[1](first))
+                with pair.chain.micro_batch("train"):
+                    first = pair.chain.sites[0](scaled)
+                    out = pair.chain.sites[2](pair.chain.sites[1](first))
             else:
-                first = twin.eager_layers[0](scaled)
-                out = run_eager(twin.eager_layers[1:], first)
+                first = pair.eager_layers[0](scaled)
+                out = run_eager(pair.eager_layers[1:], first)
             (out * out + first * 3 + scaled).sum().backward()
             grads.append(x.grad)
             del first, out, scaled
         assert_same_bits(grads[0], grads[1], "gradient of the input")
-        twin.check_state()
-    assert twin.bank.counters()["replays"] == 9
+        pair.check_state()
+    assert pair.bank.counters()["replays"] == 9
 
 
 def test_a_strided_or_expanded_gradient_counts_as_its_dense_copy(device: str) -> None:
     """A graph reads its gradients densely; eager kernels may choose by strides and round otherwise."""
-    twin = Twin(device, blocks()).capture()
+    pair = Pair(device, blocks()).capture()
     for grad in (
         torch.randn(WIDTH, ROWS, device=device).t(),
         torch.ones(1, device=device).expand(ROWS, WIDTH),
     ):
-        micro_batch = twin.forward()
+        micro_batch = pair.forward()
         torch.autograd.backward(micro_batch.output, grad)
         torch.autograd.backward(micro_batch.eager_output, grad.contiguous())
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
-        twin.check_state()
+        pair.check_state()
         del micro_batch

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_pair import WIDTH, Twin, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
 from megagraph.decide.reasons import EagerReason
@@ -87,19 +87,19 @@ class Noisy(nn.Module):
         return hidden * self.scale * noise
 
 
-def step_both_under_one_seed(twin: Twin, seed: int) -> None:
-    hidden, grad = twin.input(), twin.input()
+def step_both_under_one_seed(pair: Pair, seed: int) -> None:
+    hidden, grad = pair.input(), pair.input()
     sides, states = [], []
     for graphed in (True, False):
         torch.manual_seed(seed)
         x = hidden.clone().requires_grad_()
         if graphed:
-            with twin.chain.micro_batch("train") as reason:
+            with pair.chain.micro_batch("train") as reason:
                 assert reason is None
-                out = twin.chain(x)
+                out = pair.chain(x)
         else:
-            out = run_eager(twin.eager_layers, x)
-        states.append(rng_states(twin.device))
+            out = run_eager(pair.eager_layers, x)
+        states.append(rng_states(pair.device))
         out.backward(grad)
         sides.append((out.detach().clone(), x.grad))
         del out
@@ -107,34 +107,34 @@ def step_both_under_one_seed(twin: Twin, seed: int) -> None:
     assert_same_bits(sides[0][1], sides[1][1], "gradient of the input")
     for got, want in zip(*states, strict=True):
         assert torch.equal(got, want), "the streams were not advanced as eager does"
-    twin.check_state()
+    pair.check_state()
 
 
 def test_dropout_has_the_bits_that_eager_draws_under_the_same_seed(device: str) -> None:
-    twin = Twin(device, with_dropout()).capture()
+    pair = Pair(device, with_dropout()).capture()
     for step in range(5):
-        step_both_under_one_seed(twin, step)
-    assert twin.bank.counters()["replays"] == 15
+        step_both_under_one_seed(pair, step)
+    assert pair.bank.counters()["replays"] == 15
 
 
 def test_every_replay_draws_anew(device: str) -> None:
-    twin = Twin(device, [nn.Dropout(0.5)]).capture(variant(training=False))
+    pair = Pair(device, [nn.Dropout(0.5)]).capture(variant(training=False))
     ones = torch.ones(6, WIDTH, device=device)
     outputs = []
     with torch.no_grad():
         for _ in range(4):
-            with twin.chain.micro_batch("train") as reason:
+            with pair.chain.micro_batch("train") as reason:
                 assert reason is None
-                outputs.append(twin.chain(ones).clone())
+                outputs.append(pair.chain(ones).clone())
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outputs))
 
 
 @pytest.mark.parametrize("graph_safe", [True, False])
 def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
-    twin = Twin(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[tracker])
+    pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[tracker])
     before, content = rng_states(device), tracker.content()
-    twin.capture(variant(), variant("eval", training=False))
+    pair.capture(variant(), variant("eval", training=False))
     for got, want in zip(rng_states(device), before, strict=True):
         assert torch.equal(got, want)
     assert torch.equal(tracker.content(), content)
@@ -142,38 +142,38 @@ def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool)
 
 def test_a_tracker_of_generators_is_captured_and_advanced(device: str) -> None:
     tracker = Tracker(device, graph_safe=True)
-    twin = Twin(device, [Noisy(tracker), nn.Tanh(), Noisy(tracker)], trackers=[tracker]).capture()
-    check_draws(twin, tracker)
-    assert twin.bank.counters()["replays"] == 4 * 3
+    pair = Pair(device, [Noisy(tracker), nn.Tanh(), Noisy(tracker)], trackers=[tracker]).capture()
+    check_draws(pair, tracker)
+    assert pair.bank.counters()["replays"] == 4 * 3
 
 
 def test_a_tracker_of_saved_states_leaves_its_site_eager(device: str) -> None:
     tracker = Tracker(device, graph_safe=False)
-    twin = Twin(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[tracker]).capture()
-    (failure,) = twin.bank.failures
+    pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[tracker]).capture()
+    (failure,) = pair.bank.failures
     assert (failure.index, failure.reason) == (1, EagerReason.RNG_NOT_GRAPH_SAFE)
-    check_draws(twin, tracker)
-    assert twin.eager_calls() == {"RNG_NOT_GRAPH_SAFE": 4}
-    assert twin.bank.counters()["replays"] == 4 * 2
+    check_draws(pair, tracker)
+    assert pair.eager_calls() == {"RNG_NOT_GRAPH_SAFE": 4}
+    assert pair.bank.counters()["replays"] == 4 * 2
 
 
-def check_draws(twin: Twin, tracker: Tracker) -> None:
+def check_draws(pair: Pair, tracker: Tracker) -> None:
     """Both sides draw the same numbers from the tracker's stream and leave it at the same place."""
     for _ in range(4):
         before = tracker.content()
-        with twin.chain.micro_batch("train") as reason:
+        with pair.chain.micro_batch("train") as reason:
             assert reason is None
-            hidden = twin.input()
+            hidden = pair.input()
             x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-            out = twin.chain(x)
+            out = pair.chain(x)
         after = tracker.content()
         assert not torch.equal(before, after)
         tracker.set_content(before)
-        eager = run_eager(twin.eager_layers, eager_x)
+        eager = run_eager(pair.eager_layers, eager_x)
         assert torch.equal(tracker.content(), after)
         assert_same_bits(out, eager, "output")
         out.backward(torch.ones_like(out))
         eager.backward(torch.ones_like(eager))
         assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        twin.check_state()
+        pair.check_state()
         del out

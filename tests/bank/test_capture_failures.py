@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Twin, variant
+from bank_pair import WIDTH, Block, Pair, variant
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -86,12 +86,12 @@ def leaves_a_stream_unjoined(tensor: Tensor) -> None:
         tensor + 1
 
 
-def contents(twin: Twin) -> list[Tensor]:
+def contents(pair: Pair) -> list[Tensor]:
     """Everything that a capture has to leave as it was."""
     found = [torch.get_rng_state()]
-    if twin.device == "cuda":
+    if pair.device == "cuda":
         found.append(torch.cuda.get_rng_state())
-    for layer in twin.layers:
+    for layer in pair.layers:
         found += [buffer.clone() for buffer in layer.buffers()]
         for param in layer.parameters():
             found += [param.detach().clone(), getattr(param, "main_grad", param.detach()).clone()]
@@ -99,28 +99,28 @@ def contents(twin: Twin) -> list[Tensor]:
     return found
 
 
-def twin_with(device: str, troubled: Troubled, *, main_grad: bool = True, num_slots: int = 1) -> Twin:
+def pair_with(device: str, troubled: Troubled, *, main_grad: bool = True, num_slots: int = 1) -> Pair:
     """Has trained for some steps already."""
     layers = [Block(), nn.BatchNorm1d(WIDTH), troubled, nn.Sequential(Block(), nn.Dropout(0.0))]
-    twin = Twin(device, layers, main_grad=main_grad, num_slots=num_slots)
+    pair = Pair(device, layers, main_grad=main_grad, num_slots=num_slots)
     for _ in range(2):
-        assert twin.step() is EagerReason.WARMING_UP
-    return twin
+        assert pair.step() is EagerReason.WARMING_UP
+    return pair
 
 
-def check_goes_on(twin: Twin) -> None:
+def check_goes_on(pair: Pair) -> None:
     """The site is eager, the others replay, and no bit differs from a run that never captured."""
-    counted = twin.bank.counters()
+    counted = pair.bank.counters()
     for _ in range(3):
-        assert twin.step() is None
-        twin.update_weights()
-    counters = twin.bank.counters()
+        assert pair.step() is None
+        pair.update_weights()
+    counters = pair.bank.counters()
     assert counters["CAPTURE_FAILED"] - counted["CAPTURE_FAILED"] == 3
     assert counters["replays"] - counted["replays"] == 9
-    twin.capture(variant("more", rows=4))  # a later capture in the same process
-    assert twin.step(twin.input(4), "more") is None
-    assert twin.step() is None
-    other = Twin(twin.device, [Block()]).capture()
+    pair.capture(variant("more", rows=4))  # a later capture in the same process
+    assert pair.step(pair.input(4), "more") is None
+    assert pair.step() is None
+    other = Pair(pair.device, [Block()]).capture()
     assert other.step() is None and not other.bank.failures
 
 
@@ -133,24 +133,24 @@ def check_failure(
     main_grad: bool = True,
     num_slots: int = 1,
 ) -> None:
-    twin = twin_with(device, troubled, main_grad=main_grad, num_slots=num_slots)
-    before = contents(twin)
+    pair = pair_with(device, troubled, main_grad=main_grad, num_slots=num_slots)
+    before = contents(pair)
     troubled.arm()
-    twin.capture()
-    (failure,) = twin.bank.failures
+    pair.capture()
+    (failure,) = pair.bank.failures
     assert (failure.site, failure.index) == ("2.Troubled", 2)
     assert failure.reason is EagerReason.CAPTURE_FAILED
     message = str(failure)
     assert message.startswith(f"2.Troubled: {phase} failed at ")
     for expected in what:
         assert expected in message
-    assert twin.bank.state == _C.BankState.SEALED
-    after = contents(twin)
+    assert pair.bank.state == _C.BankState.SEALED
+    after = contents(pair)
     assert len(after) == len(before)
     for got, want in zip(after, before, strict=True):
         assert torch.equal(got, want), "the failed capture left a trace"
-    assert twin.chain.core.all_free()
-    check_goes_on(twin)
+    assert pair.chain.core.all_free()
+    check_goes_on(pair)
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -199,11 +199,11 @@ def test_what_a_graph_cannot_hold_is_undone(trouble: Trouble, in_backward: bool,
 def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: bool) -> None:
     def attempt() -> None:
         troubled = Troubled(trouble, in_backward=in_backward)
-        twin = Twin("cuda", [Block(), troubled])
+        pair = Pair("cuda", [Block(), troubled])
         troubled.arm()
-        twin.capture()
-        assert len(twin.bank.failures) == 1
-        twin.bank.release()
+        pair.capture()
+        assert len(pair.bank.failures) == 1
+        pair.bank.release()
 
     attempt()  # loads kernels, makes workspaces
     gc.collect()
@@ -221,54 +221,54 @@ def test_the_memory_of_a_failed_capture_returns(trouble: Trouble, in_backward: b
 
 def test_a_failure_is_logged_once_with_its_reason(device: str, caplog: pytest.LogCaptureFixture) -> None:
     troubled = Troubled(raises)
-    twin = twin_with(device, troubled)
+    pair = pair_with(device, troubled)
     troubled.arm()
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        twin.capture()
+        pair.capture()
     (record,) = caplog.records
     assert record.getMessage().startswith("stays eager (CAPTURE_FAILED): 2.Troubled: capture of the forward")
 
 
 def test_where_every_site_fails_everything_is_eager(device: str) -> None:
     troubled = [Troubled(raises), Troubled(raises)]
-    twin = Twin(device, troubled)
+    pair = Pair(device, troubled)
     for layer in troubled:
         layer.arm()
-    twin.capture()
-    assert len(twin.bank.failures) == 2
-    assert twin.bank.state == _C.BankState.SEALED
-    assert twin.step() is EagerReason.CAPTURE_FAILED
-    assert twin.eager_calls() == {"CAPTURE_FAILED": 2}
+    pair.capture()
+    assert len(pair.bank.failures) == 2
+    assert pair.bank.state == _C.BankState.SEALED
+    assert pair.step() is EagerReason.CAPTURE_FAILED
+    assert pair.eager_calls() == {"CAPTURE_FAILED": 2}
 
 
 def test_an_earlier_variant_survives_the_failure_of_a_later_one(device: str) -> None:
     troubled = Troubled(raises)
-    twin = twin_with(device, troubled).capture()
+    pair = pair_with(device, troubled).capture()
     troubled.arm()
-    twin.capture(variant("more", rows=4))
-    assert len(twin.bank.failures) == 1
+    pair.capture(variant("more", rows=4))
+    assert len(pair.bank.failures) == 1
     for _ in range(3):
-        assert twin.step() is None
-        assert twin.step(twin.input(4), "more") is None
-    assert twin.eager_calls() == {"WARMING_UP": 8, "CAPTURE_FAILED": 3}
+        assert pair.step() is None
+        assert pair.step(pair.input(4), "more") is None
+    assert pair.eager_calls() == {"WARMING_UP": 8, "CAPTURE_FAILED": 3}
 
 
 def test_an_interrupt_ends_the_capture_and_can_be_tried_again(device: str) -> None:
     troubled = Troubled(interrupts)
-    twin = twin_with(device, troubled)
-    before = contents(twin)
+    pair = pair_with(device, troubled)
+    before = contents(pair)
     troubled.arm()
     with pytest.raises(KeyboardInterrupt):
-        twin.capture()
-    assert twin.bank.state == _C.BankState.SEALED and not twin.bank.failures
-    assert all(torch.equal(got, want) for got, want in zip(contents(twin), before, strict=True))
-    assert twin.step() is EagerReason.WARMING_UP
-    twin.capture()
-    assert twin.step() is None
+        pair.capture()
+    assert pair.bank.state == _C.BankState.SEALED and not pair.bank.failures
+    assert all(torch.equal(got, want) for got, want in zip(contents(pair), before, strict=True))
+    assert pair.step() is EagerReason.WARMING_UP
+    pair.capture()
+    assert pair.step() is None
 
 
 def test_progress_is_told_and_may_raise(device: str) -> None:
-    twin = Twin(device, [Block()])
+    pair = Pair(device, [Block()])
     told: list[tuple[int, int, str]] = []
 
     def progress(done: int, total: int, what: str) -> None:
@@ -278,14 +278,14 @@ def test_progress_is_told_and_may_raise(device: str) -> None:
 
     large, small = variant("large", rows=9), variant("small", rows=2)
     with pytest.raises(RuntimeError, match=r"^of the callback$"):
-        twin.bank.capture({twin.chain: [small, large]}, progress)
-    assert twin.bank.state == _C.BankState.SEALED
+        pair.bank.capture({pair.chain: [small, large]}, progress)
+    assert pair.bank.state == _C.BankState.SEALED
     assert told == [(0, 2, "variant large"), (1, 2, "variant small")]
-    assert twin.step(twin.input(9), "large") is None
-    assert twin.step(twin.input(2), "small") is EagerReason.WARMING_UP
-    twin.bank.capture({twin.chain: [variant("tiny", rows=1)]}, progress)
+    assert pair.step(pair.input(9), "large") is None
+    assert pair.step(pair.input(2), "small") is EagerReason.WARMING_UP
+    pair.bank.capture({pair.chain: [variant("tiny", rows=1)]}, progress)
     assert told[2:] == [(0, 1, "variant tiny"), (1, 1, "done")]
-    assert twin.step(twin.input(1), "tiny") is None
+    assert pair.step(pair.input(1), "tiny") is None
 
 
 @pytest.mark.parametrize(
@@ -296,9 +296,9 @@ def test_progress_is_told_and_may_raise(device: str) -> None:
     ],
 )
 def test_a_layer_of_another_shape_is_named(device: str, layer: nn.Module, expected: str) -> None:
-    twin = Twin(device, [Block(), layer])
-    twin.capture()
-    (failure,) = twin.bank.failures
+    pair = Pair(device, [Block(), layer])
+    pair.capture()
+    (failure,) = pair.bank.failures
     assert failure.index == 1
     with pytest.raises(RuntimeError, match=expected):
         raise failure

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Twin, assert_same_bits, blocks, give_main_grads, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, assert_same_bits, blocks, give_main_grads, new_bank, variant
 from test_eligibility import accumulator_of, found, keep
 from torch import Tensor, nn
 
@@ -17,17 +17,17 @@ from megagraph.decide.reasons import EagerReason
 
 def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
     """On the host backend they pointed into memory that release() had freed."""
-    twin = Twin("cpu", blocks(), num_slots=2).capture()
-    micro_batch = twin.forward()
+    pair = Pair("cpu", blocks(), num_slots=2).capture()
+    micro_batch = pair.forward()
     kept: list[Tensor] = []
-    scaled = twin.input().requires_grad_() * 2
+    scaled = pair.input().requires_grad_() * 2
     scaled.register_hook(kept.append)
-    with twin.chain.micro_batch("train"):
-        out = twin.chain(scaled)
+    with pair.chain.micro_batch("train"):
+        out = pair.chain(scaled)
     out.sum().backward()
     before = kept[0].clone()
     pointers = {kept[0].data_ptr(), micro_batch.output.data_ptr()}
-    twin.bank.release()
+    pair.bank.release()
     others = [torch.full((ROWS, WIDTH), 7.0) for _ in range(500)]
     assert not pointers & {other.data_ptr() for other in others}
     micro_batch.check_outputs()
@@ -36,36 +36,36 @@ def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
 
 def test_autograd_grad_of_parameters_is_not_overwritten_by_the_next_backward(device: str) -> None:
     """The graph's own buffer was handed out."""
-    twin = Twin(device, blocks()).capture()
-    params = [param for layer in twin.layers for param in layer.parameters()]
-    micro_batch = twin.forward()
+    pair = Pair(device, blocks()).capture()
+    params = [param for layer in pair.layers for param in layer.parameters()]
+    micro_batch = pair.forward()
     grads = torch.autograd.grad(micro_batch.output.sum(), params)
     del micro_batch
     before = [grad.clone() for grad in grads]
-    twin.forward().backward()
+    pair.forward().backward()
     for grad, want in zip(grads, before, strict=True):
         assert_same_bits(grad, want, "gradient")
 
 
 def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
     """Its result was staged into the next site's input, which is the buffer that it was computed from."""
-    twin = Twin(device, blocks(2)).capture()
+    pair = Pair(device, blocks(2)).capture()
     for _ in range(3):
-        hidden = twin.input()
+        hidden = pair.input()
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with twin.chain.micro_batch("train"):
-            first = twin.chain.sites[0](x)
+        with pair.chain.micro_batch("train"):
+            first = pair.chain.sites[0](x)
             between = first * first  # saves what it was given
-            out = twin.chain.sites[1](between)
+            out = pair.chain.sites[1](between)
             if out is NotImplemented:
-                out = twin.layers[1](between)
-        eager_first = twin.eager_layers[0](eager_x)
-        eager = twin.eager_layers[1](eager_first * eager_first)
+                out = pair.layers[1](between)
+        eager_first = pair.eager_layers[0](eager_x)
+        eager = pair.eager_layers[1](eager_first * eager_first)
         assert_same_bits(out, eager, "output")
         out.sum().backward()
         eager.sum().backward()
         assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        twin.check_state()
+        pair.check_state()
         del first, between, out
 
 
@@ -74,18 +74,18 @@ def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
     device: str, detach: bool
 ) -> None:
     """Once the site was not live any more, its held output was overwritten."""
-    twin = Twin(device, blocks(1)).capture()
-    site = twin.chain.sites[0]
-    with twin.chain.micro_batch("train"):
-        out = site(twin.input())
+    pair = Pair(device, blocks(1)).capture()
+    site = pair.chain.sites[0]
+    with pair.chain.micro_batch("train"):
+        out = site(pair.input())
         if detach:
             out = out.detach()
         else:
             out.sum().backward()
         before = out.detach().clone()
-        assert site(twin.input()) is NotImplemented
+        assert site(pair.input()) is NotImplemented
         assert torch.equal(out, before)
-        assert twin.eager_calls() == {"NESTING": 1}
+        assert pair.eager_calls() == {"NESTING": 1}
 
 
 def test_a_forward_runs_only_while_no_gradient_of_its_slot_is_held() -> None:
@@ -103,20 +103,20 @@ def test_a_forward_runs_only_while_no_gradient_of_its_slot_is_held() -> None:
 
 def test_a_gradient_of_a_gradient_is_refused(device: str) -> None:
     """It came back without a history: a penalty on it silently trained nothing."""
-    twin = Twin(device, blocks()).capture()
-    micro_batch = twin.forward()
+    pair = Pair(device, blocks()).capture()
+    micro_batch = pair.forward()
     with pytest.raises(RuntimeError, match=r"create_graph=True"):
         torch.autograd.grad(micro_batch.output.sum(), micro_batch.input, create_graph=True)
 
 
 def test_release_within_a_micro_batch_runs_the_rest_eager(device: str) -> None:
     """The next site raised `vector::_M_range_check`."""
-    twin = Twin(device, blocks(2)).capture()
-    with twin.chain.micro_batch("train"):
-        first = twin.chain.sites[0](twin.input())
-        twin.bank.release()
-        assert twin.chain.sites[1](first) is NotImplemented
-    assert twin.eager_calls() == {"RELEASED": 1}
+    pair = Pair(device, blocks(2)).capture()
+    with pair.chain.micro_batch("train"):
+        first = pair.chain.sites[0](pair.input())
+        pair.bank.release()
+        assert pair.chain.sites[1](first) is NotImplemented
+    assert pair.eager_calls() == {"RELEASED": 1}
 
 
 def test_a_failure_keeps_nothing_of_its_attempt(device: str) -> None:
@@ -129,19 +129,19 @@ def test_a_failure_keeps_nothing_of_its_attempt(device: str) -> None:
             left.append(weakref.ref(mine))
             raise ValueError("from the layer")
 
-    twin = Twin(device, [Block(), Fails()])
-    twin.capture()
-    assert len(twin.bank.failures) == 1
+    pair = Pair(device, [Block(), Fails()])
+    pair.capture()
+    assert len(pair.bank.failures) == 1
     assert [ref() for ref in left] == [None]
 
 
 def test_a_bank_does_not_go_on_watching_every_op(device: str) -> None:
     """Each host-backend capture left its op trace on; a second one doubled the names it recorded."""
-    twins = [Twin(device, blocks(1)).capture() for _ in range(3)]
+    pairs = [Pair(device, blocks(1)).capture() for _ in range(3)]
     trace = _C.OpTrace()
     torch.zeros(2).neg()
     assert trace.last_op == "aten::neg"
-    del twins
+    del pairs
 
 
 def test_a_hook_beside_the_callers_own_is_found() -> None:
@@ -170,13 +170,13 @@ class Rebinds(nn.Module):
 
 def test_a_layer_that_assigns_a_buffer_anew_stays_eager(device: str) -> None:
     """Its buffer was frozen in the graph, and the capture's own tensor was left in the module."""
-    twin = Twin(device, [nn.Linear(WIDTH, WIDTH), Rebinds()])
-    before: Any = twin.layers[1].steps
-    twin.capture()
-    assert twin.layers[1].steps is before
-    assert [failure.index for failure in twin.bank.failures] == [1]
+    pair = Pair(device, [nn.Linear(WIDTH, WIDTH), Rebinds()])
+    before: Any = pair.layers[1].steps
+    pair.capture()
+    assert pair.layers[1].steps is before
+    assert [failure.index for failure in pair.bank.failures] == [1]
     for _ in range(3):
-        assert twin.step() is None
+        assert pair.step() is None
 
 
 @pytest.mark.gpu
@@ -187,8 +187,8 @@ def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden * (1 + torch.rand(()).item())
 
-    twin = Twin("cuda", [Block(), Skips()]).capture()
-    assert [failure.reason for failure in twin.bank.failures] == [EagerReason.RNG_NOT_GRAPH_SAFE]
+    pair = Pair("cuda", [Block(), Skips()]).capture()
+    assert [failure.reason for failure in pair.bank.failures] == [EagerReason.RNG_NOT_GRAPH_SAFE]
 
 
 def test_a_mask_without_a_source_is_filled_from_the_end(device: str) -> None:

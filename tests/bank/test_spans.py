@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import Block, Twin, assert_same_bits, blocks
+from bank_pair import Block, Pair, assert_same_bits, blocks
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -24,88 +24,88 @@ def nodes_of(out: Tensor) -> int:
 
 
 def test_all_sites_are_one_run(device: str) -> None:
-    twin = Twin(device, blocks(SITES)).capture()
-    micro_batch = twin.forward()
+    pair = Pair(device, blocks(SITES)).capture()
+    micro_batch = pair.forward()
     assert nodes_of(micro_batch.output) == 1
     micro_batch.backward()
-    twin.check_state()
-    assert twin.bank.counters()["replays"] == SITES
+    pair.check_state()
+    assert pair.bank.counters()["replays"] == SITES
 
 
 def test_site_by_site_has_the_same_bits(device: str) -> None:
-    twin = Twin(device, blocks(SITES), main_grad=True).capture()
-    replay_all = twin.chain.replay_all
+    pair = Pair(device, blocks(SITES), main_grad=True).capture()
+    replay_all = pair.chain.replay_all
     for calls_sites in (False, True, False):
-        twin.chain.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
-        micro_batch = twin.forward()
+        pair.chain.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
+        micro_batch = pair.forward()
         assert nodes_of(micro_batch.output) == (SITES if calls_sites else 1)
         micro_batch.backward()
         del micro_batch  # and with it the slot
-        twin.check_state()
-    assert twin.bank.counters()["replays"] == 3 * SITES
+        pair.check_state()
+    assert pair.bank.counters()["replays"] == 3 * SITES
 
 
 @pytest.mark.parametrize("eager", [0, 1, SITES - 1])
 def test_a_chain_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
-    twin = Twin(device, blocks(SITES))
-    twin.chain.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
-    twin.capture()
-    with twin.chain.micro_batch("train") as reason:
+    pair = Pair(device, blocks(SITES))
+    pair.chain.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
+    pair.capture()
+    with pair.chain.micro_batch("train") as reason:
         assert reason is None
-        assert twin.chain.replay_all(twin.input()) is NotImplemented
-    assert twin.eager_calls() == {}  # a run that cannot be is not counted, its sites are
-    twin.step()
-    assert twin.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
+        assert pair.chain.replay_all(pair.input()) is NotImplemented
+    assert pair.eager_calls() == {}  # a run that cannot be is not counted, its sites are
+    pair.step()
+    assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
 
 
 def test_a_run_that_does_not_fit_is_counted_once(device: str) -> None:
-    twin = Twin(device, blocks(SITES)).capture()
-    with twin.chain.micro_batch("train"), torch.no_grad():
-        assert twin.chain.replay_all(twin.input()) is NotImplemented
-        out = twin.chain(twin.input())
-    assert twin.eager_calls() == {"SIGNATURE_CHANGED": SITES}
+    pair = Pair(device, blocks(SITES)).capture()
+    with pair.chain.micro_batch("train"), torch.no_grad():
+        assert pair.chain.replay_all(pair.input()) is NotImplemented
+        out = pair.chain(pair.input())
+    assert pair.eager_calls() == {"SIGNATURE_CHANGED": SITES}
     del out
-    assert twin.step() is None
+    assert pair.step() is None
 
 
 def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) -> None:
-    twin = Twin(device, blocks(SITES)).capture()
-    assert twin.chain.replay_all(twin.input()) is NotImplemented
+    pair = Pair(device, blocks(SITES)).capture()
+    assert pair.chain.replay_all(pair.input()) is NotImplemented
     with pytest.raises(RuntimeError, match="outside a micro-batch"):
-        twin.chain(twin.input())
+        pair.chain(pair.input())
 
 
 def test_finished_backwards_are_told_from_the_last_site_to_the_first(device: str) -> None:
-    twin = Twin(device, blocks(SITES), main_grad=True).capture()
+    pair = Pair(device, blocks(SITES), main_grad=True).capture()
     told: list[int] = []
-    twin.chain.core.set_listener(lambda: True, told.append)
-    twin.step()
+    pair.chain.core.set_listener(lambda: True, told.append)
+    pair.step()
     assert told == list(reversed(range(SITES)))
 
 
 def test_a_run_of_one_site_is_that_site(device: str) -> None:
-    twin = Twin(device, blocks(1)).capture()
-    assert isinstance(twin.chain.replay_all, _C.Site)
+    pair = Pair(device, blocks(1)).capture()
+    assert isinstance(pair.chain.replay_all, _C.Site)
     for _ in range(3):
-        assert twin.step() is None
-    assert twin.bank.counters()["replays"] == 3
+        assert pair.step() is None
+    assert pair.bank.counters()["replays"] == 3
 
 
 def test_a_backward_for_the_input_alone_has_the_same_bits(device: str) -> None:
-    twin = Twin(device, blocks(SITES)).capture()
-    micro_batch = twin.forward()
+    pair = Pair(device, blocks(SITES)).capture()
+    micro_batch = pair.forward()
     grad = torch.randn_like(micro_batch.eager_output)
     (ours,) = torch.autograd.grad(micro_batch.output, micro_batch.input, grad)
     (eager,) = torch.autograd.grad(micro_batch.eager_output, micro_batch.eager_input, grad)
     assert_same_bits(ours, eager, "gradient of the input")
-    assert all(param.grad is None for layer in twin.layers for param in layer.parameters())
+    assert all(param.grad is None for layer in pair.layers for param in layer.parameters())
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
 def test_gradients_of_a_layer_that_occurs_several_times_add_up_as_in_eager(device: str, times: int) -> None:
-    twin = Twin(device, [Block()] * times).capture()
+    pair = Pair(device, [Block()] * times).capture()
     for _ in range(5):
-        assert twin.step() is None
+        assert pair.step() is None
 
 
 class _Raise(torch.autograd.Function):
@@ -138,37 +138,37 @@ class Troubled(nn.Module):
         return out
 
 
-def troubled_twin() -> tuple[Twin, Troubled]:
+def troubled_pair() -> tuple[Pair, Troubled]:
     """On the host, whose replays run the layers again, so that one of them can raise."""
     layers = [Block(), Block(), Troubled(), Block()]
-    twin = Twin("cpu", layers, main_grad=True).capture()
-    return twin, layers[2]  # type: ignore[return-value]
+    pair = Pair("cpu", layers, main_grad=True).capture()
+    return pair, layers[2]  # type: ignore[return-value]
 
 
 def test_after_a_forward_that_raised_in_the_middle_the_next_micro_batch_replays() -> None:
-    twin, troubled = troubled_twin()
+    pair, troubled = troubled_pair()
     troubled.raises_in = "forward"
-    with pytest.raises(ValueError, match="forward gave up"), twin.chain.micro_batch("train"):
-        twin.chain(twin.input())
+    with pytest.raises(ValueError, match="forward gave up"), pair.chain.micro_batch("train"):
+        pair.chain(pair.input())
     troubled.raises_in = ""
-    assert twin.chain.core.all_free()
+    assert pair.chain.core.all_free()
     for _ in range(2):
-        assert twin.step() is None
+        assert pair.step() is None
 
 
 @pytest.mark.parametrize("raises", ["the backward", "the listener"])
 def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> None:
-    twin, troubled = troubled_twin()
+    pair, troubled = troubled_pair()
 
     def done(index: int) -> None:
         if raises == "the listener" and index == 2:
             raise ValueError("listener gave up")
 
-    twin.chain.core.set_listener(lambda: True, done)
+    pair.chain.core.set_listener(lambda: True, done)
     troubled.raises_in = "backward" if raises == "the backward" else ""
-    with twin.chain.micro_batch("train"):
-        out = twin.chain(twin.input().requires_grad_())
+    with pair.chain.micro_batch("train"):
+        out = pair.chain(pair.input().requires_grad_())
     with pytest.raises(ValueError, match="gave up"):
         out.sum().backward()
     del out
-    assert twin.chain.core.all_free()
+    assert pair.chain.core.all_free()

@@ -302,7 +302,7 @@ def assert_same_run(one: Run, other: Run) -> None:
         assert torch.equal(a, b), "random state at the end"
 
 
-class Twins:
+class Pair:
     """Two models of the same weights in one process: one trains eager, the other with graphs."""
 
     def __init__(self, *, layers: int = LAYERS, **further: Any) -> None:

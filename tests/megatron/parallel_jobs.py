@@ -106,7 +106,7 @@ def _run(
         megagraph.uninstall()
 
 
-def train_twins(
+def train_pair(
     *,
     num_steps: int = 6,
     transformer: dict[str, Any] | None = None,
@@ -223,9 +223,9 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
 
 
 def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
-    """As `train_twins()`, while something happens to rank 0 alone."""
+    """As `train_pair()`, while something happens to rank 0 alone."""
     empty_rows = capture.CapturePlan._empty_rows
     try:
-        return train_twins(transformer=transformer, around=partial(_tamper, how))
+        return train_pair(transformer=transformer, around=partial(_tamper, how))
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     Micro,
-    Twins,
+    Pair,
     assert_same_run,
     evaluate,
     forward,
@@ -52,16 +52,16 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 
 def test_evaluation_is_graphed_at_the_boundary_after_it_was_first_seen(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
-    twins.evaluate(ONE, OTHER)
-    assert twins.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
-    twins.step(TWO)
-    graphs = twins.report()["graphs"]
-    twins.evaluate(TWO, OTHER)
-    twins.step(OTHER)
-    twins.evaluate(ONE)
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, times=2)
+    pair.evaluate(ONE, OTHER)
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
+    pair.step(TWO)
+    graphs = pair.report()["graphs"]
+    pair.evaluate(TWO, OTHER)
+    pair.step(OTHER)
+    pair.evaluate(ONE)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
     assert report["replays"] == (1 + 1 + 2 + 1 + 1) * LAYERS
     assert graphs == report["graphs"] == (2 + 1) * LAYERS
@@ -69,11 +69,11 @@ def test_evaluation_is_graphed_at_the_boundary_after_it_was_first_seen(install: 
 
 def test_evaluation_alone_is_graphed(install: Install) -> None:
     install()
-    twins = Twins()
+    pair = Pair()
     for micro in (ONE, TWO, OTHER):
-        twins.evaluate(micro)
-    assert twins.report()["replays"] == 2 * LAYERS
-    assert twins.report()["graphs"] == LAYERS
+        pair.evaluate(micro)
+    assert pair.report()["replays"] == 2 * LAYERS
+    assert pair.report()["graphs"] == LAYERS
 
 
 def test_evaluation_leaves_gradients_and_the_models_mode_alone(install: Install) -> None:
@@ -115,25 +115,23 @@ def test_frozen_parameters_are_graphed_with_eager_bits(
 ) -> None:
     prepare(_freeze(pattern))
     install()
-    twins = Twins()
-    twins.step(ONE, TWO, times=4)
-    frozen = [name for name, param in twins.graphed.chunk.named_parameters() if not param.requires_grad]
-    assert frozen and not any(
-        hasattr(twins.graphed.chunk.get_parameter(name), "main_grad") for name in frozen
-    )
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, TWO, times=4)
+    frozen = [name for name, param in pair.graphed.chunk.named_parameters() if not param.requires_grad]
+    assert frozen and not any(hasattr(pair.graphed.chunk.get_parameter(name), "main_grad") for name in frozen)
+    report = pair.report()
     assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
 
 
 def test_parameters_frozen_or_thawed_later_cost_one_eager_step(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     for requires_grad in (False, True):
-        for trainer in twins.both:
+        for trainer in pair.both:
             trainer.chunk.decoder.layers[1].mlp.linear_fc1.weight.requires_grad_(requires_grad)
-        twins.step(TWO, times=3)
-    report = twins.report()
+        pair.step(TWO, times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "PARAMETERS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (1 + 2 + 2) * LAYERS
 
@@ -165,23 +163,23 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
 ) -> None:
     """One step runs eager, unless the host has said that it moves memory."""
     install()
-    twins = Twins()
-    twins.step(ONE, TWO, times=2)
+    pair = Pair()
+    pair.step(ONE, TWO, times=2)
     if is_suspended:
         megagraph.suspend()
-    held = [move(trainer) for trainer in twins.both]
+    held = [move(trainer) for trainer in pair.both]
     if is_suspended:
         megagraph.resume()
 
     def zero() -> None:
-        for trainer in twins.both:
+        for trainer in pair.both:
             for param in trainer.chunk.parameters():
                 param.main_grad.zero_()
 
     for _ in range(3):
         zero()
-        twins.step(TWO, OTHER)
-    report = twins.report()
+        pair.step(TWO, OTHER)
+    report = pair.report()
     moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * LAYERS}
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **moved}
     assert report["replays"] == (2 + 6) * LAYERS - sum(moved.values())
@@ -207,39 +205,39 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(install: Inst
 
 def test_suspended_models_run_eager_and_replay_again_after_resume(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     megagraph.suspend()
-    twins.step(TWO, times=2)
-    twins.evaluate(TWO)
+    pair.step(TWO, times=2)
+    pair.evaluate(TWO)
     megagraph.resume()
-    twins.step(OTHER, times=2)
-    report = twins.report()
+    pair.step(OTHER, times=2)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "SUSPENDED": 3 * LAYERS}
     assert report["replays"] == 3 * LAYERS
 
 
 def test_nothing_is_captured_while_suspended(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE)
+    pair = Pair()
+    pair.step(ONE)
     megagraph.suspend()
-    twins.step(ONE, times=2)
-    assert twins.report()["graphs"] == 0
+    pair.step(ONE, times=2)
+    assert pair.report()["graphs"] == 0
     megagraph.resume()
-    twins.step(ONE)
-    assert twins.report()["graphs"] == 2 * LAYERS
+    pair.step(ONE)
+    assert pair.report()["graphs"] == 2 * LAYERS
 
 
 def test_other_numeric_settings_run_eager_until_they_are_back(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     torch.use_deterministic_algorithms(False)
-    step(twins.graphed, [TWO], update=False)
+    step(pair.graphed, [TWO], update=False)
     torch.use_deterministic_algorithms(True)
-    twins.step(TWO)
-    report = twins.report()
+    pair.step(TWO)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
     assert report["replays"] == 2 * LAYERS
 
@@ -258,28 +256,28 @@ def test_packs_that_run_eager_push_no_graphs_tables_out(install: Install) -> Non
 
 def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
 
     def broken() -> Iterator[Micro]:
         yield ONE
         raise RuntimeError("no more data")
 
     for trainer, eager in zip(
-        twins.both, (megagraph.disable_cuda_graphs_this_step(), nullcontext()), strict=True
+        pair.both, (megagraph.disable_cuda_graphs_this_step(), nullcontext()), strict=True
     ):
         with eager, pytest.raises(RuntimeError, match="no more data"):
             schedule(trainer.model, broken(), 3, trainer.device)
-    twins.step(ONE, TWO, times=2)
-    assert set(twins.report()["eager"]) == {"WARMING_UP"}
+    pair.step(ONE, TWO, times=2)
+    assert set(pair.report()["eager"]) == {"WARMING_UP"}
 
 
 def test_a_model_called_before_its_first_step_loses_no_graph(install: Install) -> None:
     install()
-    twins = Twins()
+    pair = Pair()
     with torch.no_grad():
-        forward(twins.graphed.model, ONE, twins.graphed.device)
-    twins.step(ONE, times=3)
+        forward(pair.graphed.model, ONE, pair.graphed.device)
+    pair.step(ONE, times=3)
     reports = megagraph.reports()
     assert max(report["replays"] for report in reports) == 2 * LAYERS
 

@@ -12,8 +12,8 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     Micro,
+    Pair,
     Step,
-    Twins,
     assert_same,
     forward,
     grads,
@@ -48,23 +48,23 @@ def _zero(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad()
 
 
-def _both(twins: Twins, work: Callable[[Trainer], Any]) -> list[Any]:
+def _both(pair: Pair, work: Callable[[Trainer], Any]) -> list[Any]:
     """The same work on both models, on the first without graphs."""
     with megagraph.disable_cuda_graphs_this_step():
-        first = work(twins.eager)
-    return [first, work(twins.graphed)]
+        first = work(pair.eager)
+    return [first, work(pair.graphed)]
 
 
 def test_evaluations_of_other_lengths_between_steps_replay(install: Install) -> None:
     install()
-    twins = Twins()
+    pair = Pair()
     counts = (3, 1, 5, 2, 4)
     for index, count in enumerate(counts):
-        twins.step(*[Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
-        twins.evaluate(*[Micro(lengths=(7 + i, 20 - index), seed=index) for i in range(count)])
+        pair.step(*[Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
+        pair.evaluate(*[Micro(lengths=(7 + i, 20 - index), seed=index) for i in range(count)])
         if index == 2:
-            twins.evaluate(TOO_LARGE, ONE)
-    report = twins.report()
+            pair.evaluate(TOO_LARGE, ONE)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": (1 + counts[0]) * LAYERS, "TOO_MANY_TOKENS": LAYERS}
     assert report["replays"] == (2 + 3 + 1 + 2 + sum(counts[1:]) + 1) * LAYERS
     assert report["graphs"] == (2 + 1) * LAYERS
@@ -108,12 +108,12 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     ddp: dict[str, Any], reduces_once: bool, install: Install
 ) -> None:
     install()
-    twins = Twins(ddp=ddp)
+    pair = Pair(ddp=ddp)
     calls = [[ONE, TWO], [OTHER], [TWO, OTHER, ONE]]
     for index in range(4):
-        both = _both(twins, lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
+        both = _both(pair, lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
         assert_same(*both, f"step {index}:")
-    report = twins.report()
+    report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
     assert report["replays"] == (4 * 6 - 2) * LAYERS
@@ -122,12 +122,12 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
 def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
     """Guards the test above: the gradients of the first calls are really there."""
     install()
-    twins = Twins()
+    pair = Pair()
     for _ in range(2):
-        both = _both(twins, lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
-    _zero(twins.graphed)
-    schedule(twins.graphed.model, [TWO], 1, twins.graphed.device)
-    alone = grads(twins.graphed.chunk)
+        both = _both(pair, lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
+    _zero(pair.graphed)
+    schedule(pair.graphed.model, [TWO], 1, pair.graphed.device)
+    alone = grads(pair.graphed.chunk)
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
 
 
@@ -193,9 +193,9 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
     broken: Callable[[Trainer], None], is_warm: bool, install: Install
 ) -> None:
     install()
-    twins = Twins()
+    pair = Pair()
     if is_warm:
-        twins.step(ONE, TWO, times=2)
+        pair.step(ONE, TWO, times=2)
 
     def attempt(trainer: Trainer) -> Step:
         _zero(trainer)
@@ -204,7 +204,7 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
         return Step(losses=[], grads=grads(trainer.chunk))
 
     # What the broken step has added is that of eager too.
-    assert_same(*_both(twins, attempt))
+    assert_same(*_both(pair, attempt))
     # First on top of it, as a host that only counts the error would go on.
     calls = [[TWO, ONE]]
 
@@ -212,9 +212,9 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
         losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
         return Step(losses=losses[0], grads=grads(trainer.chunk))
 
-    assert_same(*_both(twins, go_on))
-    twins.step(ONE, OTHER, times=3)
-    report = twins.report()
+    assert_same(*_both(pair, go_on))
+    pair.step(ONE, OTHER, times=3)
+    report = pair.report()
     # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
     assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * LAYERS}
     assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * LAYERS
@@ -223,14 +223,14 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
 def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Install) -> None:
     """Bug: after a lasting change nothing was captured again, and every later step ran eager."""
     install()
-    twins = Twins()
+    pair = Pair()
     torch.use_deterministic_algorithms(False)
     for _ in range(2):
-        for trainer in twins.both:  # bits may differ here: nothing is compared or updated
-            step(trainer, [ONE], update=False, eager=trainer is twins.eager)
+        for trainer in pair.both:  # bits may differ here: nothing is compared or updated
+            step(trainer, [ONE], update=False, eager=trainer is pair.eager)
     torch.use_deterministic_algorithms(True)
-    twins.step(TWO, OTHER, times=4)
-    report = twins.report()
+    pair.step(TWO, OTHER, times=4)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (1 + 3 * 2) * LAYERS
     assert report["graphs"] == 2 * 2 * LAYERS and report["failures"] == []
@@ -278,24 +278,24 @@ def test_a_precision_that_nobody_has_set_is_the_highest(install: Install) -> Non
     """Bug: back from TF32, the first graphs were taken for those of other settings."""
     torch.backends.cuda.matmul.fp32_precision = "none"
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     torch.set_float32_matmul_precision("high")
     torch.set_float32_matmul_precision("highest")
-    twins.step(TWO)
-    assert twins.report()["eager"] == {"WARMING_UP": LAYERS}
+    pair.step(TWO)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS}
 
 
 def test_settings_that_come_back_find_their_graphs_again(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     for _ in range(3):
         torch.set_float32_matmul_precision("high")
-        twins.step(TWO, times=2)
+        pair.step(TWO, times=2)
         torch.set_float32_matmul_precision("highest")
-        twins.step(OTHER, times=2)
-    report = twins.report()
+        pair.step(OTHER, times=2)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
     assert report["replays"] == (1 + 3 * 4 - 1) * LAYERS
     assert report["graphs"] == 2 * 2 * LAYERS
@@ -304,13 +304,13 @@ def test_settings_that_come_back_find_their_graphs_again(install: Install) -> No
 def test_an_evaluation_under_settings_of_its_own_replays(install: Install) -> None:
     """A kind is captured under the settings of the boundary at which it is due, then under its own."""
     install()
-    twins = Twins()
+    pair = Pair()
     for _ in range(6):
-        twins.step(ONE)
+        pair.step(ONE)
         torch.set_float32_matmul_precision("high")
-        twins.evaluate(TWO, OTHER)
+        pair.evaluate(TWO, OTHER)
         torch.set_float32_matmul_precision("highest")
-    report = twins.report()
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": (1 + 2) * LAYERS, "NUMERICS_CHANGED": (1 + 2) * LAYERS}
     assert report["replays"] == (4 + 4 * 2) * LAYERS
     assert report["graphs"] == 2 * (2 + 1) * LAYERS
@@ -318,8 +318,8 @@ def test_an_evaluation_under_settings_of_its_own_replays(install: Install) -> No
 
 def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, TWO, times=2)
+    pair = Pair()
+    pair.step(ONE, TWO, times=2)
 
     def changing() -> Iterator[Micro]:
         yield ONE
@@ -335,7 +335,7 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install)
         return Step(losses=losses, grads=grads(trainer.chunk))
 
     for _ in range(2):
-        assert_same(*_both(twins, work))
-    report = twins.report()
+        assert_same(*_both(pair, work))
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (2 + 2) * LAYERS

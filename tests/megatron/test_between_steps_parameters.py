@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Twins, assert_same_run, graph_config, train, weights
+from megatron_rig import LAYERS, Micro, Pair, assert_same_run, graph_config, train, weights
 from torch import Tensor, nn
 
 import megagraph
@@ -102,14 +102,14 @@ def test_adapters_in_one_layer_of_a_frozen_model_are_graphed_with_eager_bits(cha
 def test_adapters_that_come_later_cost_one_eager_step(install: Install) -> None:
     """DDP does not know them: their gradients stay in `.grad`."""
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
-    for trainer in twins.both:
+    pair = Pair()
+    pair.step(ONE, times=2)
+    for trainer in pair.both:
         _adapt(trainer.chunk.decoder.layers)
-    twins.step(TWO, OTHER, times=3)
-    adapter = twins.graphed.chunk.decoder.layers[0].mlp.linear_fc1
+    pair.step(TWO, OTHER, times=3)
+    adapter = pair.graphed.chunk.decoder.layers[0].mlp.linear_fc1
     assert not hasattr(adapter.up, "main_grad") and adapter.up.grad.any()
-    report = twins.report()
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
     assert report["replays"] == (1 + 4) * LAYERS and report["failures"] == []
 
@@ -132,16 +132,16 @@ def _load(trainer: Any, state: dict[str, Tensor]) -> None:
 
 def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(install: Install) -> None:
     install()
-    twins = Twins()
-    saved = weights(twins.graphed.chunk)
-    twins.step(ONE, TWO, times=3)
-    graphs = twins.report()["graphs"]
-    for trainer in twins.both:
+    pair = Pair()
+    saved = weights(pair.graphed.chunk)
+    pair.step(ONE, TWO, times=3)
+    graphs = pair.report()["graphs"]
+    for trainer in pair.both:
         _load(trainer, saved)
-    assert all(torch.equal(weight, saved[name]) for name, weight in weights(twins.graphed.chunk).items())
-    twins.step(TWO, OTHER, times=2)
-    twins.evaluate(ONE)
-    report = twins.report()
+    assert all(torch.equal(weight, saved[name]) for name, weight in weights(pair.graphed.chunk).items())
+    pair.step(TWO, OTHER, times=2)
+    pair.evaluate(ONE)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
     assert report["replays"] == (4 + 4) * LAYERS and report["graphs"] == graphs
 
@@ -158,14 +158,14 @@ def _replace(param: nn.Parameter, held: list[Tensor]) -> None:
 )
 def test_one_weight_in_other_memory_costs_one_eager_step(name: str, install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, TWO, times=2)
+    pair = Pair()
+    pair.step(ONE, TWO, times=2)
     held: list[Tensor] = []
-    for trainer in twins.both:
+    for trainer in pair.both:
         _replace(trainer.chunk.get_parameter(name), held)
         trainer.optimizer.reload_model_params()
-    twins.step(TWO, OTHER, times=3)
-    report = twins.report()
+    pair.step(TWO, OTHER, times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
     assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
 
@@ -173,14 +173,14 @@ def test_one_weight_in_other_memory_costs_one_eager_step(name: str, install: Ins
 @pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"])
 def test_a_weight_outside_of_the_layers_in_other_memory_costs_nothing(name: str, install: Install) -> None:
     install()
-    twins = Twins()
-    twins.step(ONE, TWO, times=2)
+    pair = Pair()
+    pair.step(ONE, TWO, times=2)
     held: list[Tensor] = []
-    for trainer in twins.both:
+    for trainer in pair.both:
         _replace(trainer.chunk.get_parameter(name), held)
         trainer.optimizer.reload_model_params()
-    twins.step(TWO, OTHER, times=2)
-    report = twins.report()
+    pair.step(TWO, OTHER, times=2)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
     assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
 
@@ -188,16 +188,16 @@ def test_a_weight_outside_of_the_layers_in_other_memory_costs_nothing(name: str,
 def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: Install) -> None:
     """Each schedule call is a boundary of its own, whatever the host calls a step."""
     install()
-    twins = Twins()
-    twins.step(ONE, times=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
     for _ in range(2):
         held: list[Tensor] = []
-        for trainer in twins.both:
+        for trainer in pair.both:
             for param in trainer.chunk.decoder.parameters():
                 _replace(param, held)
             trainer.optimizer.reload_model_params()
-        twins.evaluate(TWO)
-        twins.step(TWO)
+        pair.evaluate(TWO)
+        pair.step(TWO)
     (eager, graphed) = megagraph.reports()
     assert eager["replays"] == 0
     assert graphed["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}

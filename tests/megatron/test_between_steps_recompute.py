@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Run, Twins, assert_same_run, graph_config, train
+from megatron_rig import LAYERS, Micro, Pair, Run, assert_same_run, graph_config, train
 from torch import Tensor
 
 pytestmark = pytest.mark.megatron
@@ -105,11 +105,11 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
 
 def test_selective_recompute_survives_evaluations_between_steps(install: Callable[..., Any]) -> None:
     install()
-    twins = Twins(config={**_selective("core_attn", "mlp"), "add_bias_linear": False})
+    pair = Pair(config={**_selective("core_attn", "mlp"), "add_bias_linear": False})
     for _ in range(3):
-        twins.step(ONE, TWO)
-        twins.evaluate(OTHER)
-    report = twins.report()
+        pair.step(ONE, TWO)
+        pair.evaluate(OTHER)
+    report = pair.report()
     if not ON_GPU:
         assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
         assert report["replays"] == 2 * (2 + 1) * LAYERS

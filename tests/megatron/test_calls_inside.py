@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import Micro, Twins
+from megatron_rig import Micro, Pair
 from torch import Tensor
 
 from megagraph.config import GraphConfig
@@ -58,15 +58,15 @@ def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(
     install: Callable[..., GraphConfig],
 ) -> None:
     install()
-    twins = Twins()
-    twins.step(MICRO, times=4)
-    assert twins.report()["replays"] > 0
-    eager, graphed = (_call_inside(trainer, _infer) for trainer in twins.both)
-    counted = twins.report()
-    twins.step(MICRO)
+    pair = Pair()
+    pair.step(MICRO, times=4)
+    assert pair.report()["replays"] > 0
+    eager, graphed = (_call_inside(trainer, _infer) for trainer in pair.both)
+    counted = pair.report()
+    pair.step(MICRO)
     assert [logits.shape[:2] for logits in graphed] == [(1, PROMPT)]
     assert torch.equal(graphed[0], eager[0])
-    after = twins.report()
+    after = pair.report()
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"] + counted["layers"])
 
 
@@ -74,14 +74,14 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(
     install: Callable[..., GraphConfig],
 ) -> None:
     install()
-    twins = Twins()
-    twins.step(MICRO, times=4)
+    pair = Pair()
+    pair.step(MICRO, times=4)
 
     def nothing(chunk: Any) -> Tensor:
         with pytest.raises(TypeError, match="NoneType"):
             chunk(input_ids=None, position_ids=None, attention_mask=None)
         return torch.zeros(())
 
-    for trainer in twins.both:
+    for trainer in pair.both:
         _call_inside(trainer, nothing)
-    twins.step(MICRO)
+    pair.step(MICRO)

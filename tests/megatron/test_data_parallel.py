@@ -27,7 +27,7 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 def test_bits(world2: World, ddp: dict[str, Any]) -> None:
     """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
     reports = world2.run(
-        parallel_jobs.train_twins,
+        parallel_jobs.train_pair,
         ddp=ddp,
         data_parallel=True,
         sharded="overlap_param_gather" in ddp,
@@ -43,7 +43,7 @@ def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size:
     """Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started
     the reductions of their buckets in different orders, and each got what was meant for another bucket."""
     reports = world2.run(
-        parallel_jobs.train_twins,
+        parallel_jobs.train_pair,
         ddp={**SHARDED, "bucket_size": bucket_size},
         data_parallel=True,
         sharded=True,

@@ -250,7 +250,7 @@ def test_layers_that_are_not_built_are_refused_by_name(
     monkeypatch.setattr(trainer.chunk.decoder, "layer_type_list", ["*", symbol, "-"])
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"{name} ({symbol!r} in the hybrid layer pattern) is not built yet"
+    assert refusal.sentence == f"{name} ({symbol!r} in the hybrid layer pattern) is not supported yet"
 
 
 def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(

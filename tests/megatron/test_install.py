@@ -61,9 +61,9 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
         found = {f"module {name}": set(vars(module)) for name, module in model.named_modules()}
         return found | {f"parameter {name}": set(vars(param)) for name, param in model.named_parameters()}
 
-    twin = Trainer(OPTIONS)  # trained alike, without the plugin
-    step(twin, [Micro(lengths=(9, 20))])
-    evaluate(twin, [Micro(lengths=(9, 20))])
+    unpatched = Trainer(OPTIONS)  # trained alike, without the plugin
+    step(unpatched, [Micro(lengths=(9, 20))])
+    evaluate(unpatched, [Micro(lengths=(9, 20))])
     megagraph.install(graph_config())
     trainer = Trainer(OPTIONS)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
     assert report_of(trainer)["replays"] > 0
     megagraph.uninstall()
     left = attributes(trainer.model)
-    for where, names in attributes(twin.model).items():
+    for where, names in attributes(unpatched.model).items():
         assert left[where] == names, where
     assert list(trainer.chunk.decoder.layers) == list(trainer.chunk.decoder._modules["layers"])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import Micro, Twins, assert_same_run, graph_config, report_of, step, train
+from megatron_rig import Micro, Pair, assert_same_run, graph_config, report_of, step, train
 from torch import Tensor, nn
 
 import megagraph
@@ -43,11 +43,11 @@ _HOOKS: dict[str, Callable[[Trainer], Any]] = {
 @pytest.mark.parametrize("hook", _HOOKS)
 def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str, install: Install) -> None:
     install()
-    twins = Twins(layers=LAYERS)
-    for trainer in twins.both:
+    pair = Pair(layers=LAYERS)
+    for trainer in pair.both:
         _HOOKS[hook](trainer)
-    twins.step(ONE, TWO, times=3)
-    report = twins.report()
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]
@@ -57,26 +57,26 @@ def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str,
 def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(install: Install) -> None:
     """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
     install()
-    twins = Twins(layers=LAYERS)
-    for trainer in twins.both:
+    pair = Pair(layers=LAYERS)
+    for trainer in pair.both:
         for index in range(LAYERS):
             _mlp(trainer, index).register_forward_hook(_scale)
-    twins.step(ONE, times=3)
-    assert twins.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
+    pair.step(ONE, times=3)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
 
 
 def test_a_hook_that_comes_after_the_capture_is_obeyed(install: Install) -> None:
     """Bug: hooks were looked for at the capture only, and one set later never ran."""
     install()
-    twins = Twins(layers=LAYERS)
-    twins.step(ONE, times=2)
-    hooks = [_mlp(trainer).register_forward_hook(_scale) for trainer in twins.both]
-    twins.step(ONE, times=3)
-    assert twins.report()["eager"]["FOREIGN_HOOK"] > 0
+    pair = Pair(layers=LAYERS)
+    pair.step(ONE, times=2)
+    hooks = [_mlp(trainer).register_forward_hook(_scale) for trainer in pair.both]
+    pair.step(ONE, times=3)
+    assert pair.report()["eager"]["FOREIGN_HOOK"] > 0
     for hook in hooks:
         hook.remove()
-    twins.step(TWO, times=3)
-    assert twins.report()["replays"] >= (1 + 1) * LAYERS
+    pair.step(TWO, times=3)
+    assert pair.report()["replays"] >= (1 + 1) * LAYERS
 
 
 def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
@@ -93,9 +93,9 @@ def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
 
     monkeypatch.setattr(GPTModel, "__init__", tied)
     install()
-    twins = Twins(layers=LAYERS)
-    twins.step(ONE, TWO, times=3)
-    report = twins.report()
+    pair = Pair(layers=LAYERS)
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
     assert report["replays"] == 2 * 2
 
@@ -124,11 +124,11 @@ def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
     index: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
-    twins = Twins(layers=LAYERS)
-    _breaks(twins.graphed, _is_capturing, index)
+    pair = Pair(layers=LAYERS)
+    _breaks(pair.graphed, _is_capturing, index)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        twins.step(ONE, TWO, times=4)
-    report = twins.report()
+        pair.step(ONE, TWO, times=4)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
     assert report["replays"] == 3 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]
@@ -150,12 +150,12 @@ class _FailsBackward(torch.autograd.Function):
 
 def test_a_layer_whose_backward_fails_to_capture_stays_eager_and_no_bit_changes(install: Install) -> None:
     install()
-    twins = Twins(layers=LAYERS)
-    mlp = _mlp(twins.graphed)
+    pair = Pair(layers=LAYERS)
+    mlp = _mlp(pair.graphed)
     original = mlp.forward
     mlp.forward = lambda x, *args, **kwargs: original(_FailsBackward.apply(x), *args, **kwargs)
-    twins.step(ONE, TWO, times=3)
-    assert twins.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2}
+    pair.step(ONE, TWO, times=3)
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2}
 
 
 def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
@@ -171,24 +171,24 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
         return original(model, input_ids, *args, **kwargs)
 
     install()
-    twins = Twins(layers=LAYERS)
+    pair = Pair(layers=LAYERS)
     monkeypatch.setattr(GPTModel, "_preprocess", preprocess)
-    twins.step(ONE, TWO, times=4)
-    report = twins.report()
+    pair.step(ONE, TWO, times=4)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2 * LAYERS}
     assert report["failures"] == ["ArithmeticError: an injected failure"]
 
 
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: Install) -> None:
     install()
-    twins = Twins(layers=LAYERS)
-    _breaks(twins.graphed, lambda: _is_capturing() and not torch.is_grad_enabled())
-    twins.step(ONE, times=2)
-    twins.evaluate(ONE)
-    twins.step(ONE)
-    twins.evaluate(ONE)
-    twins.step(TWO)
-    report = twins.report()
+    pair = Pair(layers=LAYERS)
+    _breaks(pair.graphed, lambda: _is_capturing() and not torch.is_grad_enabled())
+    pair.step(ONE, times=2)
+    pair.evaluate(ONE)
+    pair.step(ONE)
+    pair.evaluate(ONE)
+    pair.step(TWO)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 1}
     assert report["replays"] == 3 * LAYERS + (LAYERS - 1)
 
@@ -201,8 +201,8 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
     install()
-    twins = Twins(layers=LAYERS)
-    mlp = _mlp(twins.graphed)
+    pair = Pair(layers=LAYERS)
+    mlp = _mlp(pair.graphed)
     original = mlp.forward
 
     def draws(*args: Any, **kwargs: Any) -> Any:
@@ -210,8 +210,8 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
         return original(*args, **kwargs)
 
     mlp.forward = draws
-    twins.step(ONE, TWO, times=3)
-    report = twins.report()
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}
     assert tracker.states_["test"].unique().tolist() == [3 * 2]
 
@@ -219,18 +219,18 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 def test_an_error_of_a_layer_at_replay_is_raised_and_the_next_steps_are_right(install: Install) -> None:
     install()
-    twins = Twins(layers=LAYERS)
+    pair = Pair(layers=LAYERS)
     broken = [False]
-    for trainer in twins.both:
+    for trainer in pair.both:
         _breaks(trainer, lambda: broken[0])
-    twins.step(ONE, times=2)
+    pair.step(ONE, times=2)
     broken[0] = True
-    for trainer in twins.both:
+    for trainer in pair.both:
         with pytest.raises(ArithmeticError, match="an injected failure"):
-            step(trainer, [TWO], eager=trainer is twins.eager)
+            step(trainer, [TWO], eager=trainer is pair.eager)
     broken[0] = False
-    twins.step(ONE, TWO, times=2)
-    assert set(twins.report()["eager"]) == {"WARMING_UP"}
+    pair.step(ONE, TWO, times=2)
+    assert set(pair.report()["eager"]) == {"WARMING_UP"}
 
 
 def test_a_run_with_a_failed_capture_leaves_the_random_streams_of_one_that_never_captured() -> None:
@@ -242,7 +242,7 @@ def test_a_run_with_a_failed_capture_leaves_the_random_streams_of_one_that_never
 
 def test_two_layers_may_fail_for_different_reasons_and_both_are_reported(install: Install) -> None:
     install()
-    trainer = Trainer(Twins(layers=LAYERS).graphed.options)
+    trainer = Trainer(Pair(layers=LAYERS).graphed.options)
     _mlp(trainer, 0).register_forward_hook(_scale)
     _breaks(trainer, _is_capturing, 2)
     for _ in range(3):

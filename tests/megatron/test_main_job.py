@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job: a training run on packs that change every micro-batch has the bits of its eager twin."""
+"""The main job: a run on packs that change every micro-batch has the bits of the same run without graphs."""
 
 import random
 from collections import Counter
@@ -74,7 +74,7 @@ def graphed(megatron: None) -> Run:
     return run
 
 
-def test_a_graphed_run_has_the_bits_of_its_eager_twin(graphed: Run) -> None:
+def test_a_graphed_run_has_the_bits_of_the_eager_run(graphed: Run) -> None:
     eager = train(_config(), _job(), eager=True)
     assert eager.report["replays"] == eager.report["graphs"] == 0
     assert_same_run(graphed, eager)

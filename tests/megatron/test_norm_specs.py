@@ -12,8 +12,8 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     Micro,
+    Pair,
     Step,
-    Twins,
     assert_same,
     step,
 )
@@ -134,10 +134,10 @@ def test_graphs_keep_eager_bits_with_every_norm(
         "qk_layernorm": True,
     }
     install()
-    twins = Twins(config=config, spec=block_spec(qk_layernorm=True))
+    pair = Pair(config=config, spec=block_spec(qk_layernorm=True))
     for micros in ((ONE, TWO), (OTHER, ONE), (TWO, OTHER), (TWO, ONE)):
-        twins.step(*micros)
-    report = twins.report()
+        pair.step(*micros)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
     assert report["replays"] == 3 * 2 * LAYERS
 

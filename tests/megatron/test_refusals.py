@@ -13,7 +13,7 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     Micro,
-    Twins,
+    Pair,
     evaluate,
     grads,
     plain_model,
@@ -67,14 +67,14 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"{name} ({option}={value!r}) is not built yet"
+    assert refusal.sentence == f"{name} ({option}={value!r}) is not supported yet"
 
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     refusal = refusal_of(trainer.chunk, ddp)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == "Megatron-FSDP is not built yet"
+    assert refusal.sentence == "Megatron-FSDP is not supported yet"
 
 
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +153,9 @@ def test_a_micro_batch_without_packed_sequences_runs_eager(install: Install) -> 
             return None
 
     install()
-    twins = Twins()
-    twins.step(ONE, Unpacked(lengths=(30,)), times=3)
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, Unpacked(lengths=(30,)), times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "NO_PACK_METADATA": 3 * LAYERS}
     assert report["replays"] == 2 * LAYERS
 
@@ -169,9 +169,9 @@ def test_queries_and_keys_with_offsets_of_their_own_run_eager(install: Install) 
             return params
 
     install()
-    twins = Twins()
-    twins.step(ONE, Split(lengths=(30,)), times=3)
-    report = twins.report()
+    pair = Pair()
+    pair.step(ONE, Split(lengths=(30,)), times=3)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
     assert report["replays"] == 2 * LAYERS
 

@@ -51,7 +51,7 @@ def _expected(loop: Loop, *, trains: bool) -> dict[str, int]:
 
 
 def _compare(loop: Loop) -> None:
-    """The loop with graphs has the bits of its eager twin, and every call is accounted for."""
+    """The loop with graphs has the bits of the eager loop, and every call is accounted for."""
     graphed, policy, reference = loop.run("graph")
     eager, eager_policy, _ = loop.run("eager")
     assert eager_policy[-1]["replays"] == 0

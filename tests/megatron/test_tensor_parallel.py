@@ -25,7 +25,7 @@ def eager_calls(report: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bits(world2: World, sequence_parallel: bool) -> None:
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(parallel_jobs.train_twins, tensor_parallel=2, transformer=transformer):
+    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer):
         assert eager_calls(report) == {} and report["failures"] == []
 
 
@@ -33,13 +33,13 @@ def test_dropout_under_sequence_parallelism_draws_from_the_stream_of_each_rank(w
     """Bug: the stream was swapped in once more for the capture, and whoever drew a number, also one without
     effect as Transformer Engine's attention does, was not captured."""
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True, "hidden_dropout": 0.1}
-    for report in world2.run(parallel_jobs.train_twins, tensor_parallel=2, transformer=transformer):
+    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer):
         assert eager_calls(report) == {} and report["failures"] == []
 
 
 def test_evaluation_between_steps(world2: World) -> None:
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    reports = world2.run(parallel_jobs.train_twins, tensor_parallel=2, transformer=transformer, evaluate_at=3)
+    reports = world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer, evaluate_at=3)
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
         assert report["calls"] == CALLS + STEP_CALLS

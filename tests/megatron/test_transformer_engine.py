@@ -16,9 +16,9 @@ from megatron_rig import (
     OPTIONS,
     HybridTrainer,
     Micro,
+    Pair,
     Run,
     Step,
-    Twins,
     assert_same,
     graph_config,
     step,
@@ -62,27 +62,27 @@ def packs(step_index: int) -> list[Micro]:
 @pytest.mark.parametrize("fused_rope", [True, False])
 def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
     install()
-    twins = Twins(
+    pair = Pair(
         spec=te_layer_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization}
     )
     for index in range(8):
-        twins.step(*packs(index))
-    twins.evaluate(*packs(0))
-    twins.evaluate(*packs(1))
-    report = twins.report()
+        pair.step(*packs(index))
+    pair.evaluate(*packs(0))
+    pair.evaluate(*packs(1))
+    report = pair.report()
     assert report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}  # of training, of evaluation
 
 
 def test_padding_between_documents(install: Install) -> None:
     install()
-    twins = Twins(spec=te_layer_spec(), config={"apply_rope_fusion": True})
+    pair = Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
     for index in range(6):
-        twins.step(
+        pair.step(
             Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
             Micro(lengths=(3, 9, 30), padded=(8, 16, 40), seed=50 + index),
         )
-    report = twins.report()
+    report = pair.report()
     assert report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
 
@@ -199,7 +199,7 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
         "hidden_dropout": dropout,
     }
     reports = world2.run(
-        parallel_jobs.train_twins, tensor_parallel=2, transformer_engine=True, transformer=transformer
+        parallel_jobs.train_pair, tensor_parallel=2, transformer_engine=True, transformer=transformer
     )
     for report in reports:
         assert report["failures"] == []

@@ -73,7 +73,7 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
         torch.ops.megagraph.zero_tail_([torch.zeros(2, device="meta")], cu_seqlens)
 
 
-def test_in_place_twin_zeroes_several_tails_and_bumps_the_version(device: str) -> None:
+def test_in_place_op_zeroes_several_tails_and_bumps_the_version(device: str) -> None:
     xs = [torch.full(shape, torch.nan, device=device) for shape in ((7, 4), (5, 3), (2, 2), (0, 2))]
     for x in xs:
         x[:3] = 1
@@ -89,7 +89,7 @@ def test_in_place_twin_zeroes_several_tails_and_bumps_the_version(device: str) -
         product.backward()
 
 
-def test_in_place_twin_refuses_tensors_that_it_cannot_serve(device: str) -> None:
+def test_in_place_op_refuses_tensors_that_it_cannot_serve(device: str) -> None:
     cu_seqlens = offsets([1], device)
     with pytest.raises(ValueError, match="zero_tail_: tensors must be contiguous"):
         torch.ops.megagraph.zero_tail_([torch.zeros(4, 4, device=device).t()], cu_seqlens)

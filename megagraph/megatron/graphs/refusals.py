@@ -20,7 +20,7 @@ class Refusal:
 
 
 # (config attribute, value that is fine, what it is called)
-_UNBUILT = (
+_UNSUPPORTED = (
     ("fp8", None, "fp8"),
     ("fp4", None, "fp4"),
     ("mtp_num_layers", None, "multi-token prediction"),
@@ -33,11 +33,11 @@ _UNBUILT = (
     ("hybrid_context_parallel", False, "hybrid context parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
 )
-_DDP_UNBUILT = (("use_megatron_fsdp", "Megatron-FSDP"),)
+_DDP_UNSUPPORTED = (("use_megatron_fsdp", "Megatron-FSDP"),)
 
 # Symbols of a HybridModel's layers.
-_HYBRID_BUILT = ("*", "-")
-_HYBRID_UNBUILT = {
+_HYBRID_SUPPORTED = ("*", "-")
+_HYBRID_UNSUPPORTED = {
     "M": "a Mamba layer",
     "G": "a gated delta net",
     "D": "sparse attention",
@@ -47,7 +47,7 @@ _HYBRID_UNBUILT = {
 
 
 def check_graph_options(config: Any) -> None:
-    """Raises `ValueError` where Megatron's own graphs are switched on as well."""
+    """Raises `ValueError` if Megatron's own graphs are switched on as well."""
     impl = getattr(config, "cuda_graph_impl", "none")
     if impl != "none" or getattr(config, "enable_cuda_graph", False):
         raise ValueError(
@@ -57,17 +57,17 @@ def check_graph_options(config: Any) -> None:
 
 
 def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
-    """The first thing of a model that graphs cannot do yet, or None."""
+    """The first thing in a model that graphs do not support yet, or None."""
     config: Any = model.config
-    for attribute, fine, name in _UNBUILT:
+    for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
-            return _unsupported(f"{name} ({attribute}={getattr(config, attribute)!r})")
+            return _not_supported(f"{name} ({attribute}={getattr(config, attribute)!r})")
     ddp_config: Any = getattr(ddp, "ddp_config", None)
-    for attribute, name in _DDP_UNBUILT:
+    for attribute, name in _DDP_UNSUPPORTED:
         if getattr(ddp_config, attribute, False):
-            return _unsupported(name)
+            return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
-        return _unsupported("multimodal RoPE (position_embedding_type='mrope')")
+        return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
     block: Any = model.decoder
     refusal = _refusal_of_pattern(block)
     if refusal is not None:
@@ -83,11 +83,11 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
 def _refusal_of_pattern(block: Any) -> Refusal | None:
     """The first layer of a HybridStack that is neither attention nor MLP; None for other blocks."""
     for symbol in getattr(block, "layer_type_list", ()):
-        if symbol not in _HYBRID_BUILT:
-            name = _HYBRID_UNBUILT.get(symbol, "an unknown kind of layer")
-            return _unsupported(f"{name} ({symbol!r} in the hybrid layer pattern)")
+        if symbol not in _HYBRID_SUPPORTED:
+            name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
+            return _not_supported(f"{name} ({symbol!r} in the hybrid layer pattern)")
     return None
 
 
-def _unsupported(name: str) -> Refusal:
-    return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{name} is not built yet")
+def _not_supported(name: str) -> Refusal:
+    return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{name} is not supported yet")
