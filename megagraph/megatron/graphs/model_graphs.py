@@ -128,7 +128,7 @@ class ModelGraphs:
             return EagerReason.ADDRESS_MOVED
         return self._step_reason
 
-    def run_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
+    def count_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
         """Counts a micro-batch that no capacity holds, or none yet."""
         if reason in _CAPTURED_LATER:
             self._rows = hidden_states.shape[1:], hidden_states.dtype

@@ -83,7 +83,7 @@ class ForwardWrappers:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             batch = graphs.running
             if isinstance(batch, EagerReason):
-                graphs.run_as_given(batch, hidden_states)
+                graphs.count_as_given(batch, hidden_states)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, hidden_states)
             if loop is None:
