@@ -23,6 +23,7 @@ from megagraph.bank.chain import Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+from megagraph.decide.reasons import EagerReason
 
 __all__ = ["Bank", "Progress"]
 
@@ -237,6 +238,15 @@ class Bank:
     def resume(self) -> None:
         """Allows replays again."""
         self.core.become(_C.BankState.SEALED)
+
+    def count_eager(self, reason: EagerReason, calls: int) -> None:
+        """Counts calls that run eager without asking a site."""
+        self.core.count_eager(reason, calls)
+
+    def take_failures(self) -> list[str]:
+        """What could not be captured since this was last asked, in words."""
+        failures, self.failures = self.failures, []
+        return [str(failure) for failure in failures]
 
     def counters(self) -> dict[str, int]:
         """`calls`, `replays` and the eager calls of each reason; replays + eager == calls."""

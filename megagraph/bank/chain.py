@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -29,10 +30,10 @@ class Chain:
         # All sites in one call and with one autograd node; `NotImplemented` where that cannot be.
         self.replay_all = core.replay_all()
         self.first_pool = first_pool
-        self.variants: dict[Hashable, int] = {}
+        self.variants: dict[Any, int] = {}
         # What stays eager, and why: sites by index, and variants of which no site could be captured.
         self.eager_sites: dict[int, EagerReason] = {}
-        self.eager_variants: dict[Hashable, EagerReason] = {}
+        self.eager_variants: dict[Any, EagerReason] = {}
         # Of each captured site: its parameters with main_grad, as the backward pass reaches them.
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
 
@@ -89,6 +90,10 @@ class Chain:
     def holders(self) -> str:
         """Who holds slots, in words; empty where every slot is free."""
         return self.core.describe_holders()
+
+    def has_current_settings(self, index: int) -> bool:
+        """Whether a variant, by its index, was captured under the numeric settings now in force."""
+        return not self.core.changed_setting(index)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Runs every site inside a micro-batch: its graph, or its module where that answers so."""

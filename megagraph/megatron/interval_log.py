@@ -35,7 +35,7 @@ class IntervalLog:
             steps, before = self._seen.get(graphs, (0, {}))
             steps += 1
             if steps % self._interval == 0:
-                now = graphs.block.counters()
+                now = graphs.counters()
                 since = {name: count - before.get(name, 0) for name, count in now.items()}
                 _log.info("steps %d-%d: %s: %s", steps - self._interval + 1, steps, graphs.name, _line(since))
                 before = now

@@ -60,7 +60,9 @@ class Plugin:
         # By the id of a model, and of the block that it owns. An entry goes with its module, so before
         # another one can have that id. Weak keys would be made and hashed in each call.
         self._graphs: dict[int, ModelGraphs] = {}
-        self.of_block: dict[int, ModelGraphs] = {}
+        self._of_block: dict[int, ModelGraphs] = {}
+        # Looks a model's graphs up by its block's id; no function of ours, for it runs in each call.
+        self.graphs_of_block = self._of_block.get
         self._is_suspended = False
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
@@ -93,7 +95,7 @@ class Plugin:
         if self._is_suspended:
             graphs.suspend()
         _put_weakly(self._graphs, model, graphs)
-        _put_weakly(self.of_block, model.decoder, graphs)
+        _put_weakly(self._of_block, model.decoder, graphs)
         weakref.finalize(model, self._gone.append, graphs).atexit = False
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self._step_graphs.add(graphs)
@@ -142,7 +144,7 @@ class Plugin:
             self._step_models, self._step_graphs = models, set(inside)
             try:
                 for graphs in inside:
-                    graphs.find_ddp(models)
+                    graphs.look_for_ddp(models)
                     graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)

@@ -13,6 +13,7 @@ their results.
 """
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from megagraph import _C as _C  # registers torch.ops.megagraph
 
 __all__ = [
+    "RopeLayout",
     "pad_cu_seqlens",
     "pad_cu_seqlens_for_cuda_graph",
     "rope_thd",
@@ -27,6 +29,8 @@ __all__ = [
     "varlen_attention",
     "zero_tail",
 ]
+
+RopeLayout = Literal["neox", "interleaved", "mla_interleaved"]
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) -> Tensor:
@@ -132,8 +136,7 @@ def rope_thd(
     sin: Tensor,
     cu_seqlens_padded: Tensor,
     *,
-    interleaved: bool = False,
-    mla_interleaved: bool = False,
+    layout: RopeLayout = "neox",
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, ...]:
@@ -151,9 +154,9 @@ def rope_thd(
         sin: like ``cos``.
         cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
             length is a multiple of 2 * cp_size.
-        interleaved: the members of a pair are neighbours (2i, 2i + 1), not (i, R / 2 + i).
-        mla_interleaved: neighbours in the input, (i, R / 2 + i) in the output: the decoupled part of
-            multi-latent attention. Excludes ``interleaved``.
+        layout: where the members of a pair lie: ``neox`` at (i, R / 2 + i), ``interleaved`` at
+            (2i, 2i + 1), ``mla_interleaved`` at (2i, 2i + 1) in the input and (i, R / 2 + i) in the output,
+            as the decoupled part of multi-latent attention has it.
         cp_size: number of context-parallel ranks.
         cp_rank: this rank.
 
@@ -167,13 +170,15 @@ def rope_thd(
 
     Source: RoFormer (Su et al., 2021); ``megatron.core.models.common.embeddings.rope_utils``.
     """
+    if layout not in get_args(RopeLayout):
+        raise ValueError(f"layout: expected one of {', '.join(get_args(RopeLayout))}, got {layout!r}")
     out: list[Tensor] = torch.ops.megagraph.rope_thd(
         tensors,
         cos,
         sin,
         cu_seqlens_padded,
-        interleaved=interleaved,
-        mla_interleaved=mla_interleaved,
+        interleaved=layout == "interleaved",
+        mla_interleaved=layout == "mla_interleaved",
         cp_size=cp_size,
         cp_rank=cp_rank,
     )

@@ -40,7 +40,7 @@ def change_models(monkeypatch: pytest.MonkeyPatch) -> Change:
 class LowRank(nn.Module):
     """A linear layer of Megatron with a low-rank addition."""
 
-    def __init__(self, inner: Any, rank: int = 4) -> None:
+    def __init__(self, inner: Any, width: int = 4) -> None:
         super().__init__()
         self.inner = inner
         rows, columns = inner.weight.shape
@@ -50,7 +50,7 @@ class LowRank(nn.Module):
             values = torch.empty(shape).normal_(0, 0.05, generator=generator)
             return nn.Parameter(values.to(inner.weight))
 
-        self.down, self.up = parameter(rank, columns), parameter(rows, rank)
+        self.down, self.up = parameter(width, columns), parameter(rows, width)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         out, bias = self.inner(hidden, *args, **kwargs)

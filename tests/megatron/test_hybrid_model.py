@@ -31,6 +31,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.preprocess import layer_constants
 from megagraph.modules import Norm
 
 HYBRID = (seams.HYBRID_FORWARD, seams.HYBRID_STACK_FORWARD)
@@ -224,7 +225,7 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
     chunk = HybridTrainer().chunk
     before, decoder = set(vars(chunk)), chunk.decoder
     hidden = torch.empty((64, 1, OPTIONS.hidden), device="meta")
-    handed = seams.handed_to_hybrid_stack(chunk, ONE.params(torch.device("cpu")), hidden)
+    handed = layer_constants(chunk, ONE.params(torch.device("cpu")), hidden)
     assert handed.keys() == {"rotary_pos_emb"} and handed["rotary_pos_emb"].size(0) == ONE.longest
     assert set(vars(chunk)) == before and chunk.decoder is decoder
 

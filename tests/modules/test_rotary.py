@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megagraph.modules import RotaryTables
+from megagraph.packs.ops import RopeLayout
 
 
 def frequencies(positions: int = 32, rotary_dim: int = 8) -> Tensor:
@@ -178,7 +179,8 @@ def test_rotation_has_the_bits_of_megatrons_unfused_path(
         expected = rope_utils.apply_rotary_pos_emb(
             theirs, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=Rank(1, 0)
         )
-        actual = tables.rotate(ours, freqs, cu_seqlens, interleaved=interleaved, mscale=mscale)
+        layout: RopeLayout = "interleaved" if interleaved else "neox"
+        actual = tables.rotate(ours, freqs, cu_seqlens, layout=layout, mscale=mscale)
         expected.backward(grad)
         actual.backward(grad)
         assert ours.grad is not None

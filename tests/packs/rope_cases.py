@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-LAYOUTS = {
+from megagraph.packs.ops import RopeLayout
+
+# To the arguments of the op itself.
+LAYOUTS: dict[RopeLayout, dict[str, bool]] = {
     "neox": {},
     "interleaved": {"interleaved": True},
-    "mla": {"mla_interleaved": True},
+    "mla_interleaved": {"mla_interleaved": True},
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

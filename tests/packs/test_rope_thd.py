@@ -66,7 +66,7 @@ def test_queries_and_keys_turn_in_one_call_and_poison_stays_out(
         t[end:] = torch.nan
         grad[end:] = torch.nan
         t.requires_grad_()
-    out = rope_thd(tensors, cos, sin, offsets(lengths, device), **LAYOUTS[layout])
+    out = rope_thd(tensors, cos, sin, offsets(lengths, device), layout=layout)
     found = torch.autograd.grad(out, tensors, grads)
     for result, gradient, t, grad in zip(out, found, clean, grads, strict=True):
         t.requires_grad_()
@@ -84,9 +84,9 @@ def test_strided_views_turn_like_their_copies(device: str, layout: str) -> None:
     views[3] = views[3].transpose(1, 2)
     cos, sin = tables(frequencies(12, 8, layout, device), fused.dtype)
     cu_seqlens = offsets([7, 3], device)
-    for view, turned in zip(views, rope_thd(views, cos, sin, cu_seqlens, **LAYOUTS[layout]), strict=True):
+    for view, turned in zip(views, rope_thd(views, cos, sin, cu_seqlens, layout=layout), strict=True):
         assert turned.is_contiguous()
-        (expected,) = rope_thd([view.contiguous()], cos, sin, cu_seqlens, **LAYOUTS[layout])
+        (expected,) = rope_thd([view.contiguous()], cos, sin, cu_seqlens, layout=layout)
         assert torch.equal(turned, expected)
 
 
@@ -124,7 +124,7 @@ def test_gradcheck(device: str, layout: str, cp_size: int) -> None:
     cu_seqlens = offsets([4, 0, 8] if cp_size == 2 else [4, 0, 2], device)
 
     def turn(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        options = LAYOUTS[layout]
+        options = {"layout": layout}
         return rope_thd([q, k], cos, sin, cu_seqlens, cp_size=cp_size, cp_rank=cp_size - 1, **options)
 
     assert torch.autograd.gradcheck(turn, (q, k))
@@ -191,7 +191,13 @@ def test_arguments_that_do_not_fit_are_refused(device: str, case: str) -> None:
         return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
 
     with pytest.raises(ValueError, match=message):
-        rope_thd(**{name: move(value) for name, value in arguments.items()})
+        torch.ops.megagraph.rope_thd(**{name: move(value) for name, value in arguments.items()})
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    t, table = torch.zeros(6, 2, 8), torch.zeros(8, 4)
+    with pytest.raises(ValueError, match=r"layout: expected one of neox, interleaved, .*got 'gptj'"):
+        rope_thd([t], table, table, offsets([4], "cpu"), layout="gptj")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

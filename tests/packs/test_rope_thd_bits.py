@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rope_cases import LAYOUTS, Rank, frequencies, layouts, offsets, tables, without_empty_documents
+from rope_cases import Rank, frequencies, layouts, offsets, tables, without_empty_documents
 
 from megagraph.packs.ops import rope_thd
 
@@ -64,7 +64,7 @@ def test_bits_of_megatrons_unfused_path(
             without_empty_documents(lengths, device),
             freqs,
             layout == "interleaved",
-            layout == "mla",
+            layout == "mla_interleaved",
             mscale=mscale,
             cp_group=Rank(cp_size=cp_size, cp_rank=cp_rank),
         )
@@ -77,7 +77,7 @@ def test_bits_of_megatrons_unfused_path(
             cu_seqlens,
             cp_size=cp_size,
             cp_rank=cp_rank,
-            **LAYOUTS[layout],
+            layout=layout,
         )
         actual.backward(grad)
 
@@ -104,7 +104,7 @@ def test_bits_of_megatrons_public_function(rope_utils: ModuleType, device: str, 
         cu_seqlens=without_empty_documents([5, 0, 11], device),
         cp_group=Rank(cp_size=1, cp_rank=0),
     )
-    (actual,) = rope_thd([q], *tables(freqs, q.dtype), cu_seqlens, **LAYOUTS[layout])
+    (actual,) = rope_thd([q], *tables(freqs, q.dtype), cu_seqlens, layout=layout)
     assert torch.equal(actual, expected)
 
 
@@ -143,7 +143,7 @@ def test_heads_of_any_number_have_the_bits_of_each_head_alone(
 
     def turned(tensors: list[torch.Tensor], gradients: list[torch.Tensor], where: str) -> list[torch.Tensor]:
         leaves = [t.to(where, copy=True).requires_grad_() for t in tensors]
-        out = rope_thd(leaves, cos.to(where), sin.to(where), offsets(lengths, where), **LAYOUTS[layout])
+        out = rope_thd(leaves, cos.to(where), sin.to(where), offsets(lengths, where), layout=layout)
         torch.autograd.backward(out, [grad.to(where) for grad in gradients])
         return [t.detach().cpu() for pair in zip(out, leaves, strict=True) for t in (pair[0], pair[1].grad)]
 

@@ -5,7 +5,6 @@ Does not decide which micro-batch replays, nor when to capture.
 """
 
 import contextlib
-import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,33 +18,33 @@ from megagraph.bank.bank import Bank, Progress
 from megagraph.bank.chain import Chain
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import VariantSpec
+from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron import seams
 from megagraph.megatron.graphs import while_capturing
-from megagraph.megatron.graphs.micro_batch import Kind
-from megagraph.megatron.graphs.refusals import Refusal, refusal_of
-from megagraph.megatron.graphs.variants import variant_spec
-from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, find_ddp, is_ddp_hook, listen
+from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.variants import BlockInput, variant_spec
+from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, is_ddp_hook, listen
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.scopes.layer import layer_sites
+from megagraph.megatron.preprocess import layer_constants
+from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
 from megagraph.megatron.watch.layers import LayerWatch
-from megagraph.packs.packing import TailConvention
 
 __all__ = ["BlockBank"]
 
 _log = logging.getLogger("megagraph")
 
+Key = tuple[Capacity, Kind]
+
 
 class BlockBank:
-    """Graphs of the layers of one GPTModel's block.
+    """Graphs of the layers of one model's block.
 
     Args:
-        model: the GPTModel.
+        model: the GPTModel or HybridModel.
         ddp: Megatron's DDP around it, or None.
-        tail: convention of the canonical offsets.
-        poison: fill freed slots with NaN.
-        annotate: name replays for profilers.
+        peers: the ranks that share its communicators.
+        config: the plugin's options.
         progress: shown while capturing.
     """
 
@@ -53,98 +52,115 @@ class BlockBank:
         self,
         model: nn.Module,
         ddp: nn.Module | None,
-        *,
-        tail: TailConvention,
-        poison: bool,
-        annotate: bool,
+        peers: Peers,
+        config: GraphConfig,
         progress: Progress | None,
     ) -> None:
-        # Both weakly: this lives as long as the model does, and must not keep it alive.
-        self._model = weakref.ref(model)
-        self._ddp_ref = None if ddp is None else weakref.ref(ddp)
-        self._tail = tail
-        self._poison = poison
-        self._annotate = annotate
+        self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
+        self._peers = peers
+        self._config = config
         self._progress = progress
         block: Any = model.decoder
         self._specs = layer_sites(list(block.layers), while_capturing.block_context(block))
         self.num_layers = len(self._specs)
         self._device = next(model.parameters()).device
-        self.peers = Peers(model)
         self._workspaces: list[Tensor] = []
-        self.param_syncs = ParamSyncs(ddp, self.layers)
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self.watch = LayerWatch(self._specs)
         # Of each variant's name: what was captured under one numeric setting after another.
         self._by_settings: dict[Any, list[int]] = {}
+        self._loops: dict[Key, LayerLoop] = {}
+        # Rotary tables and the like that each variant was captured with.
+        self._constants: dict[Key, Mapping[str, Any]] = {}
+        # Of former banks.
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
-        # Rotary tables and the like that each variant was captured with.
-        self.constants: dict[Any, Mapping[str, Any]] = {}
-        # Equal tensors that Megatron made later.
-        self.equal_constants: dict[Any, dict[str, Tensor]] = {}
         self.failures: list[str] = []
-        self.bank, self.chain = self._new_bank()
+        self._watch = LayerWatch(self._specs)
+        self._set_ddp(ddp)
+        self._bank, self._chain = self._new_bank()
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The block's layers."""
+    # -- the model and its DDP -------------------------------------------------------------------
+
+    def _layers(self) -> list[nn.Module]:
         return [spec.module for spec in self._specs]
 
     def _ddp(self) -> nn.Module | None:
         return None if self._ddp_ref is None else self._ddp_ref()
 
-    def find_ddp(self, models: Sequence[nn.Module]) -> bool:
-        """Looks for the DDP around the model where none is known; whether it was found now."""
-        model = self._model()
-        if self._ddp() is not None or model is None:
-            return False
-        ddp = find_ddp(models, model)
-        if ddp is None:
-            return False
-        self._ddp_ref = weakref.ref(ddp)
-        self.param_syncs = ParamSyncs(ddp, self.layers)
-        self.reset()
-        return True
+    def _set_ddp(self, ddp: nn.Module | None) -> None:
+        self._ddp_ref = None if ddp is None else weakref.ref(ddp)
+        self._param_syncs = ParamSyncs(ddp, self._layers())
 
-    def refusal(self) -> Refusal | None:
-        """Why no layer can be graphed, from the model and its DDP."""
-        model = self._model()
-        assert model is not None
-        return refusal_of(model, self._ddp())
+    @property
+    def has_ddp(self) -> bool:
+        """Whether Megatron's DDP around the model is known."""
+        return self._ddp() is not None
+
+    def adopt_ddp(self, ddp: nn.Module) -> None:
+        """Takes note of the DDP that was found around the model, and drops graphs that knew of none."""
+        self._set_ddp(ddp)
+        self.reset()
 
     def _new_bank(self) -> tuple[Bank, Chain]:
         bank = Bank(
             self._device,
             trackers=while_capturing.rng_trackers(),
-            poison=self._poison,
+            poison=self._config.poison,
             guard=while_capturing.capturing,
-            exchange=self.peers.exchange,
-            annotate=self._annotate,
+            exchange=self._peers.exchange,
+            annotate=self._config.cuda_graph_nvtx,
         )
-        return bank, bank.add_chain(self._specs, holds_collectives=self.peers.size > 1)
+        return bank, bank.add_chain(self._specs, holds_collectives=self._peers.size > 1)
+
+    # -- micro-batches ---------------------------------------------------------------------------
+
+    def begin(self, batch: MicroBatch) -> LayerLoop | None:
+        """Leases a slot for a micro-batch and returns the loop that replays it; `end()` ends that.
+
+        Returns:
+            None where it has to run eager: `batch.reason` says why.
+        """
+        batch.reason = self._chain.begin(batch.key, batch.sources)
+        if batch.reason is not None:
+            return None
+        loop = self._loops[batch.key]
+        loop.batch = batch
+        return loop
+
+    def end(self, batch: MicroBatch) -> None:
+        """Ends the micro-batch that `begin()` leased a slot for."""
+        self._loops[batch.key].batch = None
+        self._chain.end()
+
+    def count_eager(self, reason: EagerReason) -> None:
+        """Counts one micro-batch that runs eager: a call of every layer."""
+        self._bank.count_eager(reason, self.num_layers)
 
     # -- capture ---------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
-        if holders := self.chain.holders():
+        if holders := self._chain.holders():
             _log.warning("capture waits: %s", holders)
         return not holders
+
+    def has_memory(self, *, grad: bool) -> bool:
+        """Whether everything that graphs would read has memory.
+
+        Args:
+            grad: main gradients too.
+        """
+        return self._watch.has_memory(grad=grad)
 
     def capture(
         self,
         capacities: Sequence[Capacity],
         kinds: Iterable[Kind],
-        *,
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> bool:
         """Captures each capacity for each kind. A failure of a layer is logged and leaves it eager.
-
-        Returns:
-            False where everything had to be dropped, also what was captured before.
 
         Args:
             capacities: shapes.
@@ -152,18 +168,23 @@ class BlockBank:
             row_shape: of the hidden states, without their first dimension.
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
+
+        Returns:
+            False where everything had to be dropped, also what was captured before.
         """
-        if not self.watch.is_watching:
-            self.watch.expect_modules(self._find_ineligible())
-            self._skip(self._ineligible_in_group())
-            listen(self.chain, self._ddp(), self.layers)
-        variants = [
-            self._variant(capacity, kind, row_shape, dtype, params_type)
-            for kind in kinds
-            for capacity in capacities
-        ]
+        if not self._watch.is_watching:
+            self._prepare()
+        block = BlockInput(
+            row_shape=row_shape,
+            dtype=dtype,
+            params_type=params_type,
+            tail=self._config.tail,
+            valid_tokens=self._valid_tokens,
+            local_rows=self._peers.rows,
+        )
+        variants = [self._variant((capacity, kind), block) for kind in kinds for capacity in capacities]
         try:
-            self.bank.capture({self.chain: variants}, self._progress)
+            self._bank.capture({self._chain: variants}, self._progress)
             self._agree_on_variants()
         except GroupGaveUp as error:
             _log.warning("%s; training goes on eager", error)
@@ -171,36 +192,50 @@ class BlockBank:
             return False
         except Exception as error:
             _log.exception("capture failed; training goes on eager")
-            self.peers.exchange([Verdict.GAVE_UP])
+            self._peers.exchange([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return False
         self._workspaces = while_capturing.held_workspaces()
-        self.failures += [str(failure) for failure in self.bank.failures]
-        self.bank.failures.clear()
-        self.watch.expect_memory(grad=any(variant.training for variant in variants))
-        for name, index in self.chain.variants.items():
-            indices = self._by_settings.setdefault(name, [])
-            indices += [] if index in indices else [index]
+        self.failures += self._bank.take_failures()
+        self._watch.expect_memory(grad=any(variant.training for variant in variants))
+        self._take_note_of_variants()
+        shapes = "; ".join(str(capacity) for capacity in capacities)
         _log.info(
-            "captured %d graphs in %.2f s for %s",
-            self.bank.num_graphs,
-            self.bank.capture_seconds,
-            "; ".join(str(capacity) for capacity in capacities),
+            "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
         )
         return True
 
+    def _prepare(self) -> None:
+        """Before the first capture of a bank."""
+        self._watch.expect_modules(self._find_ineligible())
+        for index, (reason, what) in self._ineligible_in_group().items():
+            sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
+            _log.warning(sentence)
+            self.failures.append(sentence)
+            self._chain.keep_eager(index, reason)
+        listen(self._chain, self._ddp(), self._layers())
+
+    def _take_note_of_variants(self) -> None:
+        chain = self._chain
+        for key, index in chain.variants.items():
+            indices = self._by_settings.setdefault(key, [])
+            indices += [] if index in indices else [index]
+            if key not in self._loops:
+                self._loops[key] = LayerLoop(chain, self._constants[key], self._param_syncs.before_layers)
+
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
-        sealed = sorted(map(repr, self.chain.variants)), sorted(self.chain.eager_sites)
-        if self.peers.exchange([Verdict.FINE]) != [Verdict.FINE] or not self.peers.agree_on(repr(sealed)):
+        chain = self._chain
+        sealed = sorted(map(repr, chain.variants)), sorted(chain.eager_sites)
+        are_fine = self._peers.exchange([Verdict.FINE]) == [Verdict.FINE]
+        if not are_fine or not self._peers.agree_on(repr(sealed)):
             raise GroupGaveUp
 
     def _abandon(self, why: str, variants: Iterable[VariantSpec], reason: EagerReason) -> None:
         """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.reset()
-        for variant in variants:
-            self.chain.eager_variants[variant.key] = reason
+        self._chain.eager_variants |= {variant.key: reason for variant in variants}
 
     def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
         model = self._model()
@@ -221,106 +256,75 @@ class BlockBank:
     def _ineligible_in_group(self) -> Mapping[int, tuple[EagerReason, str]]:
         """Sites that some rank of the group cannot graph."""
         here = self._find_ineligible()
-        anywhere = self.peers.exchange([int(index in here) for index in range(self.num_layers)])
+        anywhere = self._peers.exchange([int(index in here) for index in range(self.num_layers)])
         disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
         return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
 
-    def _skip(self, found: Mapping[int, tuple[EagerReason, str]]) -> None:
-        for index, (reason, what) in found.items():
-            sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
-            _log.warning(sentence)
-            self.failures.append(sentence)
-            self.chain.keep_eager(index, reason)
-
-    def _variant(
-        self,
-        capacity: Capacity,
-        kind: Kind,
-        row_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        params_type: type[Any],
-    ) -> VariantSpec:
+    def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
         def context() -> contextlib.AbstractContextManager[None]:
             model: Any = self._model()  # looked up each time: variants must not keep it alive
-            return while_capturing.in_mode(model.decoder, kind.training)
+            return while_capturing.in_mode(model.decoder, key[1].training)
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
             # The first ones stay: graphs of former numeric settings read them.
-            if (capacity, kind) not in self.constants:
-                self.constants[capacity, kind] = self._tables(params, hidden)
-            return {"attention_mask": None, "packed_seq_params": params, **self.constants[capacity, kind]}
+            if key not in self._constants:
+                model = self._model()
+                assert model is not None
+                self._constants[key] = layer_constants(model, params, hidden)
+            return {"attention_mask": None, "packed_seq_params": params, **self._constants[key]}
 
-        return variant_spec(
-            capacity,
-            kind,
-            rows=self.peers.rows(capacity.tokens),
-            tail=self._tail,
-            row_shape=row_shape,
-            dtype=dtype,
-            valid_tokens=self._valid_tokens,
-            params_type=params_type,
-            block_arguments=block_arguments,
-            context=context,
-        )
-
-    def _tables(self, params: Any, hidden: Tensor) -> Mapping[str, Any]:
-        """What Megatron's own preprocessing hands to the layers beside a canonical pack."""
-        model: Any = self._model()
-        if not hasattr(model, "_preprocess"):
-            return seams.handed_to_hybrid_stack(model, params, hidden)
-        accepted = inspect.signature(model._preprocess).parameters
-        given = {
-            "input_ids": None,
-            "position_ids": None,
-            "decoder_input": hidden,
-            "packed_seq_params": params,
-        }
-        _hidden, *tables = model._preprocess(**{k: v for k, v in given.items() if k in accepted})
-        names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
-        named = zip(names, tables, strict=False)
-        return {name: value for name, value in named if value is not None}
+        return variant_spec(key, block, block_arguments, context)
 
     # -- what graphs rely on ----------------------------------------------------------------------
 
-    def kinds_of_other_settings(self) -> set[Kind]:
-        """Lets each name mean the graphs of the numeric settings in force; the kinds that have none yet.
+    def use_graphs_of_current_settings(self) -> None:
+        """Points each variant at its graphs of the numeric settings in force, where it has some."""
+        for key, indices in self._by_settings.items():
+            fitting = filter(self._chain.has_current_settings, indices)
+            self._chain.variants[key] = next(fitting, self._chain.variants[key])
+
+    def kinds_without_current_graphs(self) -> set[Kind]:
+        """The captured kinds that have no graphs of the numeric settings in force.
 
         What could not be captured under some settings is not tried again under any others.
         """
-        without = set()
-        for name, indices in self._by_settings.items():
-            fitting = [index for index in indices if not self.chain.core.changed_setting(index)]
-            if fitting:
-                self.chain.variants[name] = fitting[0]
-            elif name not in self.chain.eager_variants:
-                without.add(name[1])
-        return without
+        chain = self._chain
+        return {
+            key[1]
+            for key, index in chain.variants.items()
+            if key not in chain.eager_variants and not chain.has_current_settings(index)
+        }
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        return self.watch.what_changed(self._find_ineligible)
+        return self._watch.what_changed(self._find_ineligible)
+
+    @property
+    def are_gradients_away(self) -> bool:
+        """Whether graphs read main gradients that had no memory when `what_changed()` was last asked."""
+        return self._watch.are_gradients_away
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
-        for name, count in self.bank.counters().items():
+        for name, count in self._bank.counters().items():
             self._past[name] = self._past.get(name, 0) + count
-        self._past_seconds += self.bank.capture_seconds
-        self.bank.release()
-        self.constants.clear()
-        self.equal_constants.clear()
+        self._past_seconds += self._bank.capture_seconds
+        self._bank.release()
+        self._constants.clear()
+        self._loops.clear()
         self._by_settings.clear()
-        self.watch = LayerWatch(self._specs)
-        self.bank, self.chain = self._new_bank()
+        self._watch = LayerWatch(self._specs)
+        self._bank, self._chain = self._new_bank()
+
+    def release(self) -> None:
+        """Drops every graph for good."""
+        self._bank.release()
 
     # -- figures ---------------------------------------------------------------------------------
 
-    def count_eager(self, reason: EagerReason) -> None:
-        """Counts one micro-batch that runs eager: a call of every layer."""
-        self.bank.core.count_eager(reason, self.num_layers)
-
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""
-        now = self.bank.counters()
+        now = self._bank.counters()
         return {name: count + self._past.get(name, 0) for name, count in now.items()}
 
     def valid_tokens(self) -> int:
@@ -328,6 +332,16 @@ class BlockBank:
         return int(self._valid_tokens.item())
 
     @property
-    def capture_seconds(self) -> float:
-        """Time spent capturing, over all banks so far."""
-        return self._past_seconds + self.bank.capture_seconds
+    def chain(self) -> Chain:
+        """The chain of the present bank, for those who measure it."""
+        return self._chain
+
+    def figures(self) -> dict[str, Any]:
+        """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
+        return {
+            "layers": self.num_layers,
+            "graphs": self._bank.num_graphs,
+            "pool_bytes": self._bank.pool_bytes(),
+            "capture_seconds": self._past_seconds + self._bank.capture_seconds,
+            "failures": list(self.failures),
+        }

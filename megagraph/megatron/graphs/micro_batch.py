@@ -106,7 +106,8 @@ class MicroBatch:
     def canonical_params(self) -> Any:
         """The canonical pack, for layers that run eager; made at the first request."""
         if self._canonical is None:
-            rules = _rules(self._tail, self.capacity.tokens, self.kind.form.has_padded)
+            form = self.kind.form
+            rules = _rules(self._tail, self.capacity.tokens, form.has_padded)
             given = {"actual": self.sources[0], "padded": self.sources[-1]}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets)

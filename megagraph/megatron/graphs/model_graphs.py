@@ -4,7 +4,9 @@
 Patches nothing; the seams call it.
 """
 
+import dataclasses
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import PackShape, decide
+from megagraph.decide.due import DueKinds
+from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
-from megagraph.megatron.graphs.refusals import check_graph_options, refusal_of
-from megagraph.megatron.graphs.variants import learn_capacities
+from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
+from megagraph.megatron.parallel.ddp import find_ddp
+from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.layer import LayerLoop
 from megagraph.packs.packing import PackForm, pack_shape
 
@@ -26,16 +31,16 @@ __all__ = ["ModelGraphs"]
 
 _log = logging.getLogger("megagraph")
 
-_NO_PACK_METADATA = EagerReason.NO_PACK_METADATA
+_NO_PACK_METADATA, _WARMING_UP = EagerReason.NO_PACK_METADATA, EagerReason.WARMING_UP
 # Reasons of micro-batches whose kind is to be captured although they ran as they were given.
 _CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
 
 
 class ModelGraphs:
-    """Everything the plugin knows of one GPTModel.
+    """Everything the plugin knows of one model.
 
     Args:
-        model: the GPTModel.
+        model: the GPTModel or HybridModel.
         ddp: Megatron's DDP around it, or None.
         config: the plugin's options.
         progress: shown while capturing.
@@ -45,40 +50,33 @@ class ModelGraphs:
         self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, progress: Progress | None
     ) -> None:
         check_graph_options(model.config)
-        self.config = config
-        self.capacities = config.all_capacities()
+        self._config = config
+        self._capacities = config.all_capacities()
         self.name = type(model).__name__
-        self.refusal = refusal_of(model, ddp)
-        if self.refusal is not None:
-            _log.warning(
-                "%s stays eager (%s): %s", self.name, self.refusal.reason.name, self.refusal.sentence
-            )
-        self.block = BlockBank(
-            model,
-            ddp,
-            tail=config.tail,
-            poison=config.poison,
-            annotate=config.cuda_graph_nvtx,
-            progress=progress,
-        )
-        if self.refusal is None:
-            for capacity in self.capacities:
-                self.block.peers.rows(capacity.tokens)  # raises where ranks cannot share them
+        self._model = weakref.ref(model)
+        self.peers = Peers(model)
+        self.block = BlockBank(model, ddp, self.peers, config, progress)
+        self._refusal: Refusal | None = None
+        self._refuse(refusal_of(model, ddp))
+        if self._refusal is None:
+            for capacity in self._capacities:
+                self.peers.rows(capacity.tokens)  # raises where ranks cannot share them
+        self._kinds: DueKinds[Kind] = DueKinds(self._warm_up_of)
         self._observed: set[PackShape] = set()
-        self._kinds: dict[Kind, int] = {}  # to the number of steps in which it occurred
-        self._kinds_of_step: set[Kind] = set()
-        self._captured: set[Kind] = set()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
-        self._of_other_settings: set[Kind] = set()  # that had to run eager for it
         self._step_reason: EagerReason | None = None
         self._is_suspended = False
         self._has_resumed = False  # since the last step boundary
         self._replayed_tokens = 0
         self._tail = config.tail
-        self._pads_at_entry = self.block.peers.shards_sequence
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
         self.running: MicroBatch | EagerReason | None = None
+
+    def _refuse(self, refusal: Refusal | None) -> None:
+        self._refusal = refusal
+        if refusal is not None:
+            _log.warning("%s stays eager (%s): %s", self.name, refusal.reason.name, refusal.sentence)
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -96,41 +94,41 @@ class ModelGraphs:
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
         """
-        if self.refusal is not None:
-            return self.refusal.reason
+        if self._refusal is not None:
+            return self._refusal.reason
         shape = None if params is None else pack_shape(params, tokens, self._tail)
         if shape is None:
             return _NO_PACK_METADATA
         form = PackForm.of(params)
         if form is None:
             return EagerReason.SIGNATURE_CHANGED
-        if not self.capacities:
+        if not self._capacities:
             self._observed.add(shape)
             self._note(params, Kind(form, torch.is_grad_enabled(), training))
-            return EagerReason.WARMING_UP
-        capacity = decide(shape, {shape.cp_size: self.capacities})
+            return _WARMING_UP
+        capacity = decide(shape, {shape.cp_size: self._capacities})
         if isinstance(capacity, EagerReason):
             return capacity
         kind = Kind(form, torch.is_grad_enabled(), training)
         self._note(params, kind)
         reason = self._why_not_now(kind, is_skipped)
-        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self._pads_at_entry)
+        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self.peers.shards_sequence)
 
     def _note(self, params: Any, kind: Kind) -> None:
         """Remembers what a capture will be for."""
         self._params_type = type(params)
-        self._kinds_of_step.add(kind)
+        self._kinds.note(kind)
 
     def _why_not_now(self, kind: Kind, is_skipped: bool) -> EagerReason | None:
-        if is_skipped or self.config.mode == "eager":
+        if is_skipped or self._config.mode == "eager":
             return EagerReason.DISABLED
         if self._is_suspended:
             return EagerReason.SUSPENDED
-        if kind.grad and self.block.watch.memory.are_gradients_away:
+        if kind.grad and self.block.are_gradients_away:
             return EagerReason.ADDRESS_MOVED
         return self._step_reason
 
-    def run_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
+    def count_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
         """Counts a micro-batch that no capacity holds, or none yet."""
         if reason in _CAPTURED_LATER:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
@@ -142,47 +140,41 @@ class ModelGraphs:
         Counts an eager micro-batch. `end()` ends one that replays.
         """
         self._rows = hidden_states.shape[1:], hidden_states.dtype
-        if batch.reason is None:
-            batch.reason = self.block.chain.begin(batch.key, batch.sources)
-            if batch.reason is EagerReason.NUMERICS_CHANGED:
-                self._of_other_settings.add(batch.kind)
+        loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
+            if batch.reason is EagerReason.NUMERICS_CHANGED:
+                self._kinds.note_other_settings(batch.kind)
             self.block.count_eager(batch.reason)
-            return None
-        tokens = batch.capacity.tokens
-        self._replayed_tokens += tokens
+        return loop
 
-        def refuse() -> None:
-            self._replayed_tokens -= tokens
-            self.block.count_eager(EagerReason.SIGNATURE_CHANGED)
-
-        return LayerLoop(
-            self.block.chain.specs,
-            self.block.chain.sites,
-            self.block.chain.replay_all,
-            constants=self.block.constants[batch.key],
-            equal_constants=self.block.equal_constants.setdefault(batch.key, {}),
-            eager_input=batch.pad,
-            eager_arguments=lambda: {"attention_mask": None, "packed_seq_params": batch.canonical_params()},
-            refuse=refuse,
-            before_layer=self.block.param_syncs.before_layers(),
-        )
-
-    def end(self) -> None:
-        """Ends the micro-batch that `begin()` leased a slot for."""
-        self.block.chain.end()
+    def end(self, batch: MicroBatch) -> None:
+        """Ends the micro-batch that `begin()` leased a slot for; the loop may have found a reason since."""
+        self.block.end(batch)
+        if batch.reason is None:
+            self._replayed_tokens += batch.capacity.tokens
+        else:
+            self.block.count_eager(batch.reason)
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def find_ddp(self, models: Sequence[nn.Module]) -> None:
-        """Finds the DDP around the model, which a forward before its first step could not know."""
-        if self.block.find_ddp(models):
-            self.refusal = self.refusal or self.block.refusal()
-            self._captured.clear()
+    def look_for_ddp(self, models: Sequence[nn.Module]) -> None:
+        """Looks for the DDP around the model, which a forward before its first step could not know.
+
+        Args:
+            models: what a schedule was given.
+        """
+        model = None if self.block.has_ddp else self._model()
+        ddp = None if model is None else find_ddp(models, model)
+        if model is None or ddp is None:
+            return
+        self.block.adopt_ddp(ddp)
+        self._kinds.forget_graphs()
+        if self._refusal is None:
+            self._refuse(refusal_of(model, ddp))
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
-        if self.refusal is None and self.config.mode == "graph":
+        if self._refusal is None and self._config.mode == "graph":
             self._look_for_changes(runs_eager=self._is_suspended)
 
     def _look_for_changes(self, *, runs_eager: bool) -> None:
@@ -191,10 +183,9 @@ class ModelGraphs:
         # A host that resumes has moved what it wanted to move: captured again in this very step.
         costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
         flags = [int(changed is not None), int(runs_eager or costs_step)]
-        has_changed_anywhere, is_eager_anywhere = self.block.peers.exchange(flags)
+        has_changed_anywhere, is_eager_anywhere = self.peers.exchange(flags)
         if has_changed_anywhere:
-            self.block.reset()
-            self._captured.clear()
+            self._drop_graphs()
         self._step_reason = changed if costs_step else None
         if is_eager_anywhere and not (runs_eager or costs_step):
             self._step_reason = EagerReason.GROUP_DISAGREED
@@ -206,12 +197,11 @@ class ModelGraphs:
         memory costs none. What has no memory now is captured when it has.
         """
         self._step_reason = None
-        if self.refusal is not None:
+        if self._refusal is not None:
             return
-        due = {kind for kind, steps in self._kinds.items() if steps >= self._warm_up_of(kind)}
-        if due and not self.capacities:
+        if not self._capacities and self._kinds.warmed_up:
             self._learn()
-        if self.config.mode != "graph":
+        if self._config.mode != "graph":
             return
         runs_eager = is_skipped or self._is_suspended
         self._look_for_changes(runs_eager=runs_eager)
@@ -221,46 +211,48 @@ class ModelGraphs:
         if self._step_reason is not None:
             return
         # Settings that last: after one eager step further graphs, beside those of the former settings.
-        self._captured -= self._of_other_settings & self.block.kinds_of_other_settings()
-        due = {kind for kind in due - self._captured if self.block.watch.memory.is_there(grad=kind.grad)}
-        if due and (self._rows is None or not self.block.is_idle()):
-            due = set()
-        peers = self.block.peers
-        if peers.size > 1 and not peers.agree_on(repr(sorted(map(repr, due)))):
+        self.block.use_graphs_of_current_settings()
+        if self._kinds.under_other_settings:
+            self._kinds.reopen(self.block.kinds_without_current_graphs())
+        due = self._due() if self._kinds.due else set()
+        if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             _log.warning("capture waits: ranks of the group want different graphs")
-            return
-        if due:
-            self._of_other_settings -= due
-            self._captured |= due
-            assert self._rows is not None and self._params_type is not None
-            is_kept = self.block.capture(
-                self.capacities,
-                due,
-                row_shape=tuple(self._rows[0]),
-                dtype=self._rows[1],
-                params_type=self._params_type,
-            )
-            if not is_kept:
-                self._captured = set(due)  # and stay eager; what was captured before is due again
+        elif due:
+            self._capture(due)
+
+    def _due(self) -> set[Kind]:
+        """What to capture now: nothing while somebody holds a slot or memory is away."""
+        due = {kind for kind in self._kinds.due if self.block.has_memory(grad=kind.grad)}
+        return due if due and self._rows is not None and self.block.is_idle() else set()
+
+    def _capture(self, due: set[Kind]) -> None:
+        assert self._rows is not None and self._params_type is not None
+        row_shape, dtype = self._rows
+        is_kept = self.block.capture(self._capacities, due, tuple(row_shape), dtype, self._params_type)
+        if not is_kept:
+            self._kinds.forget_graphs()
+        self._kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
+
+    def _drop_graphs(self) -> None:
+        self.block.reset()
+        self._kinds.forget_graphs()
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
-        for kind in self._kinds_of_step:
-            self._kinds[kind] = self._kinds.get(kind, 0) + 1
-        self._kinds_of_step.clear()
+        self._kinds.end_step()
 
     def _warm_up_of(self, kind: Kind) -> int:
-        return self.config.cuda_graph_warmup_steps if kind.grad else 1
+        return self._config.cuda_graph_warmup_steps if kind.grad else 1
 
     def _learn(self) -> None:
-        self.capacities = learn_capacities(self._observed, self.config.tail)
-        counts = ",".join(str(capacity.num_seqs) for capacity in self.capacities)
+        self._capacities = learn_capacities(self._observed, self._tail.extra_seqs)
+        counts = ",".join(str(capacity.num_seqs) for capacity in self._capacities)
         _log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
             len(self._observed),
             counts,
-            self.capacities[0].tokens,
+            self._capacities[0].tokens,
         )
 
     # -- life ------------------------------------------------------------------------------------
@@ -276,32 +268,28 @@ class ModelGraphs:
 
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
-        if self.block.peers.use(group):
-            self.block.peers.leave()
-            self.block.reset()
-            self._captured.clear()
+        if self.peers.use(group):
+            self.peers.leave()
+            self._drop_graphs()
 
     def release(self) -> None:
         """Drops every graph for good."""
-        self.block.bank.release()
+        self.block.release()
+
+    def counters(self) -> dict[str, int]:
+        """Calls, replays and eager calls by reason."""
+        return self.block.counters()
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        counters = self.block.counters()
+        counters = self.counters()
         valid = self.block.valid_tokens()
         return {
             "model": self.name,
-            "layers": self.block.num_layers,
             "calls": counters["calls"],
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
-            "capacities": [
-                {"tokens": c.tokens, "num_seqs": c.num_seqs, "max_seqlen": c.max_seqlen}
-                for c in self.capacities
-            ],
-            "graphs": self.block.bank.num_graphs,
-            "pool_bytes": self.block.bank.pool_bytes(),
-            "capture_seconds": self.block.capture_seconds,
+            "capacities": [dataclasses.asdict(capacity) for capacity in self._capacities],
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
-            "failures": list(self.block.failures),
+            **self.block.figures(),
         }

@@ -5,8 +5,8 @@ Captures nothing.
 """
 
 import contextlib
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
-from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.micro_batch import Kind, new_params
 from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
 
-__all__ = ["example_offsets", "learn_capacities", "variant_spec"]
+__all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
 
 def example_offsets(capacity: Capacity, device: torch.device) -> Tensor:
@@ -37,83 +37,74 @@ def _offsets_spec(rule: OffsetsRule, example: Tensor, source: int) -> MetadataSp
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockInput:
+    """What all variants of a block have in common.
+
+    Args:
+        row_shape: of the hidden states, without their first dimension.
+        dtype: of the hidden states.
+        params_type: `PackedSeqParams`.
+        tail: convention of the canonical offsets.
+        valid_tokens: int64 [1], counts the valid tokens of replayed packs.
+        local_rows: from a pack's tokens to the rows of hidden states on this rank; fewer where ranks share
+            them.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    params_type: type[Any]
+    tail: TailConvention
+    valid_tokens: Tensor
+    local_rows: Callable[[int], int]
+
+
 def variant_spec(
-    capacity: Capacity,
-    kind: Kind,
-    *,
-    rows: int,
-    tail: TailConvention,
-    row_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    valid_tokens: Tensor,
-    params_type: type[Any],
+    key: tuple[Capacity, Kind],
+    block: BlockInput,
     block_arguments: Callable[[Any, Tensor], Mapping[str, Any]],
     context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> VariantSpec:
     """Describes one variant.
 
     Args:
-        capacity: its shapes.
-        kind: the packs it takes and how the model runs.
-        rows: of the hidden states on this rank; fewer than the capacity's tokens where ranks share them.
-        tail: convention of the canonical offsets.
-        row_shape: of the hidden states, without their first dimension.
-        dtype: of the hidden states.
-        valid_tokens: int64 [1], counts the valid tokens of replayed packs.
-        params_type: `PackedSeqParams`.
+        key: its shapes; the packs it takes and how the model runs.
+        block: what it shares with the block's other variants.
         block_arguments: from a pack and hidden states to the layers' arguments.
         context: entered around the warm-up and the capture.
     """
-    rules = offsets_rules(tail, capacity.tokens, has_padded=kind.form.has_padded)
+    capacity, kind = key
+    rules = offsets_rules(block.tail, capacity.tokens, has_padded=kind.form.has_padded)
     physical = int(kind.form.has_padded)
-    example = example_offsets(capacity, valid_tokens.device)
+    example = example_offsets(capacity, block.valid_tokens.device)
     metadata = {
         name: _offsets_spec(rule, example, source=physical if name == "padded" else 0)
         for name, rule in rules.items()
     }
     metadata["valid_tokens"] = MetadataSpec(
-        kind=_C.SegmentKind.COUNT, example=valid_tokens, source=0, shared=True
+        kind=_C.SegmentKind.COUNT, example=block.valid_tokens, source=0, shared=True
     )
+    rows = block.local_rows(capacity.tokens)
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        fields = canonical_fields(buffers, kind.form, tail, capacity)
-        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
-        return block_arguments(new_params(params_type, fields), hidden)
+        fields = canonical_fields(buffers, kind.form, block.tail, capacity)
+        hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
+        return block_arguments(new_params(block.params_type, fields), hidden)
 
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
     mode = "training" if kind.training else "evaluation"
     return VariantSpec(
-        key=(capacity, kind),
+        key=key,
         name=f"{mode}{'' if kind.grad else ', forward only'}, {capacity}",
         training=kind.grad,
         rows=rows,
-        row_shape=row_shape,
-        dtype=dtype,
+        row_shape=block.row_shape,
+        dtype=block.dtype,
         metadata=metadata,
         end_source=physical if is_whole else -1,
         end_buffer=("padded" if "padded" in rules else "actual") if is_whole else None,
         fewer_rows=is_whole,
         arguments=arguments,
         context=context,
-    )
-
-
-def _power_of_two(value: float) -> int:
-    return 1 << (max(int(value), 1) - 1).bit_length()
-
-
-def learn_capacities(observed: Iterable[PackShape], tail: TailConvention) -> tuple[Capacity, ...]:
-    """Capacities that would have held every observed pack: one for most packs, one for the rest.
-
-    The longest document is taken to be as long as a pack, since a later one may be; the number of
-    documents is rounded up to a power of two.
-    """
-    shapes: Sequence[PackShape] = list(observed)
-    tokens = max(shape.tokens for shape in shapes)
-    counts = [shape.num_seqs - tail.extra_seqs for shape in shapes]
-    buckets = {_power_of_two(statistics.median_high(counts)), _power_of_two(max(counts))}
-    return tuple(
-        Capacity(tokens=tokens, num_seqs=bucket + tail.extra_seqs, max_seqlen=tokens)
-        for bucket in sorted(buckets)
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 __all__ = ["Peers"]
 
@@ -68,6 +68,10 @@ class Peers:
         said = zlib.crc32(what.encode())
         largest, least = self.exchange([said, -said])
         return largest == -least
+
+    def num_tokens(self, hidden_states: Tensor) -> int:
+        """Physical tokens of a pack, all ranks together, from the hidden states [T, 1, H] of this one."""
+        return hidden_states.size(0) * (self.size if self.shards_sequence else 1)
 
     def rows(self, tokens: int) -> int:
         """Rows of hidden states between layers on one rank, of a pack of `tokens` physical tokens.

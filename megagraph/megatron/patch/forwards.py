@@ -14,15 +14,14 @@ from torch.nn import functional
 
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.scopes.layer import LayerLoop, shadowed_layers
 
-__all__ = ["ChunkEntry"]
+__all__ = ["ForwardWrappers"]
 
 
-class ChunkEntry:
-    """The wrapped forwards of one release.
+class ForwardWrappers:
+    """Wraps the forwards of models and blocks.
 
     Args:
         plugin: knows the graphs of every model.
@@ -47,7 +46,7 @@ class ChunkEntry:
                     return original(model, *args, **kwargs)  # without input it says what is missing
             graphs = plugin.graphs_of_model(model)
             is_step = plugin.begin_call(graphs)
-            tokens = ids.numel() if hidden_states is None else _num_tokens(hidden_states, graphs.block.peers)
+            tokens = ids.numel() if hidden_states is None else graphs.peers.num_tokens(hidden_states)
             batch = graphs.decide(
                 get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
             )
@@ -74,17 +73,17 @@ class ChunkEntry:
 
     def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `TransformerBlock.forward`: pads the input, replays if so decided, cuts the output."""
-        plugin = self._plugin
+        graphs_of_block = self._plugin.graphs_of_block
 
         def forward(
             block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            graphs = plugin.of_block.get(id(block))
+            graphs = graphs_of_block(id(block))
             if graphs is None or graphs.running is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             batch = graphs.running
             if isinstance(batch, EagerReason):
-                graphs.run_as_given(batch, hidden_states)
+                graphs.count_as_given(batch, hidden_states)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, hidden_states)
             if loop is None:
@@ -94,7 +93,7 @@ class ChunkEntry:
                 with shadowed_layers(block, loop):
                     out = original(block, hidden_states, None, *args, **kwargs)
             finally:
-                graphs.end()
+                graphs.end(batch)
             return batch.cut(out)
 
         return forward
@@ -189,11 +188,6 @@ def _with_positional(
             break
         given[name] = args[place]
     return given
-
-
-def _num_tokens(hidden_states: Tensor, peers: Peers) -> int:
-    """Physical tokens of hidden states that are given in place of token ids."""
-    return hidden_states.size(0) * (peers.size if peers.shards_sequence else 1)
 
 
 # The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their

@@ -13,7 +13,7 @@ import torch
 from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
-from megagraph.megatron.patch.forwards import ChunkEntry
+from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
@@ -29,15 +29,16 @@ class _Installation:
 
     def __init__(self, plugin: Plugin) -> None:
         self.plugin = plugin
+        self._config = plugin.config
         self._originals: list[tuple[seams.Seam, Any]] = []
-        entry = ChunkEntry(plugin)
+        wrappers = ForwardWrappers(plugin)
         for schedule in seams.SCHEDULES:
             self._wrap(schedule, plugin.schedule)
-        self._wrap(seams.GPT_FORWARD, entry.model_forward)
-        self._wrap(seams.BLOCK_FORWARD, entry.block_forward)
+        self._wrap(seams.GPT_FORWARD, wrappers.model_forward)
+        self._wrap(seams.BLOCK_FORWARD, wrappers.block_forward)
         if seams.HYBRID_FORWARD.is_present():
-            self._wrap(seams.HYBRID_FORWARD, entry.model_forward)
-            self._wrap(seams.HYBRID_STACK_FORWARD, entry.stack_forward)
+            self._wrap(seams.HYBRID_FORWARD, wrappers.model_forward)
+            self._wrap(seams.HYBRID_STACK_FORWARD, wrappers.stack_forward)
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
@@ -59,7 +60,7 @@ class _Installation:
             self.plugin.release()
 
     def _write_report(self) -> None:
-        path = self.plugin.config.report
+        path = self._config.report
         if path is not None and int(os.environ.get("RANK", "0")) == 0:
             write_report(self.plugin.reports(), path)
 

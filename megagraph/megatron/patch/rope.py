@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megagraph.modules import RotaryTables
+from megagraph.packs.ops import RopeLayout
 
 __all__ = ["wrap_rope"]
 
@@ -48,6 +49,11 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
     by_config = "mla_rotary_interleaved" not in inspect.signature(original).parameters
 
+    def layout_of(config: Any) -> RopeLayout:
+        if by_config and config.multi_latent_attention:
+            return "mla_interleaved"
+        return "interleaved" if config.rotary_interleaved else "neox"
+
     @functools.wraps(original)
     def apply_rotary_pos_emb(
         t: Tensor,
@@ -72,8 +78,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
             t,
             freqs,
             cu_seqlens,
-            interleaved=config.rotary_interleaved,
-            mla_interleaved=by_config and config.multi_latent_attention,
+            layout=layout_of(config),
             mscale=mscale,
             cp_size=1 if cp_group is None else cp_group.size(),
             cp_rank=0 if cp_group is None else cp_group.rank(),

@@ -8,15 +8,16 @@ are shadowed by one callable that runs them all, in one go where it can; the res
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megagraph import _C
+from megagraph.bank.chain import Chain
 from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
 
-__all__ = ["LayerLoop", "layer_sites", "shadowed_layers"]
+__all__ = ["LayerLoop", "RunningBatch", "layer_sites", "shadowed_layers"]
 
 
 def layer_sites(
@@ -46,42 +47,45 @@ def _hidden_states_of(layer: nn.Module, hidden_states: Tensor, **arguments: Any)
     return out
 
 
+class RunningBatch(Protocol):
+    """What the loop asks of the micro-batch that it runs."""
+
+    reason: EagerReason | None
+
+    def pad(self, hidden_states: Tensor) -> Tensor:
+        """The hidden states of the canonical pack."""
+        ...
+
+    def canonical_params(self) -> Any:
+        """The canonical pack."""
+        ...
+
+
 class LayerLoop:
-    """Stands in for all layers of a block while one micro-batch replays.
+    """Stands in for all layers of a block while a micro-batch of one variant replays.
 
     Args:
-        specs: the block's own layers, in order.
-        sites: their graphs.
-        replay_all: all of them in one go.
+        chain: the layers and their graphs.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
-        equal_constants: the last tensor that equalled a constant, by name; kept up here.
-        eager_input: pads the hidden states for a layer that runs eager first.
-        eager_arguments: the canonical pack's arguments, for a layer that runs eager.
-        refuse: counts a whole micro-batch that runs eager, since its arguments differ.
-        before_layer: called with each layer's index before it replays, or None.
+        before_layers: asked before each forward for what to call with a layer's index before that layer;
+            None for nothing.
     """
 
     def __init__(
         self,
-        specs: Sequence[SiteSpec],
-        sites: Sequence[_C.Site],
-        replay_all: _C.Site,
+        chain: Chain,
         constants: Mapping[str, Any],
-        equal_constants: dict[str, Tensor],
-        eager_input: Callable[[Tensor], Tensor],
-        eager_arguments: Callable[[], Mapping[str, Any]],
-        refuse: Callable[[], None],
-        before_layer: Callable[[int], None] | None,
+        before_layers: Callable[[], Callable[[int], None] | None],
     ) -> None:
-        self._specs = specs
-        self._sites = sites
-        self._replay_all = replay_all
+        self._specs = chain.specs
+        self._sites = chain.sites
+        self._replay_all = chain.replay_all
         self._constants = constants
-        self._equal_constants = equal_constants
-        self._eager_input = eager_input
-        self._eager_arguments = eager_arguments
-        self._refuse = refuse
-        self._before_layer = before_layer
+        # The last tensor that equalled a constant, by name.
+        self._equal_constants: dict[str, Tensor] = {}
+        self._before_layers = before_layers
+        # The running micro-batch. The loop sets its reason where the call's arguments are others.
+        self.batch: RunningBatch | None = None
 
     def __call__(
         self,
@@ -92,35 +96,57 @@ class LayerLoop:
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
-        if not all(self._is_constant(name, value) for name, value in arguments.items()):
-            self._refuse()
-            hidden_states = self._eager_input(hidden_states)
-            for spec in self._specs:
-                hidden_states = self._run_eager(spec, hidden_states, arguments)
-            return hidden_states, None
-        if self._before_layer is None:
+        assert self.batch is not None
+        for name, value in arguments.items():
+            if value is not self._constants.get(name) and not self._is_equal(name, value):
+                self.batch.reason = EagerReason.SIGNATURE_CHANGED
+                return self._run_eager(hidden_states, arguments), None
+        before_layer = self._before_layers()
+        if before_layer is None:
             out = self._replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
-        padded = False
+        return self._run_each(hidden_states, arguments, before_layer), None
+
+    def _run_each(
+        self, hidden_states: Tensor, arguments: Mapping[str, Any], before_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        is_padded = False
         for index, site in enumerate(self._sites):
-            if self._before_layer is not None:
-                self._before_layer(index)
+            if before_layer is not None:
+                before_layer(index)
             out = site(hidden_states)
             if out is NotImplemented:
-                given = hidden_states if padded else self._eager_input(hidden_states)
-                out = self._run_eager(self._specs[index], given, arguments)
-            hidden_states, padded = out, True
-        return hidden_states, None
+                given = hidden_states if is_padded else self._padded(hidden_states)
+                out = self._run_layer(self._specs[index], given, arguments)
+            hidden_states, is_padded = out, True
+        return hidden_states
 
-    def _is_constant(self, name: str, value: Any) -> bool:
-        """Whether an argument is what the graphs were captured with.
+    def _run_eager(self, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        hidden_states = self._padded(hidden_states)
+        for spec in self._specs:
+            hidden_states = self._run_layer(spec, hidden_states, arguments)
+        return hidden_states
+
+    def _padded(self, hidden_states: Tensor) -> Tensor:
+        assert self.batch is not None
+        return self.batch.pad(hidden_states)
+
+    def _run_layer(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        assert self.batch is not None
+        canonical = {"attention_mask": None, "packed_seq_params": self.batch.canonical_params()}
+        out = _hidden_states_of(spec.module, hidden_states, **{**arguments, **canonical})
+        # Megatron adds residuals with gradients switched on, also where the caller has them off.
+        return out if torch.is_grad_enabled() else out.detach()
+
+    def _is_equal(self, name: str, value: Any) -> bool:
+        """Whether an argument equals the object that the graphs were captured with.
 
         Megatron keeps 32 rotary tables, over all models, and makes one that it dropped anew: an equal
         tensor is compared once, which waits for the device, and known from then on.
         """
         known = self._constants.get(name)
-        if value is known or value is self._equal_constants.get(name):
+        if value is not None and value is self._equal_constants.get(name):
             return True
         if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
             return False
@@ -128,11 +154,6 @@ class LayerLoop:
             return False
         self._equal_constants[name] = value
         return True
-
-    def _run_eager(self, spec: SiteSpec, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        out = _hidden_states_of(spec.module, hidden_states, **{**arguments, **self._eager_arguments()})
-        # Megatron adds residuals with gradients switched on, also where the caller has them off.
-        return out if torch.is_grad_enabled() else out.detach()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that the memory which graphs read has moved or is gone: parameters, buffers, main gradients.
+"""Watches the addresses that graphs read: of parameters, buffers and main gradients.
 
 Looks only; what follows from it is decided elsewhere.
 """
@@ -12,10 +12,10 @@ from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["MemoryWatch"]
+__all__ = ["AddressWatch"]
 
 
-class MemoryWatch:
+class AddressWatch:
     """Where the parameters and buffers of some sites and their main gradients lie.
 
     Main gradients count only once graphs read them: hosts free them outside of training, and graphs
@@ -30,13 +30,10 @@ class MemoryWatch:
         # Hashes of what graphs read: of the addresses, and of what requires a gradient.
         self._read: tuple[int, int] | None = None
         self._grads: int | None = None
-        # Graphs read main gradients that have no memory now.
+        # What the last look found: why graphs must not be replayed, and whether main gradients that they
+        # read have no memory now.
+        self.change: EagerReason | None = None
         self.are_gradients_away = False
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether `watch()` was called."""
-        return self._read is not None
 
     def _parameters(self) -> list[Tensor]:
         return [param for spec in self._specs for param in spec.module.parameters()]
@@ -59,7 +56,7 @@ class MemoryWatch:
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
 
-    def is_there(self, *, grad: bool) -> bool:
+    def has_memory(self, *, grad: bool) -> bool:
         """Whether everything has memory, so that it can be captured.
 
         Args:
@@ -68,19 +65,18 @@ class MemoryWatch:
         tensors = [*self._parameters(), *(self._main_grads() if grad else ())]
         return all(tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0 for tensor in tensors)
 
-    def what_changed(self) -> EagerReason | None:
-        """Why the graphs must not be replayed any more, or None: moved addresses, other trainables."""
-        if self._read is None:
-            return None
-        addresses, flags = _C.fingerprint(self._read_by_graphs())
-        if addresses != self._read[0] or self._have_gradients_moved():
-            return EagerReason.ADDRESS_MOVED
-        return None if flags == self._read[1] else EagerReason.PARAMETERS_CHANGED
+    def look(self) -> None:
+        """Compares everything with what it was: see `change` and `are_gradients_away`.
 
-    def _have_gradients_moved(self) -> bool:
-        """Whether main gradients lie elsewhere; while they have no memory, nobody can tell."""
-        self.are_gradients_away = False
-        if self._grads is None or self._grads == _C.fingerprint(self._main_grads())[0]:
-            return False
-        self.are_gradients_away = not self.is_there(grad=True)
-        return not self.are_gradients_away
+        While main gradients have no memory, nobody can tell whether they have moved.
+        """
+        if self._read is None:
+            return
+        addresses, flags = _C.fingerprint(self._read_by_graphs())
+        grads = self._grads
+        differ = grads is not None and grads != _C.fingerprint(self._main_grads())[0]
+        self.are_gradients_away = differ and not self.has_memory(grad=True)
+        if addresses != self._read[0] or (differ and not self.are_gradients_away):
+            self.change = EagerReason.ADDRESS_MOVED
+        else:
+            self.change = None if flags == self._read[1] else EagerReason.PARAMETERS_CHANGED

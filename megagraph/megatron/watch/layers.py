@@ -12,7 +12,7 @@ from torch import nn
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.watch.addresses import MemoryWatch
+from megagraph.megatron.watch.addresses import AddressWatch
 from megagraph.megatron.watch.hooks import HookWatch
 
 __all__ = ["LayerWatch"]
@@ -31,16 +31,22 @@ class LayerWatch:
         self._specs = specs
         self._ineligible: Ineligible = {}
         self._hooks: HookWatch | None = None
-        self.memory = MemoryWatch(specs)
+        self._addresses = AddressWatch(specs)
+        self.is_watching = False  # until something was captured
+        # Whether graphs read main gradients that had no memory when `what_changed()` was last asked.
+        self.are_gradients_away = False
         # Weakly, as hooks and modules may hold the model.
         self._modules: list[weakref.ref[nn.Module]] = []
         # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether anything was captured."""
-        return self.memory.is_watching
+    def has_memory(self, *, grad: bool) -> bool:
+        """Whether everything has memory, so that it can be captured.
+
+        Args:
+            grad: main gradients too.
+        """
+        return self._addresses.has_memory(grad=grad)
 
     def _layers(self) -> list[nn.Module]:
         return [spec.module for spec in self._specs]
@@ -61,7 +67,8 @@ class LayerWatch:
         Args:
             grad: graphs read main gradients too.
         """
-        self.memory.watch(grad=grad)
+        self._addresses.watch(grad=grad)
+        self.is_watching = True
         self._fingerprint = None
 
     def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
@@ -79,9 +86,10 @@ class LayerWatch:
         return reason
 
     def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
-        reason = self.memory.what_changed()
-        if reason is not None:
-            return reason
+        self._addresses.look()
+        self.are_gradients_away = self._addresses.are_gradients_away
+        if self._addresses.change is not None:
+            return self._addresses.change
         now = [module for layer in self._layers() for module in layer.modules()]
         if len(now) != len(self._modules) or any(
             ref() is not module for ref, module in zip(self._modules, now, strict=True)

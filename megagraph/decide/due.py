@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what is due to be captured, from the kinds of micro-batches that steps have held.
+
+Pure: a kind is any hashable value. Captures nothing, and knows no step but those it is told of.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Generic, TypeVar
+
+__all__ = ["DueKinds"]
+
+K = TypeVar("K", bound=Hashable)
+
+
+class DueKinds(Generic[K]):
+    """Counts the steps in which each kind occurred, and remembers which kinds have their graphs.
+
+    Args:
+        steps_needed: in how many steps a kind has to occur before it is captured.
+
+    Attributes:
+        warmed_up: the kinds that have occurred often enough.
+        due: those of them that have no graphs.
+        under_other_settings: captured kinds that had to run under settings that they have no graphs for.
+    """
+
+    def __init__(self, steps_needed: Callable[[K], int]) -> None:
+        self._steps_needed = steps_needed
+        self._of_step: set[K] = set()
+        self._steps: dict[K, int] = {}
+        self._captured: set[K] = set()
+        self.warmed_up: set[K] = set()
+        self.due: set[K] = set()
+        self.under_other_settings: set[K] = set()
+
+    def note(self, kind: K) -> None:
+        """Remembers that the running step holds micro-batches of a kind."""
+        self._of_step.add(kind)
+
+    def note_other_settings(self, kind: K) -> None:
+        """Remembers that a captured kind ran under settings that it has no graphs for."""
+        self.under_other_settings.add(kind)
+
+    def end_step(self) -> None:
+        """Counts the step that was noted."""
+        for kind in self._of_step - self.warmed_up:
+            self._steps[kind] = self._steps.get(kind, 0) + 1
+            if self._steps[kind] >= self._steps_needed(kind):
+                self.warmed_up.add(kind)
+                self.due.add(kind)
+        self._of_step.clear()
+
+    def reopen(self, without_graphs: Iterable[K]) -> None:
+        """Makes due again what ran under other settings and has no graphs for the present ones."""
+        self._captured -= self.under_other_settings.intersection(without_graphs)
+        self.due = self.warmed_up - self._captured
+
+    def mark_captured(self, kinds: Collection[K]) -> None:
+        """Takes kinds for captured."""
+        self._captured.update(kinds)
+        self.due.difference_update(kinds)
+        self.under_other_settings.difference_update(kinds)
+
+    def forget_graphs(self) -> None:
+        """All graphs are gone: every kind that was warmed up is due again."""
+        self._captured.clear()
+        self.due = set(self.warmed_up)

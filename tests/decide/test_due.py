@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is due to be captured follows from the steps alone."""
+
+import pytest
+
+from megagraph.decide.due import DueKinds
+
+
+@pytest.fixture
+def kinds() -> DueKinds[str]:
+    """Training takes two steps, everything else one."""
+    return DueKinds(lambda kind: 2 if kind == "training" else 1)
+
+
+def run_step(kinds: DueKinds[str], *of_step: str) -> None:
+    for kind in of_step:
+        kinds.note(kind)
+    kinds.end_step()
+
+
+def test_a_kind_is_due_after_as_many_steps_as_it_needs(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "training", "evaluation")
+    assert kinds.due == {"evaluation"}
+    run_step(kinds, "training", "training")
+    assert kinds.due == kinds.warmed_up == {"training", "evaluation"}
+
+
+def test_several_micro_batches_of_a_step_count_once(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "training", "training", "training")
+    assert not kinds.due
+
+
+def test_a_step_that_has_not_ended_counts_nothing(kinds: DueKinds[str]) -> None:
+    kinds.note("evaluation")
+    assert not kinds.due
+
+
+def test_what_was_captured_is_not_due_again(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "evaluation")
+    kinds.mark_captured({"evaluation"})
+    run_step(kinds, "evaluation")
+    assert not kinds.due
+
+
+def test_without_their_graphs_all_warm_kinds_are_due_again(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "evaluation", "training")
+    kinds.mark_captured({"evaluation"})
+    kinds.forget_graphs()
+    assert kinds.due == {"evaluation"}
+
+
+def test_only_kinds_that_ran_under_other_settings_are_opened_again(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "a", "b")
+    kinds.mark_captured({"a", "b"})
+    kinds.note_other_settings("a")
+    kinds.reopen({"a", "b"})
+    assert kinds.due == {"a"}
+
+
+def test_a_capture_of_one_kind_leaves_the_others_settings_known(kinds: DueKinds[str]) -> None:
+    """Bug: a capture made every captured kind forget that it had run under other settings."""
+    run_step(kinds, "a", "b")
+    kinds.mark_captured({"a"})
+    kinds.note_other_settings("a")
+    kinds.mark_captured({"b"})
+    assert kinds.under_other_settings == {"a"}
+    kinds.mark_captured({"a"})
+    assert not kinds.under_other_settings

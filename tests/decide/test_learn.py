@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned capacities would have held every pack of the warm-up."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagraph.decide.dispatch import Capacity, PackShape, decide
+from megagraph.decide.learn import learn_capacities
+
+shapes = st.builds(
+    PackShape,
+    tokens=st.integers(1, 4096),
+    num_seqs=st.integers(2, 300),
+    max_seqlen=st.integers(1, 4096),
+    cp_size=st.just(1),
+).filter(lambda shape: shape.max_seqlen <= shape.tokens)
+
+
+@given(st.lists(shapes, min_size=1, max_size=20), st.sampled_from([0, 1]))
+def test_every_observed_pack_fits(observed: list[PackShape], extra_seqs: int) -> None:
+    learned = learn_capacities(observed, extra_seqs)
+    assert 1 <= len(learned) <= 2
+    assert all(isinstance(decide(shape, {1: learned}), Capacity) for shape in observed)
+
+
+def test_most_packs_get_a_capacity_of_their_own() -> None:
+    observed = [PackShape(100, count, 40) for count in (3, 4, 4, 4, 30)]
+    assert [capacity.num_seqs for capacity in learn_capacities(observed)] == [4, 32]
