@@ -258,6 +258,6 @@ class Bank:
 
     def release(self) -> None:
         """Drops every graph at once. Backward passes that are still pending raise from now on."""
-        if self.state is not _C.BankState.RELEASED:
+        if self.state != _C.BankState.RELEASED:
             self.backend.settle()
             self.core.release()
