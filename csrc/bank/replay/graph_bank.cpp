@@ -4,8 +4,9 @@
 #include <c10/util/Exception.h>
 
 #ifdef MEGAGRAPH_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+
+#include "csrc/torch/capture_status.h"
 #endif
 
 namespace megagraph {
@@ -37,10 +38,7 @@ void wait_for(c10::Device device) noexcept {
   if (!device.is_cuda()) return;
   try {
     const c10::cuda::CUDAGuard guard(device);
-    using c10::cuda::CaptureStatus;
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == CaptureStatus::None) {
-      static_cast<void>(cudaDeviceSynchronize());
-    }
+    if (!is_capturing()) static_cast<void>(cudaDeviceSynchronize());
   } catch (...) {  // at the end of the process the driver may be gone
   }
 #endif
