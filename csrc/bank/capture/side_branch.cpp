@@ -68,7 +68,8 @@ void SideBranch::forget() noexcept {}
 
 #endif
 
-SideBranch::SideBranch(c10::Device device) : pending_(std::make_unique<Pending>()) {
+SideBranch::SideBranch([[maybe_unused]] c10::Device device)
+    : pending_(std::make_unique<Pending>()) {
 #ifdef MEGAGRAPH_WITH_CUDA
   if (device.is_cuda()) side_streams.of(device.index());
 #endif

@@ -33,7 +33,7 @@ bool may_become(BankState from, BankState to) {
 // graphs that were not launched since, which CUDA does not know. Garbage is collected also in the
 // middle of a capture, where waiting is forbidden; seen are captures of this thread's stream on the
 // bank's device. Who wants to be sure releases the bank.
-void wait_for(c10::Device device) noexcept {
+void wait_for([[maybe_unused]] c10::Device device) noexcept {
 #ifdef MEGAGRAPH_WITH_CUDA
   if (!device.is_cuda()) return;
   try {

@@ -27,7 +27,7 @@ bool Slot::lease(int variant, bool training) {
   return true;
 }
 
-void Slot::release_holders(std::unique_lock<std::mutex>& lock, int64_t count) {
+void Slot::release_holders(std::unique_lock<std::mutex>& /*held*/, int64_t count) {
   TORCH_INTERNAL_ASSERT(holders_ >= count);
   if (holders_ == count) {
     live_.clear();  // a forward without gradients that failed has left no tensor to count
