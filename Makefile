@@ -6,11 +6,13 @@
 #   TORCH       what pip installs as torch, options included
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
+#   MINORS      the minors of torch that `make matrix` builds and tests
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 VENV ?= .venv
 VENV_FLAGS ?=
 PYTEST_FLAGS ?= --durations=15
+MINORS ?= 2.11 2.12 2.13 2.14 2.15
 
 # Two releases of megatron-core are tested: one installed, the other from an unpacked wheel.
 # 0.19.2 installs on Python 3.12 and newer only, but works unpacked on older ones.
@@ -27,10 +29,11 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint $(LINTS) sanitize format bench clean
+.PRECIOUS: .venv-torch-%/.ready
+.PHONY: help build demo test matrix matrix-newest sanitize lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | lint | format | bench | sanitize | build | clean"
+	@echo "make demo | test | matrix | lint | format | bench | sanitize | build | clean"
 
 # ---- environment: each stamp is one step ----
 
@@ -76,6 +79,31 @@ demo: $(VENV)/.built
 test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
+
+# An environment for each minor of torch (5.4 GB each, reused), with a CPU-only core beside it: the
+# checkout's own build stays as it is.
+.venv-torch-%/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --quiet install --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip --quiet install "setuptools>=77,<82" wheel ninja pybind11 numpy \
+	    "torch==$*.*" megatron-core==$(CORE) "rich>=13"
+	$(@D)/bin/python -m pip --quiet install --group test
+	@touch $@
+
+matrix-%: .venv-torch-%/.ready
+	rm -rf $(<D)/core
+	CFLAGS=-g0 MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
+	    --build-base $(<D)/build --build-lib $(<D)/core
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(<D)/core) $(<D)/bin/pytest $(PYTEST_FLAGS) \
+	    tests/bank tests/packs tests/megatron/test_stock_core.py
+
+matrix: $(MINORS:%=matrix-%)
+
+matrix-newest: matrix-$(lastword $(MINORS))
+
+# Compiles and links the core with CUDA against that minor; runs nothing.
+cuda-%: .venv-torch-%/.ready
+	$(<D)/bin/python setup.py --quiet build --build-base $(<D)/build-cuda --build-lib $(<D)/core-cuda
 
 # On a GPU: the kernels and the graphs under compute-sanitizer. Takes long, and is no part of CI.
 sanitize: $(VENV)/.built $(VENV)/.test

@@ -9,6 +9,7 @@ honoured. With MEGAGRAPH_WERROR=1 a compiler warning is an error, as in CI.
 import os
 import pathlib
 import subprocess
+import warnings
 
 from setuptools import setup
 
@@ -22,13 +23,13 @@ except ImportError as error:
     ) from error
 
 ROOT = pathlib.Path(__file__).resolve().parent
-MIN_TORCH = (2, 9)
+MIN_TORCH = (2, 11)
+NEWEST_TESTED_TORCH = (2, 15)
 DEFAULT_ARCHS = ("9.0", "10.0")
 
 OPS_WITH_KERNELS = ["pad_cu_seqlens", "thd_partition_indices", "zero_tail", "rope_thd"]
 BANK = [
     "host_executable",
-    "signature",
     "capture/main_grad_node",
     "capture/op_trace",
     "capture/side_branch",
@@ -42,10 +43,11 @@ BANK = [
     "staging/grid_tables",
     "staging/staging",
 ]
+SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
 SOURCES = [
+    *(f"csrc/torch/{name}.cpp" for name in SEAM),
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
-    "csrc/python/accumulator_hooks.cpp",
     "csrc/python/bind_capture.cpp",
     "csrc/python/bind_replay.cpp",
     "csrc/python/fingerprint.cpp",
@@ -57,6 +59,8 @@ CUDA_SOURCES = [
     "csrc/bank/staging/staging_kernel.cu",
     "csrc/ops/document_grids.cpp",
     "csrc/bank/capture/cuda_capture.cpp",
+    "csrc/torch/cuda_graph.cpp",
+    "csrc/torch/graph_pool.cpp",
 ]
 
 
@@ -135,9 +139,18 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
 
-if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MIN_TORCH:
-    raise SystemExit(
-        f"megagraph needs torch {'.'.join(map(str, MIN_TORCH))} or newer, found {torch.__version__}"
+def minor(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if found < MIN_TORCH:
+    raise SystemExit(f"megagraph needs torch {minor(MIN_TORCH)} or newer, found {torch.__version__}")
+if found > NEWEST_TESTED_TORCH:
+    warnings.warn(
+        f"megagraph is tested with torch {minor(MIN_TORCH)} to {minor(NEWEST_TESTED_TORCH)}, and uses parts "
+        f"of torch that are private; found {torch.__version__}: run the tests before you rely on it",
+        stacklevel=1,
     )
 
 NVCC = find_nvcc()

@@ -10,7 +10,11 @@ docs/architecture.md says where the rest lives.
 
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
+import runpy
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +54,9 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
+_REINSTALL = "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+
+
 def _check_torch() -> None:
     """Says in one sentence what is wrong if the compiled core could not even be loaded."""
     try:
@@ -57,16 +64,36 @@ def _check_torch() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ImportError("megagraph needs PyTorch, and none is installed: install torch first") from None
     try:
-        built: str = importlib.import_module("megagraph._build_info").TORCH_VERSION
+        core = importlib.import_module("megagraph._build_info")
     except ModuleNotFoundError:
         raise ImportError(
             "megagraph's core has not been compiled: run `pip install --no-build-isolation .` in its folder"
         ) from None
+    built: str = core.TORCH_VERSION
     if built.split(".")[:2] != found.split(".")[:2]:
         raise ImportError(
-            f"megagraph was built against torch {built}, and torch {found} is installed: reinstall it with "
-            "`pip install --no-build-isolation --force-reinstall --no-deps .`"
+            f"megagraph was built against torch {built}, and torch {found} is installed: {_REINSTALL}"
         )
+    if core.CUDA_VERSION is None:
+        return
+    cuda = _cuda_of_torch()
+    if cuda is None or cuda.split(".")[0] != core.CUDA_VERSION.split(".")[0]:
+        raise ImportError(
+            f"megagraph was built for CUDA {core.CUDA_VERSION}, and the installed torch {found} is "
+            f"{'without CUDA' if cuda is None else f'for CUDA {cuda}'}: {_REINSTALL}"
+        )
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version of the installed torch, without importing all of it; None where it has none."""
+    if "torch" in sys.modules:
+        version = vars(sys.modules["torch"].version)
+    else:
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None and spec.origin is not None
+        version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    cuda: str | None = version["cuda"]
+    return cuda
 
 
 _check_torch()

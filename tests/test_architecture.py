@@ -2,6 +2,7 @@
 """The house stands: arrows point down, files stay short, each carries its license."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,29 @@ SPDX = {"#": "# SPDX-License-Identifier: Apache-2.0", "//": "// SPDX-License-Ide
 COMMENTS = {".py": "#", ".pyi": "#", ".h": "//", ".cpp": "//", ".cu": "//", ".cuh": "//"}
 MAX_LINES = 350
 MAX_PARAMETERS = 7
+
+# csrc/torch/version.h, Note [The seam to torch]: headers that torch changes as it likes. Of torch/csrc/
+# only these are for extensions.
+SEAM = "csrc/torch/"
+PRIVATE_HEADERS = (
+    "ATen/Context.h",
+    "ATen/autocast_mode.h",
+    "ATen/core/CachingHostAllocator.h",
+    "ATen/cuda/CUDAContext.h",
+    "ATen/cuda/CUDAGeneratorImpl.h",
+    "ATen/cuda/CUDAGraph.h",
+    "c10/core/StorageImpl.h",
+    "c10/core/TensorImpl.h",
+    "c10/cuda/CUDACachingAllocator.h",
+    "c10/cuda/CUDAGraphsC10Utils.h",
+    "torch/version.h",
+)
+PUBLIC_HEADERS = (
+    "torch/csrc/autograd/autograd_not_implemented_fallback.h",
+    "torch/csrc/autograd/custom_function.h",
+    "torch/csrc/python_headers.h",
+    "torch/csrc/utils/pybind.h",
+)
 
 
 def source_files(*folders: str) -> list[Path]:
@@ -87,34 +111,76 @@ def test_no_function_has_more_than_a_handful_of_parameters() -> None:
     assert long == []
 
 
-def includes(path: Path) -> set[Path]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    named = [line.split('"')[1] for line in lines if line.startswith('#include "csrc/')]
-    return {ROOT / name for name in named}
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^#include [<"]([^>"]+)[>"]', path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def headers_of_ours(path: Path) -> set[str]:
+    return {name for name in includes(path) if name.startswith("csrc/")}
 
 
 def test_headers_include_one_another_in_one_direction_only() -> None:
-    headers = {path: includes(path) for path in source_files("csrc") if path.suffix in (".h", ".cuh")}
+    sources = source_files("csrc")
+    headers = {named(path): headers_of_ours(path) for path in sources if path.suffix in (".h", ".cuh")}
     while leaves := {path for path, needed in headers.items() if not needed & headers.keys()}:
         headers = {path: needed for path, needed in headers.items() if path not in leaves}
     assert headers == {}
 
 
-# What each folder of the core may include, beside itself; the torch seam and eager_reason.h know nobody.
+# What each folder of the core may include, beside itself.
 MAY_INCLUDE = {
-    "csrc/ops": (),
-    "csrc/bank": ("csrc/ops",),
-    "csrc/python": ("csrc/ops", "csrc/bank"),
+    "csrc/torch": (),
+    "csrc/ops": ("csrc/torch",),
+    "csrc/bank": ("csrc/torch", "csrc/ops"),
+    "csrc/python": ("csrc/torch", "csrc/ops", "csrc/bank"),
 }
 
 
 @pytest.mark.parametrize("folder", MAY_INCLUDE)
 def test_the_core_includes_downwards_only(folder: str) -> None:
-    allowed = (folder, "csrc/torch", *MAY_INCLUDE[folder])
+    allowed = tuple(f"{name}/" for name in (folder, *MAY_INCLUDE[folder]))
     upward = {
-        f"{path.relative_to(ROOT)} -> {needed.relative_to(ROOT)}"
+        f"{named(path)} -> {needed}"
         for path in source_files(folder)
-        for needed in includes(path)
-        if not str(needed.relative_to(ROOT)).startswith(allowed)
+        for needed in headers_of_ours(path)
+        if not needed.startswith(allowed)
     }
     assert upward == set()
+
+
+def is_private(header: str) -> bool:
+    return header in PRIVATE_HEADERS or (header.startswith("torch/csrc/") and header not in PUBLIC_HEADERS)
+
+
+def test_only_the_seam_knows_torch_s_private_headers_and_its_release() -> None:
+    """Whatever changes between releases of torch lies in one folder."""
+    outside, inside = {}, set()
+    for path in source_files("csrc"):
+        name = named(path)
+        private = sorted(filter(is_private, includes(path)))
+        if name.startswith(SEAM):
+            inside.update(private)
+        elif private or re.search(r"\bTORCH_VERSION|MEGAGRAPH_TORCH_SINCE", path.read_text(encoding="utf-8")):
+            outside[name] = private
+    assert outside == {}
+    assert inside
+
+
+def test_every_place_names_the_same_releases_of_torch() -> None:
+    """The build, the metadata, the matrix and the README promise one range."""
+
+    def found(pattern: str, file: str) -> tuple[str, ...]:
+        match = re.search(pattern, (ROOT / file).read_text(encoding="utf-8"))
+        assert match, f"{file} has no {pattern}"
+        return match.groups()
+
+    minors = found(r"MINORS \?= (.+)", "Makefile")[0].split()
+    oldest, newest = minors[0], minors[-1]
+    assert found(r"MIN_TORCH = \((\d+), (\d+)\)", "setup.py") == tuple(oldest.split("."))
+    assert found(r"NEWEST_TESTED_TORCH = \((\d+), (\d+)\)", "setup.py") == tuple(newest.split("."))
+    assert found(r'"torch>=([\d.]+)"', "pyproject.toml") == (oldest,)
+    assert found(r"torch ([\d.]+) to ([\d.]+) ", "README.md") == (oldest, newest)

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <string>
 
 namespace megagraph {
 
@@ -32,18 +31,6 @@ struct TensorSignature {
     }
     return true;
   }
-};
-
-// The process-wide settings that choose kernels or change their bits.
-struct NumericSettings {
-  bool deterministic, deterministic_warn_only, cudnn_benchmark, cudnn_deterministic, autocast;
-  int matmul_precision, conv_precision, fp16_reduction, bf16_reduction, fp16_accumulation;
-  int autocast_dtype;
-
-  static NumericSettings current(at::DeviceType device);
-  bool operator==(const NumericSettings& other) const;
-  // The first setting that differs, by name; for reports.
-  std::string difference(const NumericSettings& other) const;
 };
 
 }  // namespace megagraph

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/ops/document_grids.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "csrc/ops/capturing.h"
+#include "csrc/torch/numerics.h"
 
 namespace megagraph {
 namespace {
@@ -63,8 +63,7 @@ bool is_over_documents(const cudaKernelNodeParams& params, int64_t num_seqs) {
 // their number belongs to the bits.
 bool must_keep_blocks(const cudaKernelNodeParams& params) {
   const char* name = nullptr;
-  return at::globalContext().deterministicAlgorithms() &&
-         cudaFuncGetName(&name, params.func) == cudaSuccess &&
+  return uses_deterministic_algorithms() && cudaFuncGetName(&name, params.func) == cudaSuccess &&
          std::string_view(name).find("seqk_parallel") != std::string_view::npos;
 }
 

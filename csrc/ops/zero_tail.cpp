@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -13,6 +12,7 @@
 #include <cstring>
 
 #include "csrc/ops/checks.h"
+#include "csrc/torch/version_counter.h"
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 
@@ -115,7 +115,7 @@ void zero_tail_inplace_autograd(at::TensorList xs, const at::Tensor& cu_seqlens)
     at::AutoDispatchBelowADInplaceOrView guard;
     op.call(xs, cu_seqlens);
   }
-  for (const at::Tensor& x : xs) torch::autograd::increment_version(x);
+  for (const at::Tensor& x : xs) note_write(x);
 }
 
 }  // namespace

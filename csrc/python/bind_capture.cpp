@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Captures, and what is swapped and watched meanwhile.
 
-#include <torch/csrc/Exceptions.h>
-
 #include <tuple>
 #include <utility>
 
 #include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
-#include "csrc/python/accumulator_hooks.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/fingerprint.h"
+#include "csrc/torch/accumulator_hooks.h"
+#include "csrc/torch/graph_pool.h"
+#include "csrc/torch/python_errors.h"
 
 namespace py = pybind11;
 
@@ -31,9 +31,7 @@ ExecutableHandle make_host_executable_of(py::function body) {
       (*held)();
     } catch (py::error_already_set& error) {
       error.restore();
-      python_error raised;
-      raised.persist();
-      throw raised;
+      throw_python_error();
     }
   })};
 }

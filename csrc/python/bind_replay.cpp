@@ -5,13 +5,13 @@
 #include <string>
 #include <utility>
 
-#include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/replay/chain.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/site_object.h"
+#include "csrc/torch/graph_pool.h"
 
 namespace py = pybind11;
 

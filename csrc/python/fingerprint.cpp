@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/python/fingerprint.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <array>
 
-#include "csrc/python/accumulator_hooks.h"
+#include "csrc/torch/accumulator_hooks.h"
+#include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
 
@@ -39,13 +38,12 @@ void mix_address(Hash& hash, const at::Tensor& tensor) {
 
 void mix_parameter(Hash& hash, PyObject* object) {
   static const auto* main_grad = new py::str("main_grad");
-  if (!THPVariable_Check(object)) return;
-  const at::Tensor& param = THPVariable_Unpack(object);
+  if (!is_tensor(object)) return;
+  const at::Tensor& param = tensor_of(object);
   mix_address(hash, param);
   hash.mix(param.requires_grad() ? 1 : 2);
   hash.mix(static_cast<size_t>(count_accumulator_hooks(param)));
-  for (PyObject* hooks : {reinterpret_cast<THPVariable*>(object)->backward_hooks,
-                          reinterpret_cast<THPVariable*>(object)->post_accumulate_grad_hooks}) {
+  for (PyObject* hooks : tensor_hook_tables(object)) {
     hash.mix(hooks != nullptr && PyDict_Check(hooks) ? PyDict_Size(hooks) : 0);
   }
   PyObject* grad = PyObject_GetAttr(object, main_grad->ptr());
@@ -55,7 +53,7 @@ void mix_parameter(Hash& hash, PyObject* object) {
   } else {
     const auto held = py::reinterpret_steal<py::object>(grad);
     hash.mix(grad);
-    if (THPVariable_Check(grad)) mix_address(hash, THPVariable_Unpack(grad));
+    if (is_tensor(grad)) mix_address(hash, tensor_of(grad));
   }
 }
 
@@ -81,7 +79,7 @@ void mix_module(Hash& hash, PyObject* module) {
   position = 0;
   if (PyObject* found = table(attributes.ptr(), *buffers)) {
     while (PyDict_Next(found, &position, &key, &value)) {
-      if (THPVariable_Check(value)) mix_address(hash, THPVariable_Unpack(value));
+      if (is_tensor(value)) mix_address(hash, tensor_of(value));
     }
   }
   position = 0;

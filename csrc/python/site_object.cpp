@@ -2,8 +2,6 @@
 #include "csrc/python/site_object.h"
 
 #include <structmember.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
 #include <new>
@@ -11,6 +9,8 @@
 #include <vector>
 
 #include "csrc/bank/replay/chain.h"
+#include "csrc/torch/python_errors.h"
+#include "csrc/torch/python_tensors.h"
 
 namespace megagraph {
 namespace {
@@ -37,12 +37,12 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
   std::vector<at::Tensor> inputs, outputs;
   inputs.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!THPVariable_Check(args[i])) {
+    if (!is_tensor(args[i])) {
       PyErr_Format(PyExc_TypeError, "a site takes tensors, argument %zd is a %s", i,
                    Py_TYPE(args[i])->tp_name);
       return nullptr;
     }
-    inputs.push_back(THPVariable_Unpack(args[i]));
+    inputs.push_back(tensor_of(args[i]));
   }
   const auto* site = reinterpret_cast<SiteObject*>(self);
   if (site->last != site->first && !site->chain->is_linked(site->first, site->last)) {
@@ -52,11 +52,11 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     if (site->counts_eager) site->chain->bank()->counters.count_eager(*reason, 1);
     Py_RETURN_NOTIMPLEMENTED;
   }
-  if (outputs.size() == 1) return THPVariable_Wrap(std::move(outputs.front()));
+  if (outputs.size() == 1) return to_python(std::move(outputs.front()));
   PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
   if (result == nullptr) return nullptr;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(outputs[i])));
+    PyTuple_SET_ITEM(result, static_cast<Py_ssize_t>(i), to_python(std::move(outputs[i])));
   }
   return result;
   END_HANDLE_TH_ERRORS

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
-#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include <memory>
@@ -14,19 +13,6 @@
 #include "csrc/bank/executable.h"
 
 namespace megagraph {
-
-// Keeps a private memory pool from being returned to the driver, also while no graph uses it.
-class PoolHold {
- public:
-  PoolHold(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool);
-  ~PoolHold();
-  PoolHold(const PoolHold&) = delete;
-  PoolHold& operator=(const PoolHold&) = delete;
-
- private:
-  const c10::DeviceIndex device_;
-  const std::pair<uint64_t, uint64_t> pool_;
-};
 
 // One capture: begin, then end or abort. The destructor aborts what was neither.
 class CudaCapture {
@@ -44,7 +30,7 @@ class CudaCapture {
 
   // Leaves nothing behind: the stream no longer captures, neither allocator routes to the pool, no
   // generator believes in a capture, the pool's reference is dropped. Never throws. May be called
-  // in any state; a second call does nothing.
+  // in any state; a second call does nothing. csrc/torch/cuda_graph.h, Note [A failed capture].
   void abort() noexcept;
 
  private:

@@ -3,7 +3,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <limits>
 #include <utility>
@@ -56,7 +55,7 @@ AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
     at::Tensor param = target.param;
     TORCH_CHECK(param.is_leaf() && param.requires_grad(),
                 "only leaves that require a gradient have an accumulator to swap");
-    auto ours = std::make_shared<MainGradNode>(std::move(target), additions_);
+    auto ours = own_node(new MainGradNode(std::move(target), additions_));
     swapped_.push_back({std::move(param), std::move(ours), nullptr});
   }
 }
@@ -67,8 +66,8 @@ void AccumulatorSwap::install() {
   TORCH_CHECK(!installed_, "the accumulators are swapped already");
   installed_ = true;
   for (Swapped& swapped : swapped_) {
-    swapped.original = torch::autograd::impl::try_get_grad_accumulator(swapped.param);
-    torch::autograd::impl::set_grad_accumulator(swapped.param, swapped.ours);
+    swapped.original = accumulator_of(swapped.param);
+    set_accumulator(swapped.param, swapped.ours);
   }
 }
 
@@ -80,7 +79,7 @@ void AccumulatorSwap::restore() noexcept {
   additions_->forget();
   // In reverse, so that a parameter listed twice gets its first accumulator back.
   for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
-    torch::autograd::impl::set_grad_accumulator(it->param, std::exchange(it->original, nullptr));
+    set_accumulator(it->param, std::exchange(it->original, AccumulatorPtr()));
   }
 }
 

@@ -11,13 +11,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "csrc/bank/capture/side_branch.h"
+#include "csrc/torch/accumulators.h"
 
 namespace megagraph {
 
@@ -50,8 +50,8 @@ class AccumulatorSwap {
   class MainGradNode;
   struct Swapped {
     at::Tensor param;
-    std::shared_ptr<MainGradNode> ours;
-    std::shared_ptr<torch::autograd::Node> original;
+    NodePtr<MainGradNode> ours;
+    AccumulatorPtr original;
   };
   std::shared_ptr<SideBranch> additions_;
   std::vector<Swapped> swapped_;

@@ -3,10 +3,10 @@
 
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <ATen/cuda/CUDAEvent.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include "csrc/bank/capture/own_streams.h"
+#include "csrc/torch/capture_status.h"
+#include "csrc/torch/own_streams.h"
 #endif
 
 #include <deque>
@@ -20,10 +20,6 @@ namespace {
 
 constexpr size_t kMaxPending = 2;
 OwnStreams side_streams;
-
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
 
 }  // namespace
 
@@ -72,7 +68,8 @@ void SideBranch::forget() noexcept {}
 
 #endif
 
-SideBranch::SideBranch(c10::Device device) : pending_(std::make_unique<Pending>()) {
+SideBranch::SideBranch([[maybe_unused]] c10::Device device)
+    : pending_(std::make_unique<Pending>()) {
 #ifdef MEGAGRAPH_WITH_CUDA
   if (device.is_cuda()) side_streams.of(device.index());
 #endif

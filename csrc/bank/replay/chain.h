@@ -20,6 +20,7 @@
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/bank/staging/staging.h"
+#include "csrc/torch/numerics.h"
 
 namespace megagraph {
 

@@ -4,8 +4,9 @@
 #include <c10/util/Exception.h>
 
 #ifdef MEGAGRAPH_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+
+#include "csrc/torch/capture_status.h"
 #endif
 
 namespace megagraph {
@@ -32,15 +33,12 @@ bool may_become(BankState from, BankState to) {
 // graphs that were not launched since, which CUDA does not know. Garbage is collected also in the
 // middle of a capture, where waiting is forbidden; seen are captures of this thread's stream on the
 // bank's device. Who wants to be sure releases the bank.
-void wait_for(c10::Device device) noexcept {
+void wait_for([[maybe_unused]] c10::Device device) noexcept {
 #ifdef MEGAGRAPH_WITH_CUDA
   if (!device.is_cuda()) return;
   try {
     const c10::cuda::CUDAGuard guard(device);
-    using c10::cuda::CaptureStatus;
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() == CaptureStatus::None) {
-      static_cast<void>(cudaDeviceSynchronize());
-    }
+    if (!is_capturing()) static_cast<void>(cudaDeviceSynchronize());
   } catch (...) {  // at the end of the process the driver may be gone
   }
 #endif

@@ -2,7 +2,10 @@
 #include "csrc/bank/replay/leased_storage.h"
 
 #include <c10/core/Allocator.h>
-#include <c10/core/StorageImpl.h>
+
+#include <utility>
+
+#include "csrc/torch/aliases.h"
 
 namespace megagraph {
 namespace {
@@ -29,23 +32,9 @@ void drop_holder(void* holder) { delete static_cast<Holder*>(holder); }
 
 at::Tensor lease_tensor(const at::Tensor& boundary, const std::shared_ptr<Slot>& slot, int site,
                         LeaseKind kind, std::optional<int64_t> rows) {
-  size_t bytes = boundary.nbytes();
-  if (rows) bytes = bytes / boundary.size(0) * *rows;
   c10::DataPtr data(boundary.mutable_data_ptr(), new Holder(boundary, slot, site, kind),
                     &drop_holder, boundary.device());
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
-      c10::GetAllocator(boundary.device().type()), /*resizable=*/true);
-  auto impl = boundary.unsafeGetTensorImpl()->shallow_copy_and_detach(
-      /*version_counter=*/c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
-  impl->set_storage_keep_dtype(std::move(storage));
-  impl->set_storage_offset(0);
-  if (rows) {
-    at::DimVector sizes(boundary.sizes().begin(), boundary.sizes().end());
-    sizes[0] = *rows;
-    impl->set_sizes_contiguous(sizes);
-  }
-  return at::Tensor(std::move(impl));
+  return alias_like(boundary, std::move(data), rows);
 }
 
 }  // namespace megagraph

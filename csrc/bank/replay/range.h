@@ -4,10 +4,11 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
-#include <torch/csrc/profiler/stubs/base.h>
 
 #include <optional>
 #include <string>
+
+#include "csrc/torch/profiler_range.h"
 
 namespace megagraph {
 
@@ -19,12 +20,12 @@ class Range {
     record_.emplace(at::RecordScope::USER_SCOPE);
     if (record_->isActive()) record_->before(name);
     if (device.is_cuda()) {
-      torch::profiler::impl::cudaStubs()->rangePush(name.c_str());
+      push_device_range(name.c_str());
       is_pushed_ = true;
     }
   }
   ~Range() {
-    if (is_pushed_) torch::profiler::impl::cudaStubs()->rangePop();
+    if (is_pushed_) pop_device_range();
   }
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;

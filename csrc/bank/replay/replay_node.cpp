@@ -1,28 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/replay/replay_node.h"
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include <utility>
 
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
 #include "csrc/bank/staging/staging.h"
+#include "csrc/torch/accumulators.h"
 
 namespace megagraph {
 
 using torch::autograd::variable_list;
-
-namespace {
-
-bool is_leaf_edge(const torch::autograd::Edge& edge) {
-  return dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get()) != nullptr;
-}
-
-}  // namespace
 
 ReplayNode::ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first, Graphs graphs)
     : listener_(chain.listener()),
@@ -32,16 +20,18 @@ ReplayNode::ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first
       last_(first + static_cast<int>(graphs.size()) - 1),
       graphs_(std::move(graphs)) {}
 
-std::shared_ptr<ReplayNode> ReplayNode::make(const Chain& chain, std::shared_ptr<Slot> slot,
-                                             int first, Graphs graphs) {
-  // deleteNode unwinds long chains without recursion.
-  return {new ReplayNode(chain, std::move(slot), first, std::move(graphs)),
-          torch::autograd::deleteNode};
+NodePtr<ReplayNode> ReplayNode::make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
+                                     Graphs graphs) {
+  return own_node(new ReplayNode(chain, std::move(slot), first, std::move(graphs)));
 }
 
+ReplayNode::~ReplayNode() { let_go(); }
+
 // Runs on any thread, without the GIL, and touches no Python.
-ReplayNode::~ReplayNode() {
-  if (pending_) slot_->drop(first_, last_);
+void ReplayNode::let_go() noexcept {
+  if (!pending_) return;
+  pending_ = false;
+  slot_->drop(first_, last_);
 }
 
 void ReplayNode::connect(const std::vector<at::Tensor>& inputs,
@@ -50,18 +40,18 @@ void ReplayNode::connect(const std::vector<at::Tensor>& inputs,
     input_rows_.push_back(inputs[i].dim() > 0 ? inputs[i].size(0) : 1);
     if (!inputs[i].requires_grad() || !graphs_.front()->boundaries.grad_inputs[i].defined())
       continue;
-    add_next_edge(torch::autograd::impl::gradient_edge(inputs[i]));
+    add_next_edge(gradient_edge_of(inputs[i]));
     edge_inputs_.push_back(i);
   }
   // From the last site to the first, as eager adds up the gradients of a parameter they share.
   for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
     for (const at::Tensor& param : (*graph)->boundaries.params) {
-      add_next_edge(torch::autograd::impl::gradient_edge(param));
+      add_next_edge(gradient_edge_of(param));
     }
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (graphs_.back()->boundaries.grad_outputs[i].defined()) {
-      torch::autograd::set_history(outputs[i], shared_from_this());
+      torch::autograd::set_history(outputs[i], getptr());
     } else {
       add_input_metadata(Node::undefined_input());
     }
@@ -136,8 +126,7 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   }
   // Here the graph's own reference makes AccumulateGrad clone. torch.autograd.grad() would hand the
   // buffer itself to its caller.
-  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
-  const bool is_partial = wanted != nullptr && !wanted->empty();
+  const bool is_partial = is_partial_backward();
   for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
     for (const at::Tensor& grad : (*graph)->boundaries.param_grads) {
       if (task_should_compute_output(edge)) result[edge] = is_partial ? grad.clone() : grad;

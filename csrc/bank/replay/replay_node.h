@@ -7,7 +7,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <string>
@@ -16,17 +15,18 @@
 #include "csrc/bank/replay/chain.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
+#include "csrc/torch/nodes.h"
 
 namespace megagraph {
 
-class ReplayNode final : public torch::autograd::Node {
+class ReplayNode final : public LendingNode {
  public:
   using Graphs = std::vector<std::shared_ptr<SiteGraph>>;
 
   // The slot has been entered for the sites from `first` on, whose graphs these are; the node
   // leaves it, by its backward or by its end.
-  static std::shared_ptr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
-                                          Graphs graphs);
+  static NodePtr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
+                                  Graphs graphs);
   ~ReplayNode() override;
   ReplayNode(const ReplayNode&) = delete;
   ReplayNode& operator=(const ReplayNode&) = delete;
@@ -39,6 +39,7 @@ class ReplayNode final : public torch::autograd::Node {
 
  private:
   ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first, Graphs graphs);
+  void let_go() noexcept override;
   void stage_gradients(const torch::autograd::variable_list& grads) const;
 
   const std::shared_ptr<const GradientListener> listener_;

@@ -66,7 +66,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
     graphs.push_back(sites_[index]->shared_graph(variant, slot->index()));
   }
   if (!slot->enter(first, last)) return EagerReason::kNesting;
-  std::shared_ptr<ReplayNode> node;
+  NodePtr<ReplayNode> node;
   if (training) node = ReplayNode::make(*this, slot, first, graphs);
 
   SegmentList segments;

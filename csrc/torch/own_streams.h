@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Streams that this process makes for itself. For CUDA builds.
+//
+// No release differs.
 #pragma once
 
 #include <c10/core/Device.h>

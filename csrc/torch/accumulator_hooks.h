@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hooks on a parameter's gradient accumulator, which a site would bypass.
+//
+// No release differs. Hooks that were registered from Python lie together in one hook's dictionary,
+// whose type is known by name only: libtorch_python does not export it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/accumulator_hooks.h"
+#include "csrc/torch/accumulator_hooks.h"
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <string_view>
 #include <typeinfo>
 
+#include "csrc/torch/accumulators.h"
+
 namespace megagraph {
 namespace {
 
-// Hooks that were registered from Python lie together in one hook's dictionary. Its type is known
-// by name only: libtorch_python does not export it.
 template <typename PythonHook, typename Hooks>
 int64_t count_hooks(const Hooks& hooks, std::string_view name) {
   int64_t count = 0;
@@ -27,7 +25,7 @@ int64_t count_hooks(const Hooks& hooks, std::string_view name) {
 }  // namespace
 
 int64_t count_accumulator_hooks(const at::Tensor& param) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  const auto accumulator = accumulator_of(param);
   if (accumulator == nullptr) return 0;
   return count_hooks<torch::autograd::PyFunctionPostHook>(accumulator->post_hooks(),
                                                           "PyFunctionPostHook") +

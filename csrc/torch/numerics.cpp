@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/bank/signature.h"
+#include "csrc/torch/numerics.h"
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 
 #include <array>
 #include <utility>
+
+#include "csrc/torch/version.h"
 
 namespace megagraph {
 namespace {
@@ -35,7 +37,7 @@ int precision_of(at::Float32Op op) {
 
 }  // namespace
 
-NumericSettings NumericSettings::current(at::DeviceType device) {
+NumericSettings NumericSettings::current(c10::DeviceType device) {
   const at::Context& context = at::globalContext();
   NumericSettings s{};
   s.deterministic = context.deterministicAlgorithms();
@@ -63,5 +65,7 @@ std::string NumericSettings::difference(const NumericSettings& other) const {
   }
   return "";
 }
+
+bool uses_deterministic_algorithms() { return at::globalContext().deterministicAlgorithms(); }
 
 }  // namespace megagraph

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/torch/accumulators.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace megagraph {
+
+AccumulatorPtr accumulator_of(const at::Tensor& param) {
+  return torch::autograd::impl::try_get_grad_accumulator(param);
+}
+
+void set_accumulator(const at::Tensor& param, const AccumulatorPtr& accumulator) {
+#if MEGAGRAPH_TORCH_SINCE(2, 13)
+  const c10::weak_intrusive_ptr<torch::autograd::Node> held(accumulator);
+#else
+  const std::weak_ptr<torch::autograd::Node> held(accumulator);
+#endif
+  torch::autograd::impl::set_grad_accumulator(param, held);
+}
+
+torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor) {
+  return torch::autograd::impl::gradient_edge(tensor);
+}
+
+bool is_leaf_edge(const torch::autograd::Edge& edge) {
+  return dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get()) != nullptr;
+}
+
+}  // namespace megagraph

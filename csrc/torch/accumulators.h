@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient accumulator of a parameter: torch's sink node, which can be exchanged.
+//
+// No release differs, but for who owns a node (csrc/torch/nodes.h). The accumulator of a tensor is
+// held weakly: whoever sets one keeps it alive.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "csrc/torch/nodes.h"
+
+namespace megagraph {
+
+using AccumulatorPtr = NodePtr<torch::autograd::Node>;
+
+// Null while the parameter has none; none is made.
+AccumulatorPtr accumulator_of(const at::Tensor& param);
+
+// Null takes it away.
+void set_accumulator(const at::Tensor& param, const AccumulatorPtr& accumulator);
+
+// Where a gradient of `tensor` goes; the accumulator of a leaf is made here.
+torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor);
+
+// Whether the edge leads to a leaf's accumulator of torch's own.
+bool is_leaf_edge(const torch::autograd::Edge& edge);
+
+}  // namespace megagraph

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/torch/aliases.h"
+
+#include <c10/core/StorageImpl.h>
+
+#include <utility>
+
+namespace megagraph {
+
+at::Tensor alias_like(const at::Tensor& like, c10::DataPtr data, std::optional<int64_t> rows) {
+  size_t bytes = like.nbytes();
+  if (rows) bytes = bytes / like.size(0) * *rows;
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(data),
+      c10::GetAllocator(like.device().type()), /*resizable=*/true);
+  auto impl = like.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/c10::VariableVersion(0), /*allow_tensor_metadata_change=*/true);
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(0);
+  if (rows) {
+    at::DimVector sizes(like.sizes().begin(), like.sizes().end());
+    sizes[0] = *rows;
+    impl->set_sizes_contiguous(sizes);
+  }
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace megagraph

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors as Python objects, without a caster in between: they are on the way of every replay.
+//
+// No release from 2.11 to 2.15 differs. The hooks are fields of the object that no function
+// returns.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <utility>
+
+namespace megagraph {
+
+inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+
+// Of an object that is_tensor().
+inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
+
+// A new reference; null with a Python error set.
+inline PyObject* to_python(at::Tensor&& tensor) { return THPVariable_Wrap(std::move(tensor)); }
+
+// The tables of hooks on the tensor itself: those of its gradient, those after its accumulation.
+// Borrowed; null or None where nothing was registered.
+inline std::array<PyObject*, 2> tensor_hook_tables(PyObject* tensor) {
+  const auto* variable = reinterpret_cast<const THPVariable*>(tensor);
+  return {variable->backward_hooks, variable->post_accumulate_grad_hooks};
+}
+
+}  // namespace megagraph
