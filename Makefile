@@ -27,10 +27,10 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint $(LINTS) format bench clean
+.PHONY: help build demo test sdist lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | lint | format | bench | build | clean"
+	@echo "make demo | test | sdist | lint | format | bench | build | clean"
 
 # ---- environment: each stamp is one step ----
 
@@ -76,6 +76,10 @@ demo: $(VENV)/.built
 test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
+
+# Builds a wheel from the sdist and runs it: compiles the whole core.
+sdist: $(VENV)/.torch
+	.ci/sdist $(BIN)/python
 
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks
