@@ -10,7 +10,6 @@ docs/architecture.md says where the rest lives.
 
 import importlib
 import importlib.metadata
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,7 +69,6 @@ def _check_torch() -> None:
 
 
 _check_torch()
-logging.getLogger("megagraph").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

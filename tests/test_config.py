@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megagraph.config import GraphConfig
@@ -180,9 +181,9 @@ def test_an_empty_report_in_the_environment_takes_the_bases_away() -> None:
 
 def test_the_older_name_of_the_modules_is_taken_from_both_sources(tmp_path: Path) -> None:
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
-    with pytest.raises(ValueError, match=r"cuda_graph_modules: expected none .*, 'attn' is not built yet"):
+    with pytest.raises(ValueError, match=r"cuda_graph_modules: expected none .*, 'attn' is not supported yet"):
         GraphConfig.from_toml(toml)
-    with pytest.raises(ValueError, match="'mlp' is not built yet"):
+    with pytest.raises(ValueError, match="'mlp' is not supported yet"):
         GraphConfig.from_env(variables(cuda_graph_scope="mlp"))
     base = GraphConfig(mode="eager")
     assert GraphConfig.from_env(variables(cuda_graph_scope=""), base) == base
@@ -194,6 +195,71 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
         GraphConfig.from_env(environ)
 
 
+# -- Python --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("report", "out/graphs.json", Path("out/graphs.json")),
+        ("tail", "dummy", TailConvention.DUMMY),
+        ("capacities", ("256:8",), (Capacity(tokens=256, num_seqs=8, max_seqlen=256),)),
+        ("capacities", ["256:8:64"], (Capacity(tokens=256, num_seqs=8, max_seqlen=64),)),
+        (
+            "capacities",
+            Capacity(tokens=9, num_seqs=2, max_seqlen=9),
+            (Capacity(tokens=9, num_seqs=2, max_seqlen=9),),
+        ),
+        ("cuda_graph_warmup_steps", np.int64(5), 5),
+        ("cuda_graph_modules", [], ()),
+    ],
+)
+def test_python_may_spell_a_value_as_toml_does(option: str, given: Any, expected: object) -> None:
+    """A path as text failed after the training; a tail or a capacity as text crashed at the first forward."""
+    found = getattr(GraphConfig(**{option: given}), option)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("given", [32, [32], "32", (32,)])
+def test_the_number_of_documents_may_be_spelled_as_upstream_does(given: Any) -> None:
+    """`cuda_graph_max_packed_seqs=32` was `TypeError: 'int' object is not iterable`."""
+    config = GraphConfig(cuda_graph_max_packed_seqs=given, max_seqlen_per_dp_cp_rank=512)
+    assert config.cuda_graph_max_packed_seqs == (32,)
+    assert config.all_capacities() == (Capacity(tokens=512, num_seqs=32, max_seqlen=512),)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cuda_graph_warmup_steps": 2.5}, "cuda_graph_warmup_steps: expected an integer, got 2.5"),
+        ({"cuda_graph_warmup_steps": True}, "cuda_graph_warmup_steps: expected an integer, got True"),
+        ({"cuda_graph_warmup_steps": None}, "cuda_graph_warmup_steps: expected an integer, got None"),
+        ({"log_interval": False}, "log_interval: expected an integer, got False"),
+        (
+            PAIR | {"cuda_graph_max_packed_seqs": (8, 2.5)},
+            "cuda_graph_max_packed_seqs: expected an integer, got 2.5",
+        ),
+        (PAIR | {"max_seqlen": 1024}, "max_seqlen: expected at most the 512 tokens of a pack, got 1024"),
+        ({"report": 3}, "report: expected a path, got 3"),
+        ({"tail": None}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got None"),
+        ({"mode": None}, "mode: expected one of graph, eager, off, got None"),
+        ({"progress": "perhaps"}, "progress: expected true or false, got 'perhaps'"),
+        ({"capacities": (3,)}, "capacities: expected tokens:num_seqs[:max_seqlen], got 3"),
+    ],
+)
+def test_python_is_checked_as_toml_is(values: Mapping[str, Any], message: str) -> None:
+    """Python's values were not checked: 2.5 warm-up steps and documents longer than a pack passed."""
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
+        GraphConfig(**values)
+
+
+@pytest.mark.parametrize("scope", ["full_iteration", "full", "attn"])
+def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
+    """`full_iteration` and `full` were 'no scope of Megatron's', and both are."""
+    with pytest.raises(ValueError, match=rf"expected none \(whole layers\), '{scope}' is not supported yet$"):
+        GraphConfig(cuda_graph_modules=(scope,))
+
+
 # -- errors --------------------------------------------------------------------------------------
 
 
@@ -202,9 +268,9 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
     [
         ({"mode": "fast"}, "mode: expected one of graph, eager, off, got 'fast'"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps: expected at least 1, got 0"),
-        ({"cuda_graph_granularity": "chunk"}, "cuda_graph_granularity: only 'layer' is built, got 'chunk'"),
-        ({"cuda_graph_modules": "moe_router"}, "expected none (whole layers), 'moe_router' is not built yet"),
-        ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is no scope of Megatron's"),
+        ({"cuda_graph_granularity": "chunk"}, "cuda_graph_granularity: expected 'layer', got 'chunk', which is not supported yet"),
+        ({"cuda_graph_modules": "moe_router"}, "expected none (whole layers), 'moe_router' is not supported yet"),
+        ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
         ({"tail": "none"}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got 'none'"),
         ({"tail": ["dummy"]}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got ['dummy']"),
         ({"progress": "maybe"}, "expected true or false, got 'maybe'"),
@@ -218,8 +284,14 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
         ({"capacities": "1:2:3:4"}, "expected tokens:num_seqs[:max_seqlen], got '1:2:3:4'"),
         ({"capacities": "64:many"}, "expected an integer, got 'many'"),
         ({"capacities": "64:0"}, "a capacity's num_seqs must be an integer of at least 1, got 0"),
-        ({"capacities": [{"tokens": 64, "num_seqs": 1}]}, "'max_seqlen'"),
-        ({"capacities": [{"tokens": 64, "documents": 1}]}, "'documents'"),
+        (
+            {"capacities": [{"tokens": 64, "num_seqs": 1}]},
+            "expected a table of tokens, num_seqs, max_seqlen, got {'tokens': 64, 'num_seqs': 1}",
+        ),
+        ({"capacities": [{"tokens": 64, "documents": 1}]}, "expected a table of tokens, num_seqs, max_seqlen"),
+        ({"capacities": [[64, 1]]}, "expected tokens:num_seqs[:max_seqlen], got [64, 1]"),
+        (PAIR | {"max_seqlen": 513}, "max_seqlen: expected at most the 512 tokens of a pack, got 513"),
+        ({"capacities": "64:4:65"}, "max_seqlen: expected at most the 64 tokens of a pack, got 65"),
         (
             PAIR | {"max_seqlen": -1},
             "a capacity's max_seqlen must be an integer of at least 1, got -1",
@@ -273,9 +345,9 @@ def test_zero_is_a_value_and_not_an_absent_option(values: Mapping[str, Any]) -> 
 
 def test_an_unknown_option_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     known = re.escape(", ".join(sorted(OPTIONS)))
-    with pytest.raises(ValueError, match=rf"run\.toml: 'warmup' is no option; there are {known}$"):
+    with pytest.raises(ValueError, match=rf"run\.toml: unknown option 'warmup'; choose from {known}$"):
         GraphConfig.from_toml(written("[megagraph]\nwarmup = 3", tmp_path))
-    with pytest.raises(ValueError, match="environment: 'warmup' is no option"):
+    with pytest.raises(ValueError, match="environment: unknown option 'warmup'"):
         GraphConfig.from_env(variables(warmup="3"))
 
 

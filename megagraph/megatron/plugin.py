@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
+from megagraph.log import about
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -62,6 +64,7 @@ class Plugin:
         self._graphs: dict[int, ModelGraphs] = {}
         self.of_block: dict[int, ModelGraphs] = {}
         self._is_suspended = False
+        self._num_named: Counter[str] = Counter()  # models of each class so far
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
@@ -89,7 +92,9 @@ class Plugin:
     def _add(self, model: nn.Module) -> ModelGraphs:
         ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
-        graphs = ModelGraphs(model, ddp, self.config, progress)
+        name = self._name(model)
+        with about(name):
+            graphs = ModelGraphs(model, ddp, self.config, progress, name)
         if self._is_suspended:
             graphs.suspend()
         _put_weakly(self._graphs, model, graphs)
@@ -98,6 +103,12 @@ class Plugin:
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self._step_graphs.add(graphs)
         return graphs
+
+    def _name(self, model: nn.Module) -> str:
+        """The model's class; for further models of that class with a number, in order of first forward."""
+        kind = type(model).__name__
+        self._num_named[kind] += 1
+        return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
 
     def _retire(self) -> None:
         """Of models that are gone the graphs go and the figures stay.
@@ -142,8 +153,9 @@ class Plugin:
             self._step_models, self._step_graphs = models, set(inside)
             try:
                 for graphs in inside:
-                    graphs.find_ddp(models)
-                    graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+                    with about(graphs.name):
+                        graphs.find_ddp(models)
+                        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
                 for graphs in ran:
@@ -184,7 +196,8 @@ class Plugin:
             graphs.at_bare_call()
             return False
         self._retire()
-        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        with about(graphs.name):
+            graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
         return True
 
     def suspend(self) -> None:

@@ -7,12 +7,13 @@ then, not in the middle of a run.
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from megagraph.log import log
 
 __all__ = [
     "ATTENTION_ROPE",
@@ -28,8 +29,6 @@ __all__ = [
     "check_core",
     "handed_to_hybrid_stack",
 ]
-
-_log = logging.getLogger("megagraph")
 
 # Releases that the tests run against. Others are tried, with a warning.
 SUPPORTED = ("0.16.1", "0.19.2")
@@ -179,9 +178,7 @@ def check_core() -> str:
             + "; ".join(problems)
         )
     if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
-        _log.warning(
-            "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED)
-        )
+        log.warning("megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED))
     return version
 
 

@@ -259,7 +259,7 @@ def test_a_missing_script_ends_with_2_and_is_named(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[megagraph]\nwarmup = 3", "'warmup' is no option; there are capacities, cuda_graph_"),
+        ("[megagraph]\nwarmup = 3", "unknown option 'warmup'; choose from capacities, cuda_graph_"),
         ("[megagraph]\nmode = 'fast'", "mode: expected one of graph, eager, off, got 'fast'"),
         ("[megagraph]\ncuda_graph_warmup_steps = 0", "cuda_graph_warmup_steps: expected at least 1, got 0"),
         ("[megagraph]\nmode = eager", "expected TOML, "),
@@ -289,7 +289,7 @@ def test_a_bad_variable_ends_with_2_and_is_named(
     monkeypatch.setenv("MEGAGRAPH_WARMUP", "3")
     path = script(WITNESS)
     assert run("--config", toml(), path) == 2
-    assert one_line(capsys).startswith("environment: 'warmup' is no option; there are ")
+    assert one_line(capsys).startswith("environment: unknown option 'warmup'; choose from ")
     assert not path.with_name("seen.json").exists()
 
 

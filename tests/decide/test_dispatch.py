@@ -164,6 +164,9 @@ def test_reasons_are_the_cores_in_name_and_order() -> None:
 
 
 def test_the_decision_is_imported_without_torch() -> None:
-    check = "import sys, megagraph.decide.dispatch; print({'torch', 'numpy', 'megagraph._C'} & sys.modules.keys())"
+    check = (
+        "import sys, megagraph.decide.dispatch; "
+        "print({'torch', 'numpy', 'megagraph._C'} & sys.modules.keys())"
+    )
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -249,7 +249,7 @@ def test_layers_that_are_not_built_are_refused_by_name(
     monkeypatch.setattr(trainer.chunk.decoder, "layer_type_list", ["*", symbol, "-"])
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"{name} ({symbol!r} in the hybrid layer pattern) is not built yet"
+    assert refusal.sentence == f"{name} ({symbol!r} in the hybrid layer pattern) is not supported yet"
 
 
 def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
@@ -277,4 +277,4 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
         for one in wanted:
             assert_same(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
-    assert "HybridModel stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text
+    assert "HybridModel: stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text

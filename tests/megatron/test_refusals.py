@@ -67,14 +67,14 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"{name} ({option}={value!r}) is not built yet"
+    assert refusal.sentence == f"{name} ({option}={value!r}) is not supported yet"
 
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     refusal = refusal_of(trainer.chunk, ddp)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == "Megatron-FSDP is not built yet"
+    assert refusal.sentence == "Megatron-FSDP is not supported yet"
 
 
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytes
     reports = megagraph.reports()
     assert reports[0]["eager"] == {"RECOMPUTING": 3 * LAYERS}
     assert reports[1]["replays"] == 2 * LAYERS
-    assert "GPTModel stays eager (RECOMPUTING): full recompute" in caplog.text
+    assert "GPTModel: stays eager (RECOMPUTING): full recompute" in caplog.text
 
 
 def test_a_mixture_of_experts_trains_eager_under_its_reason(

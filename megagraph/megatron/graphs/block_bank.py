@@ -6,7 +6,6 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 import inspect
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron import seams
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.micro_batch import Kind
@@ -33,8 +33,6 @@ from megagraph.megatron.watch.layers import LayerWatch
 from megagraph.packs.packing import TailConvention
 
 __all__ = ["BlockBank"]
-
-_log = logging.getLogger("megagraph")
 
 
 class BlockBank:
@@ -129,7 +127,7 @@ class BlockBank:
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
         if holders := self.chain.holders():
-            _log.warning("capture waits: %s", holders)
+            log.warning("capture waits: %s", holders)
         return not holders
 
     def capture(
@@ -166,11 +164,11 @@ class BlockBank:
             self.bank.capture({self.chain: variants}, self._progress)
             self._agree_on_variants()
         except GroupGaveUp as error:
-            _log.warning("%s; training goes on eager", error)
+            log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
             return False
         except Exception as error:
-            _log.exception("capture failed; training goes on eager")
+            log.exception("capture failed; training goes on eager")
             self.peers.exchange([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return False
@@ -181,7 +179,7 @@ class BlockBank:
         for name, index in self.chain.variants.items():
             indices = self._by_settings.setdefault(name, [])
             indices += [] if index in indices else [index]
-        _log.info(
+        log.info(
             "captured %d graphs in %.2f s for %s",
             self.bank.num_graphs,
             self.bank.capture_seconds,
@@ -228,7 +226,7 @@ class BlockBank:
     def _skip(self, found: Mapping[int, tuple[EagerReason, str]]) -> None:
         for index, (reason, what) in found.items():
             sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
-            _log.warning(sentence)
+            log.warning(sentence)
             self.failures.append(sentence)
             self.chain.keep_eager(index, reason)
 

@@ -4,7 +4,6 @@
 Patches nothing; the seams call it.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +14,15 @@ from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import PackShape, decide
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
-from megagraph.megatron.graphs.refusals import check_graph_options, refusal_of
+from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.graphs.variants import learn_capacities
 from megagraph.megatron.scopes.layer import LayerLoop
 from megagraph.packs.packing import PackForm, pack_shape
 
 __all__ = ["ModelGraphs"]
-
-_log = logging.getLogger("megagraph")
 
 _NO_PACK_METADATA = EagerReason.NO_PACK_METADATA
 # Reasons of micro-batches whose kind is to be captured although they ran as they were given.
@@ -39,20 +37,22 @@ class ModelGraphs:
         ddp: Megatron's DDP around it, or None.
         config: the plugin's options.
         progress: shown while capturing.
+        name: for the log and the report; by default the model's class.
     """
 
     def __init__(
-        self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, progress: Progress | None
+        self,
+        model: nn.Module,
+        ddp: nn.Module | None,
+        config: GraphConfig,
+        progress: Progress | None,
+        name: str = "",
     ) -> None:
         check_graph_options(model.config)
         self.config = config
         self.capacities = config.all_capacities()
-        self.name = type(model).__name__
-        self.refusal = refusal_of(model, ddp)
-        if self.refusal is not None:
-            _log.warning(
-                "%s stays eager (%s): %s", self.name, self.refusal.reason.name, self.refusal.sentence
-            )
+        self.name = name or type(model).__name__
+        self.refusal: Refusal | None = None
         self.block = BlockBank(
             model,
             ddp,
@@ -61,6 +61,7 @@ class ModelGraphs:
             annotate=config.cuda_graph_nvtx,
             progress=progress,
         )
+        self._refuse(refusal_of(model, ddp))
         if self.refusal is None:
             for capacity in self.capacities:
                 self.block.peers.rows(capacity.tokens)  # raises where ranks cannot share them
@@ -177,8 +178,17 @@ class ModelGraphs:
     def find_ddp(self, models: Sequence[nn.Module]) -> None:
         """Finds the DDP around the model, which a forward before its first step could not know."""
         if self.block.find_ddp(models):
-            self.refusal = self.refusal or self.block.refusal()
+            if self.refusal is None:
+                self._refuse(self.block.refusal())
             self._captured.clear()
+
+    def _refuse(self, refusal: Refusal | None) -> None:
+        """Keeps the whole model eager, and says so in the log and in the report."""
+        self.refusal = refusal
+        if refusal is not None:
+            sentence = f"stays eager ({refusal.reason.name}): {refusal.sentence}"
+            log.warning(sentence)
+            self.block.failures.append(f"{self.name} {sentence}")
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
@@ -227,7 +237,7 @@ class ModelGraphs:
             due = set()
         peers = self.block.peers
         if peers.size > 1 and not peers.agree_on(repr(sorted(map(repr, due)))):
-            _log.warning("capture waits: ranks of the group want different graphs")
+            log.warning("capture waits: ranks of the group want different graphs")
             return
         if due:
             self._of_other_settings -= due
@@ -255,7 +265,7 @@ class ModelGraphs:
     def _learn(self) -> None:
         self.capacities = learn_capacities(self._observed, self.config.tail)
         counts = ",".join(str(capacity.num_seqs) for capacity in self.capacities)
-        _log.info(
+        log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
             len(self._observed),

@@ -90,4 +90,4 @@ def _refusal_of_pattern(block: Any) -> Refusal | None:
 
 
 def _unsupported(name: str) -> Refusal:
-    return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{name} is not built yet")
+    return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{name} is not supported yet")
