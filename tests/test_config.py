@@ -181,7 +181,9 @@ def test_an_empty_report_in_the_environment_takes_the_bases_away() -> None:
 
 def test_the_older_name_of_the_modules_is_taken_from_both_sources(tmp_path: Path) -> None:
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
-    with pytest.raises(ValueError, match=r"cuda_graph_modules: expected none .*, 'attn' is not supported yet"):
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_modules: expected none .*, 'attn' is not supported yet"
+    ):
         GraphConfig.from_toml(toml)
     with pytest.raises(ValueError, match="'mlp' is not supported yet"):
         GraphConfig.from_env(variables(cuda_graph_scope="mlp"))
@@ -268,8 +270,14 @@ def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
     [
         ({"mode": "fast"}, "mode: expected one of graph, eager, off, got 'fast'"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps: expected at least 1, got 0"),
-        ({"cuda_graph_granularity": "chunk"}, "cuda_graph_granularity: expected 'layer', got 'chunk', which is not supported yet"),
-        ({"cuda_graph_modules": "moe_router"}, "expected none (whole layers), 'moe_router' is not supported yet"),
+        (
+            {"cuda_graph_granularity": "chunk"},
+            "cuda_graph_granularity: expected 'layer', got 'chunk', which is not supported yet",
+        ),
+        (
+            {"cuda_graph_modules": "moe_router"},
+            "expected none (whole layers), 'moe_router' is not supported yet",
+        ),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
         ({"tail": "none"}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got 'none'"),
         ({"tail": ["dummy"]}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got ['dummy']"),
@@ -288,7 +296,10 @@ def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
             {"capacities": [{"tokens": 64, "num_seqs": 1}]},
             "expected a table of tokens, num_seqs, max_seqlen, got {'tokens': 64, 'num_seqs': 1}",
         ),
-        ({"capacities": [{"tokens": 64, "documents": 1}]}, "expected a table of tokens, num_seqs, max_seqlen"),
+        (
+            {"capacities": [{"tokens": 64, "documents": 1}]},
+            "expected a table of tokens, num_seqs, max_seqlen",
+        ),
         ({"capacities": [[64, 1]]}, "expected tokens:num_seqs[:max_seqlen], got [64, 1]"),
         (PAIR | {"max_seqlen": 513}, "max_seqlen: expected at most the 512 tokens of a pack, got 513"),
         ({"capacities": "64:4:65"}, "max_seqlen: expected at most the 64 tokens of a pack, got 65"),

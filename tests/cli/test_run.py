@@ -225,23 +225,46 @@ def test_the_scripts_exit_code_comes_through_with_the_report_written(
 
 
 @pytest.mark.megatron
-def test_a_report_that_cannot_be_written_does_not_hide_the_scripts_error(
-    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
+def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    end: str,
 ) -> None:
-    """A full disk at the end of a run hid why the run had ended."""
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(RuntimeError, match="its own"):
-        run("--config", toml(report=tmp_path / "file" / "r.json"), script("raise RuntimeError('its own')"))
+    """A folder that was gone at the end turned a finished run into exit code 1, without the report."""
+    report = tmp_path / "reports" / "report.json"
+    # The folder is there at the beginning; when the run ends, a file has taken its place.
+    report.parent.mkdir()
+    lines = f"import pathlib\nfolder = pathlib.Path({str(report.parent)!r})\nfolder.rmdir()\nfolder.touch()\n{end}"
+    if end == "pass":
+        assert run("--config", toml(report=report), script(lines)) == 0
+    else:
+        with pytest.raises(RuntimeError, match="its own"):
+            run("--config", toml(report=report), script(lines))
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert f"the report could not be written to {report}" in record.getMessage()
+    assert json.loads(capsys.readouterr().err) == {"models": []}
+    assert installed_plugin() is None
 
 
 @pytest.mark.megatron
-def test_the_plugin_is_gone_even_where_its_report_cannot_be_written(
-    script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize("target", [".", "file/report.json"])
+def test_a_bad_report_path_ends_with_2_before_the_script_runs(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
 ) -> None:
+    """`report = "."` was found after the training: exit code 1, and no report."""
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(OSError, match="file"):
-        run("--config", toml(report=tmp_path / "file" / "r.json"), script("pass"))
-    assert installed_plugin() is None
+    path = script(WITNESS)
+    assert run("--config", toml(report=tmp_path / target), path) == 2
+    assert one_line(capsys).startswith("report: expected a file")
+    assert not path.with_name("seen.json").exists()
 
 
 # -- bad input -----------------------------------------------------------------------------------
