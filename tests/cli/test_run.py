@@ -11,85 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_scripts import TRAINING, WITNESS
 
 from megagraph.cli import main
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import read_report
-
-# Says what it sees to the file next to it.
-WITNESS = """
-import json, sys
-from pathlib import Path
-from megagraph.megatron.patch.installation import installed_plugin
-config = installed_plugin().config if installed_plugin() else None
-Path(__file__).with_name("seen.json").write_text(json.dumps({
-    "argv": sys.argv, "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
-    "config": None if config is None else {
-        "mode": config.mode, "warmup": config.cuda_graph_warmup_steps, "poison": config.poison,
-        "capacities": [[c.tokens, c.num_seqs] for c in config.all_capacities()],
-    },
-}))
-"""
-
-# As a user writes it: knows of megagraph only the attention for packs, which comes with the spec.
-TRAINING = """
-import sys
-import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
-from megagraph.demo.documents import Document
-from megagraph.demo.packers import stream_packs
-from megagraph.demo.cpu import megatron_on_cpu
-
-def train(steps):
-    documents = [Document(name=str(n), tokens=torch.arange(n % 20 + 5) % 64) for n in range(60)]
-    packs = stream_packs(documents, 64, 6)
-    shape = ModelOptions(
-        layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available()
-    )
-    with megatron_on_cpu(), process_groups():
-        trainer = Trainer(shape)
-        for _ in range(steps):
-            print("loss", float(trainer.forward_backward([next(packs)])[0]))
-            trainer.update()
-
-if __name__ == "__main__":
-    train(int(sys.argv[1]))
-    exec(sys.argv[2])
-"""
-
-TOML = """
-[megagraph]
-cuda_graph_max_packed_seqs = [6]
-max_seqlen_per_dp_cp_rank = 64
-cuda_graph_warmup_steps = 1
-progress = false
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a script into a folder of its own."""
-
-    def write(text: str, name: str = "script.py") -> Path:
-        path = tmp_path / "scripts" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def toml(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a config file."""
-
-    def write(text: str = TOML, report: Path | None = None) -> Path:
-        path = tmp_path / "run.toml"
-        path.write_text(text + (f'report = "{report}"\n' if report else ""))
-        return path
-
-    return write
 
 
 def run(*arguments: str | Path) -> int:
@@ -222,49 +148,6 @@ def test_the_scripts_exit_code_comes_through_with_the_report_written(
     assert ended.value.code == code
     assert read_report(report) == []
     assert installed_plugin() is None
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
-def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    end: str,
-) -> None:
-    """A folder that was gone at the end turned a finished run into exit code 1, without the report."""
-    report = tmp_path / "reports" / "report.json"
-    # The folder is there at the beginning; when the run ends, a file has taken its place.
-    report.parent.mkdir()
-    lines = f"import pathlib\nfolder = pathlib.Path({str(report.parent)!r})\nfolder.rmdir()\nfolder.touch()\n{end}"
-    if end == "pass":
-        assert run("--config", toml(report=report), script(lines)) == 0
-    else:
-        with pytest.raises(RuntimeError, match="its own"):
-            run("--config", toml(report=report), script(lines))
-    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
-    assert f"the report could not be written to {report}" in record.getMessage()
-    assert json.loads(capsys.readouterr().err) == {"models": []}
-    assert installed_plugin() is None
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("target", [".", "file/report.json"])
-def test_a_bad_report_path_ends_with_2_before_the_script_runs(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-) -> None:
-    """`report = "."` was found after the training: exit code 1, and no report."""
-    (tmp_path / "file").write_text("no folder")
-    path = script(WITNESS)
-    assert run("--config", toml(report=tmp_path / target), path) == 2
-    assert one_line(capsys).startswith("report: expected a file")
-    assert not path.with_name("seen.json").exists()
 
 
 # -- bad input -----------------------------------------------------------------------------------
