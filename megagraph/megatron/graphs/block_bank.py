@@ -82,6 +82,7 @@ class BlockBank:
         # Equal tensors that Megatron made later.
         self.equal_constants: dict[Any, dict[str, Tensor]] = {}
         self.failures: list[str] = []
+        self._last_holders = ""
         self.bank, self.chain = self._new_bank()
 
     @property
@@ -126,8 +127,10 @@ class BlockBank:
 
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
-        if holders := self.chain.holders():
+        holders = self.chain.holders()
+        if holders and holders != self._last_holders:  # once, and not in each step
             log.warning("capture waits: %s", holders)
+        self._last_holders = holders
         return not holders
 
     def capture(
