@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["about", "log", "rank"]
+__all__ = ["about", "log", "rank", "subject"]
 
-_subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
+# The model whose turn it is, for the log; `about()` sets it.
+subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
 _last_rank = 0
 
 
@@ -34,11 +35,11 @@ def rank() -> int:
 @contextlib.contextmanager
 def about(model: str) -> Iterator[None]:
     """Inside, every line of the log begins with the model's name."""
-    token = _subject.set(f"{model}: ")
+    token = subject.set(model)
     try:
         yield
     finally:
-        _subject.reset(token)
+        subject.reset(token)
 
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class _RankLog(_Adapter):
         # Python's handler of last resort shows the message alone.
         name = "" if self.logger.hasHandlers() else "megagraph: "
         label = f"[rank {rank()}] " if rank() else ""
-        return f"{name}{label}{_subject.get()}{msg}", kwargs
+        model = f"{subject.get()}: " if subject.get() else ""
+        return f"{name}{label}{model}{msg}", kwargs
 
 
 log = _RankLog(logging.getLogger("megagraph"), {})

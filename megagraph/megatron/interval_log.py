@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import log, rank
+from megagraph.log import log
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 
 __all__ = ["IntervalLog"]
@@ -26,7 +26,7 @@ class IntervalLog:
 
     def after_training_step(self, models: Iterable[ModelGraphs]) -> None:
         """Counts a step of each model, and writes the lines that are due."""
-        if self._interval == 0 or rank() != 0:
+        if self._interval == 0:
             return
         for graphs in models:
             steps, before = self._seen.get(graphs, (0, {}))

@@ -12,7 +12,7 @@ from torch import nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.log import about
+from megagraph.log import about, subject
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -196,8 +196,11 @@ class Plugin:
             graphs.at_bare_call()
             return False
         self._retire()
-        with about(graphs.name):
+        model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
+        try:
             graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        finally:
+            subject.reset(model)
         return True
 
     def suspend(self) -> None:
