@@ -346,8 +346,3 @@ def test_documents_as_long_as_the_pack_go_with_every_tail(tail: TailConvention) 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         GraphConfig().mode = "off"  # type: ignore[misc]
-
-
-def test_a_negative_log_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="log_interval: expected at least 0, got -1"):
-        GraphConfig(log_interval=-1)

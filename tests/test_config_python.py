@@ -76,3 +76,8 @@ def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
     """`full_iteration` and `full` were 'no scope of Megatron's', and both are."""
     with pytest.raises(ValueError, match=rf"expected none \(whole layers\), '{scope}' is not supported yet$"):
         GraphConfig(cuda_graph_modules=(scope,))
+
+
+def test_a_negative_log_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="log_interval: expected at least 0, got -1"):
+        GraphConfig(log_interval=-1)
