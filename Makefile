@@ -30,10 +30,10 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test matrix matrix-newest sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | matrix | lint | format | bench | sanitize | build | clean"
+	@echo "make demo | test | sdist | matrix | lint | format | bench | sanitize | build | clean"
 
 # ---- environment: each stamp is one step ----
 
@@ -108,6 +108,10 @@ cuda-%: .venv-torch-%/.ready
 # On a GPU: the kernels and the graphs under compute-sanitizer. Takes long, and is no part of CI.
 sanitize: $(VENV)/.built $(VENV)/.test
 	PYTHON=$(BIN)/python .ci/sanitize
+
+# Builds a wheel from the sdist and runs it: compiles the whole core.
+sdist: $(VENV)/.torch
+	.ci/sdist $(BIN)/python
 
 bench: $(VENV)/.built
 	$(BIN)/python -m benchmarks

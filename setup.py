@@ -93,6 +93,7 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
     # No contraction to fused multiply-add: csrc/ops/rope_rotation.h, Note [RoPE bits].
     cxx = [
         "-O2",
+        "-g0",  # Python's own flags ask for debug information: 45 MB in every wheel
         "-ffp-contract=off",
         "-Wall",
         "-Wextra",

@@ -11,7 +11,6 @@ docs/architecture.md says where the rest lives.
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import runpy
 import sys
 from pathlib import Path
@@ -97,7 +96,6 @@ def _cuda_of_torch() -> str | None:
 
 
 _check_torch()
-logging.getLogger("megagraph").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

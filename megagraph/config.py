@@ -5,9 +5,11 @@ Names are Megatron's where Megatron has one. Changes nothing by itself.
 """
 
 import dataclasses
+import operator
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,16 @@ __all__ = ["GraphConfig"]
 
 MODES = ("graph", "eager", "off")
 _PREFIX = "MEGAGRAPH_"
-_NOT_BUILT_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+# Megatron's own names of scopes; `full` is an older spelling.
+_UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """How to graph a model.
+
+    A value may be spelled as in TOML or in a variable: one number for a list, text for a path or a tail,
+    `"8192:20"` for a capacity. The attribute then has the type of its annotation.
 
     Args:
         mode: `graph`; `eager`, canonical packs and our modules without graphs, the reference of
@@ -49,6 +55,10 @@ class GraphConfig:
             eager; 0 for none.
         cuda_graph_nvtx: name each replay for profilers: site, variant and slot, as a range of torch's
             profiler and as an NVTX range.
+
+    Raises:
+        ValueError: for a value of the wrong kind or out of range, naming the option, what was expected
+            and what came.
     """
 
     mode: str = "graph"
@@ -67,21 +77,12 @@ class GraphConfig:
     cuda_graph_nvtx: bool = False
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
-        if self.cuda_graph_warmup_steps < 1:
-            raise ValueError(
-                f"cuda_graph_warmup_steps: expected at least 1, got {self.cuda_graph_warmup_steps}"
-            )
-        if self.cuda_graph_granularity != "layer":
-            raise ValueError(
-                f"cuda_graph_granularity: only 'layer' is built, got {self.cuda_graph_granularity!r}"
-            )
-        if self.log_interval < 0:
-            raise ValueError(f"log_interval: expected at least 0, got {self.log_interval}")
-        for scope in self.cuda_graph_modules:
-            known = "is not built yet" if scope in _NOT_BUILT_MODULES else "is no scope of Megatron's"
-            raise ValueError(f"cuda_graph_modules: expected none (whole layers), {scope!r} {known}")
+        for option, parse in _PARSERS.items():
+            try:
+                parsed = parse(getattr(self, option))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{option}: {error}") from error
+            object.__setattr__(self, option, parsed)  # as a frozen dataclass sets its own fields
         self._check_capacities()
 
     def _check_capacities(self) -> None:
@@ -99,6 +100,11 @@ class GraphConfig:
         if self.max_seqlen is not None and not counts:
             raise ValueError("max_seqlen: expected together with cuda_graph_max_packed_seqs")
         for capacity in self.all_capacities():
+            if capacity.max_seqlen > capacity.tokens:
+                raise ValueError(
+                    f"max_seqlen: expected at most the {capacity.tokens} tokens of a pack, "
+                    f"got {capacity.max_seqlen}"
+                )
             if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens:
                 raise ValueError(
                     f"tail: {self.tail.value!r} makes documents as long as the tail, which needs a "
@@ -142,25 +148,22 @@ class GraphConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         for key in values:
             if key not in known:
-                raise ValueError(f"{source}: {key!r} is no option; there are {', '.join(sorted(known))}")
+                raise ValueError(f"{source}: unknown option {key!r}; choose from {', '.join(sorted(known))}")
+        # One way of naming capacities takes the place of the other.
+        if "capacities" in values:
+            values = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **values}
+        elif any(key in values for key in _SHORT_FORM):
+            values = {"capacities": (), **values}
         try:
-            parsed = {key: _parse(key, value) for key, value in values.items()}
-            if base is None:
-                return cls(**parsed)
-            # One way of naming capacities takes the place of the other.
-            if "capacities" in parsed:
-                parsed = {**dict.fromkeys(_SHORT_FORM), "cuda_graph_max_packed_seqs": (), **parsed}
-            elif any(key in parsed for key in _SHORT_FORM):
-                parsed = {"capacities": (), **parsed}
-            return dataclasses.replace(base, **parsed)
-        except (ValueError, TypeError) as error:
+            return dataclasses.replace(cls() if base is None else base, **values)
+        except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod
-    def from_toml(cls, path: Path) -> "GraphConfig":
+    def from_toml(cls, path: str | os.PathLike[str]) -> "GraphConfig":
         """Reads the table `[megagraph]` of a TOML file; other tables are left alone."""
         try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: expected TOML, {error}") from error
         if not isinstance(document.get("megagraph"), dict):
@@ -187,86 +190,107 @@ _NOT_OPTIONS = frozenset(
 )
 
 
-def _parse(option: str, value: Any) -> Any:
+def _choice(*names: str, unsupported: str = "") -> Callable[[Any], str]:
+    expected = f"one of {', '.join(names)}" if len(names) > 1 else repr(names[0])
+
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"expected {expected}, got {value!r}{unsupported}")
+        return str(value)
+
+    return parse
+
+
+def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Of a list, of text with commas, or of one value alone."""
+
+    def parse_all(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str):
+            return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
+        if isinstance(value, Collection) and not isinstance(value, Mapping):
+            return tuple(map(parse, value))
+        return (parse(value),)
+
+    return parse_all
+
+
+def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else parse(value)
+
+
+def _integer(value: Any, at_least: int | None = None) -> int:
     try:
-        return _PARSERS[option](value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{option}: {error}") from error
+        # index() takes every kind of integer, and neither 2.5 nor what only int() would take.
+        number = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"expected an integer, got {value!r}")
+    if at_least is not None and number < at_least:
+        raise ValueError(f"expected at least {at_least}, got {number}")
+    return number
 
 
-def _path(value: Any) -> Path | None:
-    if not isinstance(value, str | Path):
-        raise TypeError(f"expected a path, got {value!r}")
-    return Path(value) if str(value) else None
-
-
-def _split(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"expected an integer, got {value!r}")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"expected an integer, got {value!r}") from None
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 
 def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    if str(value).lower() not in words:
+    switch = _SWITCHES.get(str(value).lower())
+    if switch is None:
         raise ValueError(f"expected true or false, got {value!r}")
-    return words[str(value).lower()]
+    return switch
+
+
+def _path(value: Any) -> Path | None:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"expected a path, got {value!r}")
+    return Path(value) if os.fspath(value) else None
 
 
 def _capacity(value: Any) -> Capacity:
     """From a table, or from `tokens:num_seqs[:max_seqlen]`."""
     if isinstance(value, Capacity):
         return value
+    keys = [field.name for field in dataclasses.fields(Capacity)]
     if isinstance(value, Mapping):
-        return Capacity(**value)
-    parts = [_integer(part) for part in str(value).split(":")]
+        if set(value) != set(keys):
+            raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")
+        return Capacity(**{key: _integer(value[key]) for key in keys})
+    parts = value.split(":") if isinstance(value, str) else []
     if len(parts) not in (2, 3):
         raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
-    return Capacity(tokens=parts[0], num_seqs=parts[1], max_seqlen=parts[-1] if len(parts) == 3 else parts[0])
+    return Capacity(**dict(zip(keys, map(_integer, [*parts, parts[0]]), strict=False)))
 
 
 def _tail(value: Any) -> TailConvention:
-    names = [convention.value for convention in TailConvention]
     if isinstance(value, TailConvention):
         return value
-    if value not in names:
-        raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
-    return TailConvention(value)
+    return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
 
 
-_PARSERS: dict[str, Any] = {
-    "mode": str,
-    "cuda_graph_max_packed_seqs": lambda value: tuple(_integer(part) for part in _split(value)),
-    "max_seqlen_per_dp_cp_rank": _integer,
-    "max_seqlen": _integer,
-    "capacities": lambda value: tuple(_capacity(part) for part in _split(value)),
-    "cuda_graph_warmup_steps": _integer,
-    "cuda_graph_modules": lambda value: tuple(str(part) for part in _split(value)),
-    "cuda_graph_granularity": str,
+def _module(value: Any) -> str:
+    name = getattr(value, "name", value)  # of Megatron's enum
+    known = "supported yet" if name in _UPSTREAM_MODULES else f"one of {', '.join(_UPSTREAM_MODULES)}"
+    raise ValueError(f"expected none (whole layers), {name!r} is not {known}")
+
+
+# What makes the value of each option of what Python, a TOML file or a variable says.
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "mode": _choice(*MODES),
+    "cuda_graph_max_packed_seqs": _list_of(_integer),
+    "max_seqlen_per_dp_cp_rank": _or_none(_integer),
+    "max_seqlen": _or_none(_integer),
+    "capacities": _list_of(_capacity),
+    "cuda_graph_warmup_steps": partial(_integer, at_least=1),
+    "cuda_graph_modules": _list_of(_module),
+    "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
     "tail": _tail,
     "progress": _boolean,
     "poison": _boolean,
-    "report": _path,
-    "log_interval": _integer,
+    "report": _or_none(_path),
+    "log_interval": partial(_integer, at_least=0),
     "cuda_graph_nvtx": _boolean,
 }

@@ -6,6 +6,7 @@ Counts nothing itself. A model's report is the plain dictionary that the Megatro
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["read_report", "report_table", "scalars", "write_report"]
+from megagraph.log import rank
+
+__all__ = ["check_target", "read_report", "report_table", "report_text", "scalars", "write_report"]
 
 ModelReport = Mapping[str, Any]
 
@@ -103,12 +106,53 @@ def scalars(report: ModelReport) -> dict[str, float]:
     return values
 
 
-def write_report(reports: Sequence[ModelReport], path: Path) -> None:
-    """Writes the reports as JSON, whole or not at all."""
+def report_text(reports: Sequence[ModelReport], **more: Any) -> str:
+    """The reports as JSON, with further keys of the document beside `models`."""
+    return json.dumps({"models": list(reports), **more}, indent=2) + "\n"
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Checks before a run that `write_report()` will be able to write its file, on the rank that writes.
+
+    Makes no folder and leaves the file alone.
+
+    Args:
+        option: what the path was given as, for the message.
+        path: the file, or None for none.
+
+    Raises:
+        ValueError: naming the option, the path, and the folder that stands in the way.
+    """
+    if path is None or rank() != 0:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file, {path} is a folder")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option}: expected a file that can be written, got {path}: {folder}: {error.strerror or error}"
+        ) from error
+
+
+def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> None:
+    """Writes the reports as JSON, whole or not at all.
+
+    Args:
+        reports: one for each model.
+        path: the file; its folder is made if it is missing.
+        more: further keys of the document, which `read_report()` passes over.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    text = report_text(reports, **more)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps({"models": list(reports)}, indent=2) + "\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ of Megatron, of packs, or of when to capture. docs/generic.md has an example tha
 
 import contextlib
 import gc
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,9 @@ from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 
 __all__ = ["Bank", "Progress"]
-
-_log = logging.getLogger("megagraph")
 
 # Called with (captured so far, captures in all, what comes next).
 Progress = Callable[[int, int, str], None]
@@ -195,7 +193,7 @@ class Bank:
         chain.eager_variants[request.variant.key] = chain.eager_sites[0]
 
     def _give_up_site(self, chain: Chain, error: CaptureError) -> None:
-        _log.warning("stays eager (%s): %s", error.reason.name, error)
+        log.warning("stays eager (%s): %s", error.reason.name, error)
         # The traceback's frames hold tensors of the failed attempt, some of them in the slot's pool.
         error.__cause__ = error.__context__ = error.__traceback__ = None
         self.failures.append(error)

@@ -3,11 +3,13 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from megagraph.cli import demo, report, run
+from megagraph.cli.exit_code import ExitCode
 
 __all__ = ["main"]
 
@@ -24,15 +26,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, 1 where bits differ, 2 for bad input."""
+    """Runs one command and returns its exit code. What a user's script raises under `run` is raised."""
     options = _parser().parse_args(arguments)
     try:
         # All that can be wrong with the input is found here; what comes later keeps its traceback.
         work: Callable[[], int] = options.prepare(options)
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"megagraph {options.command}: {error}", markup=False, soft_wrap=True)
-        return 2
-    return work()
+        return ExitCode.BAD_INPUT
+    try:
+        return work()
+    except Exception:
+        if options.command == "run":
+            raise
+        traceback.print_exc()
+        return ExitCode.CRASHED
 
 
 if __name__ == "__main__":

@@ -4,10 +4,16 @@
 import argparse
 import itertools
 import logging
+import math
 import os
+import platform
+import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +22,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megagraph import results
+from megagraph.cli.exit_code import ExitCode
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import Document, DocumentError, load_documents
 from megagraph.demo.packers import PACKERS, Pack
 from megagraph.demo.paragraphs import split_at_blank_lines
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
-from megagraph.report import report_table
+from megagraph.log import rank
+from megagraph.report import check_target, report_table, write_report
 
 __all__ = ["add_parser", "quiet_megatron"]
 
@@ -34,6 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "demo",
         help="train on real packed documents, eager and graphed, and compare every bit",
         description="Needs megatron-core. Without a GPU the host backend stands in for graphs.",
+        epilog="Exit codes: 0 bit-equal; 1 bits differ; 2 bad input; 3 nothing was replayed; 70 a crash.",
     )
     data = parser.add_argument_group("documents")
     data.add_argument("--data", type=Path, help="folder, .jsonl or .parquet; default: Python's own files")
@@ -57,7 +65,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     shape.add_argument("--warmup-steps", type=int, default=3)
     shape.add_argument("--timed-steps", type=int, default=10, help="further steps, timed on a GPU only")
     shape.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report and the comparison as JSON"
+    )
     parser.set_defaults(prepare=_prepare)
 
 
@@ -70,8 +80,7 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
         max_seqlen_per_dp_cp_rank=options.pack_tokens if counts else None,
         cuda_graph_warmup_steps=options.warmup_steps,
     )
-    if options.json is not None:
-        _check_target(options.json)
+    check_target("--json", options.json)
     return partial(_execute, options, config, _packs(options))
 
 
@@ -88,19 +97,10 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise ValueError(f"--query-groups: expected a divisor of --heads ({options.heads}), got {groups}")
 
 
-def _check_target(path: Path) -> None:
-    """The figures come last: finds out first whether they can be written."""
-    if path.is_dir():
-        raise ValueError(f"--json: expected a file, {path} is a folder")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--json: expected a file that can be written, got {path}: check {folder}")
-
-
 def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[Sequence[Pack]]) -> int:
     from megagraph.demo.cpu import megatron_on_cpu
 
-    console = Console()
+    console = Console(quiet=rank() != 0)
     quiet_megatron()
     # Read by cuBLAS when it starts; deterministic algorithms need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -158,17 +158,24 @@ def _run(
         eager, graphed = Trainer(shape), Trainer(shape)
         if not on_gpu:
             console.print("No GPU: the host backend stands in for graphs. It shows the bits, not the speed.")
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with Progress(console=Console(stderr=True), transient=True, disable=rank() != 0) as progress:
             task = progress.add_task("training twice", total=options.steps)
             agreement = compare_steps(eager, graphed, steps[: options.steps], lambda: progress.advance(task))
-        report = megatron.reports()[-1]
+        report = {**megatron.reports()[-1], "model": "GPTModel"}  # the second, the graphed one
         times = _times(eager, graphed, steps[options.steps :]) if on_gpu else None
     finally:
         megatron.uninstall()
     _show(console, agreement, report, times)
-    if options.json is not None:
-        _result(agreement, report, times).write(options.json)
-    return 0 if agreement.bitwise_equal else 1
+    if options.json is not None and rank() == 0:
+        write_report([report], options.json, **_comparison(agreement, times), **_facts())
+    if not agreement.bitwise_equal:
+        return ExitCode.BITS_DIFFER
+    if report["replays"] == 0:
+        why = _why_nothing_replayed(report, config, agreement.steps)
+        console.print(f"Nothing was replayed: {why}", style="bold red", markup=False)
+        return ExitCode.NOTHING_REPLAYED
+    console.print(f"bit-equal: every loss and every parameter's gradient, {agreement.steps} steps")
+    return ExitCode.FINE
 
 
 def _times(
@@ -188,12 +195,25 @@ def _show(
     )
     if times is not None:
         console.print(_time_table(times, report))
-    if agreement.bitwise_equal:
-        console.print(f"bit-equal: every loss and every parameter's gradient, {agreement.steps} steps")
-    else:
-        console.print("NOT bit-equal:", style="bold red")
+    if not agreement.bitwise_equal:
+        every_rank = Console()
+        every_rank.print(f"{f'rank {rank()}: ' if rank() else ''}NOT bit-equal:", style="bold red")
         for difference in agreement.differences:
-            console.print(f"  {difference}", markup=False)
+            every_rank.print(f"  {difference}", markup=False)
+
+
+def _why_nothing_replayed(report: dict[str, Any], config: GraphConfig, steps: int) -> str:
+    """What kept most calls eager, and what to change."""
+    warm_up = config.cuda_graph_warmup_steps
+    if steps <= warm_up:
+        return f"the run ended in its warm-up. Give more --steps ({steps}) than --warmup-steps ({warm_up})."
+    counts = {reason: count for reason, count in report["eager"].items() if reason != "WARMING_UP"}
+    reason = max(counts, key=lambda name: counts[name], default="WARMING_UP")
+    if reason == "TOO_MANY_SEQUENCES":
+        return "packs hold more documents than --max-packed-seqs. Raise it, or leave it out."
+    if report["failures"]:
+        return f"{reason}. The row 'stays eager' of the table says what was found."
+    return f"{reason}. 'Reading the report' in the README says what to do about each reason."
 
 
 def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> Table:
@@ -210,34 +230,31 @@ def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> T
     return table
 
 
-def _result(
-    agreement: Agreement, report: dict[str, Any], times: tuple[StepTimes, StepTimes] | None
-) -> results.Result:
-    figures = [
-        results.Figure(name="capture", value=report["capture_seconds"], unit="s"),
-        results.Figure(name="loss of the last step", value=agreement.losses[-1], unit="nats"),
-    ]
-    if report["padding_share"] is not None:
-        figures.append(results.Figure(name="padding share", value=report["padding_share"], unit="1"))
-    if times is not None:
-        eager, graphed = times
-        figures.append(
-            results.Figure(
-                name="forward and backward of a step, median",
-                value=graphed.median_ms,
-                unit="ms",
-                rival="eager",
-                rival_value=eager.median_ms,
-            )
-        )
-    return results.Result(
-        environment=results.describe_environment(),
-        figures=tuple(figures),
-        comparison=results.Comparison(
-            bitwise_equal=agreement.bitwise_equal,
-            steps=agreement.steps,
-            calls=report["calls"],
-            replays=report["replays"],
-            eager=report["eager"],
-        ),
-    )
+def _comparison(agreement: Agreement, times: tuple[StepTimes, StepTimes] | None) -> dict[str, Any]:
+    """What the file holds beside the report. A loss that is not finite is null: JSON has no word for it."""
+    return {
+        "bitwise_equal": agreement.bitwise_equal,
+        "differences": agreement.differences,
+        "steps": agreement.steps,
+        "losses": [loss if math.isfinite(loss) else None for loss in agreement.losses],
+        "times": None if times is None else dict(zip(("eager", "graphed"), map(asdict, times), strict=True)),
+    }
+
+
+def _facts() -> dict[str, Any]:
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+    }
+    for name in ("megagraph", "megatron-core", "transformer-engine"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    on_gpu = torch.cuda.is_available()
+    return {
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "command": shlex.join(["megagraph", *sys.argv[1:]]),
+    }

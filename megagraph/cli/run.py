@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megagraph.config import GraphConfig
-from megagraph.report import report_table
+from megagraph.log import rank
+from megagraph.report import check_target, report_table
 
 __all__ = ["add_parser"]
 
@@ -35,7 +36,10 @@ def _prepare(options: argparse.Namespace) -> Callable[[], int]:
     if not options.script.is_file():
         raise FileNotFoundError(f"expected a script, {options.script} is no file")
     base = GraphConfig.from_toml(options.config) if options.config is not None else None
-    return partial(_run, options.script, options.arguments, GraphConfig.from_env(base=base))
+    config = GraphConfig.from_env(base=base)
+    if config.mode != "off":  # which writes none
+        check_target("report", config.report)
+    return partial(_run, options.script, options.arguments, config)
 
 
 def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
@@ -47,31 +51,21 @@ def _run(script: Path, arguments: list[str], config: GraphConfig) -> int:
     sys.argv = [str(script), *arguments]
     # Before what is there, which processes that the script starts may need to find this package.
     sys.path.insert(0, str(script.resolve().parent))
-    has_ended_well = False
     try:
         runpy.run_path(str(script), run_name="__main__")
-        has_ended_well = True
     finally:
         sys.argv, sys.path[:] = outer
         reports = megatron.reports()
-        if reports:
+        if reports and rank() == 0:
             Console(stderr=True).print(report_table(reports))
-        try:
-            megatron.uninstall()
-        except OSError as error:
-            if has_ended_well:
-                raise
-            # What ended the script matters more.
-            Console(stderr=True).print(f"megagraph run: report not written: {error}", markup=False)
+        megatron.uninstall()
     return 0
 
 
 def _log_to_stderr() -> None:
     """Shows the plugin's own messages, unless the application has set logging up itself."""
     logger = logging.getLogger("megagraph")
-    if not logging.getLogger().handlers and not any(
-        not isinstance(handler, logging.NullHandler) for handler in logger.handlers
-    ):
+    if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("megagraph: %(message)s"))
         logger.addHandler(handler)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One line of the log for each interval of training steps: what was replayed, and why the rest was not."""
 
-import logging
-import os
 import weakref
 from collections.abc import Iterable, Mapping
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 
 __all__ = ["IntervalLog"]
-
-_log = logging.getLogger("megagraph")
 
 
 class IntervalLog:
@@ -29,7 +26,7 @@ class IntervalLog:
 
     def after_training_step(self, models: Iterable[ModelGraphs]) -> None:
         """Counts a step of each model, and writes the lines that are due."""
-        if self._interval == 0 or int(os.environ.get("RANK", "0")) != 0:
+        if self._interval == 0:
             return
         for graphs in models:
             steps, before = self._seen.get(graphs, (0, {}))
@@ -37,7 +34,7 @@ class IntervalLog:
             if steps % self._interval == 0:
                 now = graphs.counters()
                 since = {name: count - before.get(name, 0) for name, count in now.items()}
-                _log.info("steps %d-%d: %s: %s", steps - self._interval + 1, steps, graphs.name, _line(since))
+                log.info("steps %d-%d: %s: %s", steps - self._interval + 1, steps, graphs.name, _line(since))
                 before = now
             self._seen[graphs] = steps, before
 

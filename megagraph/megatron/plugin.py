@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
+from megagraph.log import about, subject
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -64,6 +66,7 @@ class Plugin:
         # Looks a model's graphs up by its block's id; no function of ours, for it runs in each call.
         self.graphs_of_block = self._of_block.get
         self._is_suspended = False
+        self._num_named: Counter[str] = Counter()  # models of each class so far
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
@@ -91,7 +94,9 @@ class Plugin:
     def _add(self, model: nn.Module) -> ModelGraphs:
         ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
-        graphs = ModelGraphs(model, ddp, self.config, progress)
+        name = self._name(model)
+        with about(name):
+            graphs = ModelGraphs(model, ddp, self.config, progress, name)
         if self._is_suspended:
             graphs.suspend()
         _put_weakly(self._graphs, model, graphs)
@@ -100,6 +105,12 @@ class Plugin:
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self._step_graphs.add(graphs)
         return graphs
+
+    def _name(self, model: nn.Module) -> str:
+        """The model's class; for further models of that class with a number, in order of first forward."""
+        kind = type(model).__name__
+        self._num_named[kind] += 1
+        return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
 
     def _retire(self) -> None:
         """Of models that are gone the graphs go and the figures stay.
@@ -144,8 +155,9 @@ class Plugin:
             self._step_models, self._step_graphs = models, set(inside)
             try:
                 for graphs in inside:
-                    graphs.look_for_ddp(models)
-                    graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+                    with about(graphs.name):
+                        graphs.look_for_ddp(models)
+                        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
                 for graphs in ran:
@@ -186,7 +198,11 @@ class Plugin:
             graphs.at_bare_call()
             return False
         self._retire()
-        graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
+        try:
+            graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+        finally:
+            subject.reset(model)
         return True
 
     def suspend(self) -> None:

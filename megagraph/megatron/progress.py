@@ -6,12 +6,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from megagraph.bank.bank import Progress
+from megagraph.log import rank
 
 __all__ = ["capture_progress"]
 
 
 def capture_progress() -> Progress:
-    """A display for `Bank.capture()`, on standard error; silent where that is no terminal."""
+    """A display for `Bank.capture()`, on standard error; only of rank 0, and only on a terminal."""
     console = Console(stderr=True)
     state: dict[str, tuple[Bar, TaskID]] = {}
 
@@ -25,7 +26,7 @@ def capture_progress() -> Progress:
                 TextColumn("{task.description}"),
                 console=console,
                 transient=True,
-                disable=not console.is_terminal,
+                disable=not console.is_terminal or rank() != 0,
             )
             bar.start()
             state["bar"] = bar, bar.add_task(label, total=total)

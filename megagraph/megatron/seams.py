@@ -7,10 +7,13 @@ then, not in the middle of a run.
 
 import importlib
 import inspect
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor, nn
+
+from megagraph.log import log
 
 __all__ = [
     "ATTENTION_ROPE",
@@ -24,9 +27,8 @@ __all__ = [
     "SUPPORTED",
     "Seam",
     "check_core",
+    "handed_to_hybrid_stack",
 ]
-
-_log = logging.getLogger("megagraph")
 
 # Releases that the tests run against. Others are tried, with a warning.
 SUPPORTED = ("0.16.1", "0.19.2")
@@ -155,7 +157,7 @@ def check_core() -> str:
         Its version.
 
     Raises:
-        RuntimeError: if megatron-core is absent, or a seam does not fit, naming each.
+        RuntimeError: where megatron-core is absent, or a seam does not fit, naming each.
     """
     try:
         version = str(importlib.import_module("megatron.core").__version__)
@@ -176,7 +178,41 @@ def check_core() -> str:
             + "; ".join(problems)
         )
     if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
-        _log.warning(
-            "megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED)
-        )
+        log.warning("megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED))
     return version
+
+
+class _Handed(Exception):
+    """Carries what a model hands to its decoder out of the model's forward."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def _hand_back(**arguments: Any) -> None:
+    raise _Handed(arguments)
+
+
+def handed_to_hybrid_stack(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
+    """What a HybridModel hands to its stack for a pack, less the pack, its mask and the hidden states.
+
+    HybridModel has no `_preprocess`, so its own forward runs as far as the decoder, in place of which a
+    function stands for so long. Runs no layer and reads no values of the hidden states.
+
+    Args:
+        model: the HybridModel.
+        params: the pack.
+        hidden_states: [T, 1, H], given as the decoder's input.
+    """
+    forward = inspect.unwrap(HYBRID_FORWARD.function())
+    model.__dict__["decoder"] = _hand_back  # found before the registered module
+    try:
+        forward(model, None, None, None, decoder_input=hidden_states, packed_seq_params=params)
+    except _Handed as handed:
+        given = {"hidden_states", "attention_mask", "packed_seq_params"}
+        found = handed.arguments.items()
+        return {name: value for name, value in found if name not in given and value is not None}
+    finally:
+        del model.__dict__["decoder"]
+    raise AssertionError("HybridModel.forward did not call its decoder")

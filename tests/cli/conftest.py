@@ -11,6 +11,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 
 import pytest
 import torch
+from run_scripts import TOML
 
 from megagraph.cli import main
 from megagraph.megatron.patch.installation import uninstall
@@ -72,6 +73,31 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / "docs.jsonl"
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         path.write_bytes(b"".join(line + b"\n" for line in lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a script into a folder of its own."""
+
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / "scripts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a config file."""
+
+    def write(text: str = TOML, report: Path | None = None) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text + (f'report = "{report}"\n' if report else ""))
         return path
 
     return write

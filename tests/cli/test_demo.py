@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from megagraph.cli import demo as demo_module
+from megagraph.cli import main
+from megagraph.cli.exit_code import ExitCode
 from megagraph.demo.packers import PACKERS, Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.results import Comparison, Result
+from megagraph.report import read_report
 
 pytestmark = pytest.mark.megatron
 
@@ -48,12 +51,29 @@ def source(kind: str, folder: Path) -> list[str]:
     return ["--data", str(path), "--column", column]
 
 
-def compared(path: Path) -> Comparison:
-    """The comparison of a result in the common format, whose calls are all accounted for."""
-    comparison = Result.read(path).comparison
-    assert comparison is not None
-    assert comparison.calls == comparison.replays + sum(comparison.eager.values())
-    return comparison
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What a file of the demo says."""
+
+    bitwise_equal: bool
+    steps: int
+    calls: int
+    replays: int
+    eager: dict[str, int]
+
+
+def compared(path: Path) -> Compared:
+    """The comparison in a file of the demo, whose calls are all accounted for."""
+    document, (model,) = json.loads(path.read_text()), read_report(path)
+    assert model["calls"] == model["replays"] + sum(model["eager"].values())
+    assert len(document["losses"]) == document["steps"]
+    return Compared(
+        bitwise_equal=document["bitwise_equal"],
+        steps=document["steps"],
+        calls=model["calls"],
+        replays=model["replays"],
+        eager=model["eager"],
+    )
 
 
 @pytest.fixture
@@ -124,9 +144,72 @@ def test_the_same_command_reports_the_same_but_for_time(demo: Callable[..., int]
     options, read = source(".jsonl, text", tmp_path), []
     for name in ("one.json", "two.json"):
         assert demo(*options, "--max-packed-seqs", "8", "--json", tmp_path / name) == 0
-        result = Result.read(tmp_path / name)
-        read.append((result.comparison, [f.value for f in result.figures if f.unit not in ("s", "ms")]))
+        document = json.loads((tmp_path / name).read_text())
+        del document["times"], document["models"][0]["capture_seconds"]
+        read.append(document)
     assert read[0] == read[1]
+
+
+def test_the_file_of_the_demo_is_a_report_with_its_losses_and_where_it_ran(
+    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`megagraph report` could not read what `megagraph demo --json` wrote."""
+    result = tmp_path / "result.json"
+    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
+    capsys.readouterr()
+    assert main(["report", str(result)]) == 0
+    assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
+    document = json.loads(result.read_text())
+    assert document["bitwise_equal"] is True and document["differences"] == []
+    assert [type(loss) for loss in document["losses"]] == [float] * STEPS
+    assert document["versions"]["torch"] == str(torch.__version__)
+    assert document["versions"]["megatron-core"] and document["device"]
+    assert document["command"].startswith("megagraph ")
+
+
+# -- when nothing is replayed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [("3", "3"), ("4", "100")])
+def test_a_run_that_ends_in_its_warm_up_ends_with_3_and_says_what_to_change(
+    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warm_up: str
+) -> None:
+    """It printed 'bit-equal' and ended with 0, although no graph had run."""
+    result = tmp_path / "result.json"
+    arguments = [*source("folder", tmp_path), "--json", result]
+    assert demo(*arguments, steps=steps, warmup_steps=warm_up) == ExitCode.NOTHING_REPLAYED == 3
+    out = capsys.readouterr().out
+    assert (
+        "Nothing was replayed: the run ended in its warm-up. "
+        f"Give more --steps ({steps}) than --warmup-steps ({warm_up})." in out
+    )
+    assert "bit-equal" not in out
+    assert compared(result).replays == 0
+
+
+def test_packs_that_fit_no_capacity_end_with_3_and_name_the_option(
+    demo: Callable[..., int], jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It printed 'bit-equal' and ended with 0, although no graph had run."""
+    assert demo("--data", jsonl(*[{"length": 8}] * 8), "--max-packed-seqs", "2") == 3
+    out = capsys.readouterr().out
+    assert "Nothing was replayed: packs hold more documents than --max-packed-seqs. Raise it" in out
+
+
+def test_a_crash_has_an_exit_code_of_its_own(
+    demo: Callable[..., int],
+    second_trainer: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Any traceback ended with 1, which says that bits differ."""
+
+    def fail(trainer: Trainer) -> None:
+        raise RuntimeError("out of luck")
+
+    second_trainer(fail)
+    assert demo(*source("folder", tmp_path)) == ExitCode.CRASHED == 70
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
 
 
 def test_it_prints_the_counts_the_loss_and_that_the_bits_are_equal(
@@ -150,9 +233,7 @@ def test_without_a_gpu_it_says_so_and_records_no_speed(
     out = capsys.readouterr().out
     assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
     assert "forward and backward" not in out
-    figures = Result.read(result).figures
-    assert [figure.name for figure in figures] == ["capture", "loss of the last step", "padding share"]
-    assert all(figure.rival is None and figure.bar is None for figure in figures)
+    assert json.loads(result.read_text())["times"] is None
 
 
 # -- a bit that differs --------------------------------------------------------------------------
@@ -242,8 +323,7 @@ def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
             assert demo(*arguments, steps="2") == 0
         else:
             second_trainer(fail)
-            with pytest.raises(RuntimeError, match="out of luck"):
-                demo(*arguments, steps="2")
+            assert demo(*arguments, steps="2") == ExitCode.CRASHED
         assert torch.are_deterministic_algorithms_enabled() is outer
     finally:
         torch.use_deterministic_algorithms(flag)

@@ -278,4 +278,4 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
         for one in wanted:
             assert_same(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
-    assert "HybridModel stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text
+    assert "HybridModel: stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text

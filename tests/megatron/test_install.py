@@ -2,11 +2,15 @@
 """Installing and uninstalling: what is patched, what is put back, what is refused."""
 
 import gc
+import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +132,90 @@ def test_without_options_the_environment_decides(monkeypatch: pytest.MonkeyPatch
     megagraph.install()
     installed = installed_plugin()
     assert installed is not None and installed.config.mode == "eager"
+
+
+def test_a_path_is_read_as_toml_and_variables_go_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`install("c.toml")` was an AttributeError: 'str' object has no attribute 'mode'."""
+    path = tmp_path / "c.toml"
+    path.write_text("[megagraph]\nmode = 'eager'\ncuda_graph_warmup_steps = 7\n")
+    monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS", "9")
+    for given in (path, str(path)):
+        megagraph.install(given)
+        installed = installed_plugin()
+        assert installed is not None
+        assert (installed.config.mode, installed.config.cuda_graph_warmup_steps) == ("eager", 9)
+        megagraph.uninstall()
+
+
+def test_what_is_no_config_is_refused_with_what_to_write() -> None:
+    """`install({...})` was an AttributeError."""
+    given: Any = {"mode": "eager"}
+    with pytest.raises(TypeError, match=r"expected megagraph\.GraphConfig\(\.\.\.\), .* got dict {'mode': "):
+        megagraph.install(given)
+    assert installed_plugin() is None
+
+
+@pytest.mark.parametrize("target", [".", "file/report.json", "file"])
+def test_a_bad_report_path_is_found_when_installing(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`report = "."` was found when the training was over."""
+    (tmp_path / "file").write_text("an older report")
+    before, files = _held(), sorted(tmp_path.rglob("*"))
+    if target == "file":
+        megagraph.install(graph_config(report=tmp_path / target))
+    else:
+        with pytest.raises(ValueError, match=r"^report: expected a file"):
+            megagraph.install(graph_config(report=tmp_path / target))
+        assert _held() == before
+        monkeypatch.setenv("RANK", "1")  # which writes none
+        megagraph.install(graph_config(report=tmp_path / target))
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_script_that_installs_leaves_a_report_and_ends_well_without_one(tmp_path: Path) -> None:
+    """The documentation said that such a script leaves no file; one that could not be written was lost."""
+    script = (
+        "import os, pathlib, sys, megagraph\n"
+        "megagraph.install(megagraph.GraphConfig(report='reports/r.json'))\n"
+        "os.chdir('/')\n"
+        "if 'fail' in sys.argv: pathlib.Path(sys.argv[1], 'reports').touch()\n"
+    )
+    for arguments in ([str(tmp_path)], [str(tmp_path), "fail"]):
+        if arguments[1:]:
+            shutil.rmtree(tmp_path / "reports")
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        if arguments[1:]:
+            said = done.stderr.partition("megagraph: the report could not be written to ")[2]
+            assert said.startswith(f"{tmp_path}/reports/r.json (")
+            assert json.loads(said.partition("\n")[2]) == {"models": []}
+        else:
+            assert json.loads((tmp_path / "reports" / "r.json").read_text()) == {"models": []}
+
+
+def test_models_of_one_class_are_told_apart(
+    install: Callable[..., GraphConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An actor and its reference were both called GPTModel."""
+    install()
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        trainers = [Trainer(OPTIONS), Trainer(OPTIONS)]
+        for _ in range(2):
+            for trainer in reversed(trainers):
+                step(trainer, [Micro(lengths=(9, 20))])
+    assert [report["model"] for report in megagraph.reports()] == ["GPTModel", "GPTModel #2"]
+    captured = [line.partition(" captured ")[0] for line in caplog.messages if " captured " in line]
+    assert captured == ["GPTModel:", "GPTModel #2:"]
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)

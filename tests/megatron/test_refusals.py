@@ -90,6 +90,7 @@ def test_full_recompute_is_a_reason_of_its_own(trainer: Trainer, monkeypatch: py
 
 
 def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    """The report's failures were empty for a model that was refused."""
     recompute = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -104,8 +105,11 @@ def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytes
             evaluate(plain, [ONE])
     reports = megagraph.reports()
     assert reports[0]["eager"] == {"RECOMPUTING": 3 * LAYERS}
+    (failure,) = reports[0]["failures"]
+    assert failure.startswith("GPTModel stays eager (RECOMPUTING): full recompute")
+    assert reports[1]["failures"] == []
     assert reports[1]["replays"] == 2 * LAYERS
-    assert "GPTModel stays eager (RECOMPUTING): full recompute" in caplog.text
+    assert "GPTModel: stays eager (RECOMPUTING): full recompute" in caplog.text
 
 
 def test_a_mixture_of_experts_trains_eager_under_its_reason(

@@ -5,7 +5,6 @@ Does not decide which micro-batch replays, nor when to capture.
 """
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
@@ -31,8 +31,6 @@ from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
 from megagraph.megatron.watch.layers import LayerWatch
 
 __all__ = ["BlockBank"]
-
-_log = logging.getLogger("megagraph")
 
 Key = tuple[Capacity, Kind]
 
@@ -75,6 +73,7 @@ class BlockBank:
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
         self.failures: list[str] = []
+        self._last_holders = ""
         self._watch = LayerWatch(self._specs)
         self._set_ddp(ddp)
         self._bank, self._chain = self._new_bank()
@@ -140,8 +139,10 @@ class BlockBank:
 
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
-        if holders := self._chain.holders():
-            _log.warning("capture waits: %s", holders)
+        holders = self._chain.holders()
+        if holders and holders != self._last_holders:  # once, and not in each step
+            log.warning("capture waits: %s", holders)
+        self._last_holders = holders
         return not holders
 
     def has_memory(self, *, grad: bool) -> bool:
@@ -187,11 +188,11 @@ class BlockBank:
             self._bank.capture({self._chain: variants}, self._progress)
             self._agree_on_variants()
         except GroupGaveUp as error:
-            _log.warning("%s; training goes on eager", error)
+            log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
             return False
         except Exception as error:
-            _log.exception("capture failed; training goes on eager")
+            log.exception("capture failed; training goes on eager")
             self._peers.exchange([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return False
@@ -200,7 +201,7 @@ class BlockBank:
         self._watch.expect_memory(grad=any(variant.training for variant in variants))
         self._take_note_of_variants()
         shapes = "; ".join(str(capacity) for capacity in capacities)
-        _log.info(
+        log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
         )
         return True
@@ -210,7 +211,7 @@ class BlockBank:
         self._watch.expect_modules(self._find_ineligible())
         for index, (reason, what) in self._ineligible_in_group().items():
             sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
-            _log.warning(sentence)
+            log.warning(sentence)
             self.failures.append(sentence)
             self._chain.keep_eager(index, reason)
         listen(self._chain, self._ddp(), self._layers())

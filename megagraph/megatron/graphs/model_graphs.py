@@ -5,7 +5,6 @@ Patches nothing; the seams call it.
 """
 
 import dataclasses
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from megagraph.decide.dispatch import PackShape, decide
 from megagraph.decide.due import DueKinds
 from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
@@ -28,8 +28,6 @@ from megagraph.megatron.scopes.layer import LayerLoop
 from megagraph.packs.packing import PackForm, pack_shape
 
 __all__ = ["ModelGraphs"]
-
-_log = logging.getLogger("megagraph")
 
 _NO_PACK_METADATA, _WARMING_UP = EagerReason.NO_PACK_METADATA, EagerReason.WARMING_UP
 # Reasons of micro-batches whose kind is to be captured although they ran as they were given.
@@ -44,15 +42,21 @@ class ModelGraphs:
         ddp: Megatron's DDP around it, or None.
         config: the plugin's options.
         progress: shown while capturing.
+        name: for the log and the report; by default the model's class.
     """
 
     def __init__(
-        self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, progress: Progress | None
+        self,
+        model: nn.Module,
+        ddp: nn.Module | None,
+        config: GraphConfig,
+        progress: Progress | None,
+        name: str = "",
     ) -> None:
         check_graph_options(model.config)
         self._config = config
         self._capacities = config.all_capacities()
-        self.name = type(model).__name__
+        self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.peers = Peers(model)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
@@ -74,9 +78,12 @@ class ModelGraphs:
         self.running: MicroBatch | EagerReason | None = None
 
     def _refuse(self, refusal: Refusal | None) -> None:
+        """Keeps the whole model eager, and says so in the log and in the report."""
         self._refusal = refusal
         if refusal is not None:
-            _log.warning("%s stays eager (%s): %s", self.name, refusal.reason.name, refusal.sentence)
+            sentence = f"stays eager ({refusal.reason.name}): {refusal.sentence}"
+            log.warning(sentence)
+            self.block.failures.append(f"{self.name} {sentence}")
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -216,7 +223,7 @@ class ModelGraphs:
             self._kinds.reopen(self.block.kinds_without_current_graphs())
         due = self._due() if self._kinds.due else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
-            _log.warning("capture waits: ranks of the group want different graphs")
+            log.warning("capture waits: ranks of the group want different graphs")
         elif due:
             self._capture(due)
 
@@ -247,7 +254,7 @@ class ModelGraphs:
     def _learn(self) -> None:
         self._capacities = learn_capacities(self._observed, self._tail.extra_seqs)
         counts = ",".join(str(capacity.num_seqs) for capacity in self._capacities)
-        _log.info(
+        log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
             len(self._observed),

@@ -3,8 +3,8 @@
 
 import atexit
 import functools
-import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch
 
 from megagraph import _C
 from megagraph.config import GraphConfig
+from megagraph.log import log, rank
 from megagraph.megatron import seams
 from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
-from megagraph.report import write_report
+from megagraph.report import check_target, report_text, write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
-
-_log = logging.getLogger("megagraph")
 
 
 class _Installation:
@@ -29,7 +28,8 @@ class _Installation:
 
     def __init__(self, plugin: Plugin) -> None:
         self.plugin = plugin
-        self._config = plugin.config
+        # As seen from the folder that `install()` was called in.
+        self._report = None if plugin.config.report is None else plugin.config.report.absolute()
         self._originals: list[tuple[seams.Seam, Any]] = []
         wrappers = ForwardWrappers(plugin)
         for schedule in seams.SCHEDULES:
@@ -60,30 +60,39 @@ class _Installation:
             self.plugin.release()
 
     def _write_report(self) -> None:
-        path = self._config.report
-        if path is not None and int(os.environ.get("RANK", "0")) == 0:
-            write_report(self.plugin.reports(), path)
+        """Of several ranks, rank 0 writes. A run that is over does not fail for its report."""
+        if self._report is None or rank() != 0:
+            return
+        reports = self.plugin.reports()
+        try:
+            write_report(reports, self._report)
+        except OSError as error:
+            log.error("the report could not be written to %s (%s); it follows", self._report, error)
+            sys.stderr.write(report_text(reports))
 
 
 _installation: _Installation | None = None
 
 
-def install(config: GraphConfig | None = None) -> None:
+def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     """Makes Megatron's packed training replay graphs.
 
     Call it once, before the first step; models may exist already. Nothing is captured here.
 
     Args:
-        config: the options; by default those of the MEGAGRAPH_* variables.
+        config: the options, or the path of a TOML file with them, over which MEGAGRAPH_* variables go; by
+            default the variables alone.
 
     Raises:
+        TypeError: if `config` is anything else.
+        ValueError: if an option is not what it should be, or its report cannot be written.
         RuntimeError: if the plugin is installed already, megatron-core is absent or does not fit, or
             the machine has a GPU and this build no CUDA part.
     """
     global _installation
     if _installation is not None:
         raise RuntimeError("megagraph is installed already; uninstall() first to change its options")
-    config = GraphConfig.from_env() if config is None else config
+    config = _as_config(config)
     if torch.cuda.is_available() and not _C.WITH_CUDA:
         raise RuntimeError(
             "this machine has a GPU, but megagraph was built without a CUDA compiler: install the CUDA "
@@ -93,14 +102,29 @@ def install(config: GraphConfig | None = None) -> None:
     version = seams.check_core()
     if config.mode == "off":
         return
+    check_target("report", config.report)
     _installation = _Installation(Plugin(config, capture_progress if config.progress else None))
-    _log.info("installed in megatron-core %s, mode %s", version, config.mode)
+    log.info("installed in megatron-core %s, mode %s", version, config.mode)
+
+
+def _as_config(given: object) -> GraphConfig:
+    if isinstance(given, GraphConfig):
+        return given
+    if given is None:
+        return GraphConfig.from_env()
+    if isinstance(given, str | os.PathLike):
+        return GraphConfig.from_env(base=GraphConfig.from_toml(given))
+    raise TypeError(
+        "install(): expected megagraph.GraphConfig(...), the path of a TOML file, or nothing, "
+        f"got {type(given).__name__} {given!r}"
+    )
 
 
 def uninstall() -> None:
     """Restores every function of Megatron by identity, writes the report, drops all graphs.
 
-    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes.
+    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes; a report that cannot
+    be written is logged, and printed to standard error instead.
     """
     global _installation
     if _installation is not None:

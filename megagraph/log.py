@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log, spoken by rank 0: other ranks keep to warnings, which carry their rank.
+
+Configures nothing: the lines go to the logger `megagraph`, and where nobody set up logging Python shows its
+warnings on standard error.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, MutableMapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+__all__ = ["about", "log", "rank", "subject"]
+
+# The model whose turn it is, for the log; `about()` sets it.
+subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
+_last_rank = 0
+
+
+def rank() -> int:
+    """This process's rank: `RANK`, else torch.distributed's, also after its groups are gone; else 0."""
+    global _last_rank
+    variable = os.environ.get("RANK", "")
+    if variable.isdecimal():
+        return int(variable)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        _last_rank = torch.distributed.get_rank()
+    return _last_rank
+
+
+@contextlib.contextmanager
+def about(model: str) -> Iterator[None]:
+    """Inside, every line of the log begins with the model's name."""
+    token = subject.set(model)
+    try:
+        yield
+    finally:
+        subject.reset(token)
+
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # takes no parameter at run time before Python 3.11
+
+
+class _RankLog(_Adapter):
+    """Drops what other ranks than 0 say below a warning, and labels the rest."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return (level >= logging.WARNING or rank() == 0) and super().isEnabledFor(level)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        # Python's handler of last resort shows the message alone.
+        name = "" if self.logger.hasHandlers() else "megagraph: "
+        label = f"[rank {rank()}] " if rank() else ""
+        model = f"{subject.get()}: " if subject.get() else ""
+        return f"{name}{label}{model}{msg}", kwargs
+
+
+log = _RankLog(logging.getLogger("megagraph"), {})

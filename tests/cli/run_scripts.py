@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts and a config file as users of `megagraph run` write them."""
+
+# Says what it sees to the file next to it.
+WITNESS = """
+import json, sys
+from pathlib import Path
+from megagraph.megatron.patch.installation import installed_plugin
+config = installed_plugin().config if installed_plugin() else None
+Path(__file__).with_name("seen.json").write_text(json.dumps({
+    "argv": sys.argv, "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(),
+    "config": None if config is None else {
+        "mode": config.mode, "warmup": config.cuda_graph_warmup_steps, "poison": config.poison,
+        "capacities": [[c.tokens, c.num_seqs] for c in config.all_capacities()],
+    },
+}))
+"""
+
+# As a user writes it: knows of megagraph only the attention for packs, which comes with the spec.
+TRAINING = """
+import sys
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
+from megagraph.demo.documents import Document
+from megagraph.demo.packers import stream_packs
+from megagraph.demo.cpu import megatron_on_cpu
+
+def train(steps):
+    documents = [Document(name=str(n), tokens=torch.arange(n % 20 + 5) % 64) for n in range(60)]
+    packs = stream_packs(documents, 64, 6)
+    shape = ModelOptions(
+        layers=2, hidden=32, heads=2, vocab=64, max_tokens=64, bf16=torch.cuda.is_available()
+    )
+    with megatron_on_cpu(), process_groups():
+        trainer = Trainer(shape)
+        for _ in range(steps):
+            print("loss", float(trainer.forward_backward([next(packs)])[0]))
+            trainer.update()
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]))
+    exec(sys.argv[2])
+"""
+
+TOML = """
+[megagraph]
+cuda_graph_max_packed_seqs = [6]
+max_seqlen_per_dp_cp_rank = 64
+cuda_graph_warmup_steps = 1
+progress = false
+"""
