@@ -3,6 +3,7 @@
 
 import argparse
 import itertools
+import json
 import logging
 import os
 import warnings
@@ -16,7 +17,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megagraph import results
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import Document, DocumentError, load_documents
@@ -167,7 +167,9 @@ def _run(
         megatron.uninstall()
     _show(console, agreement, report, times)
     if options.json is not None:
-        _result(agreement, report, times).write(options.json)
+        text = json.dumps(_result(agreement, report, times), indent=2)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text + "\n", encoding="utf-8")
     return 0 if agreement.bitwise_equal else 1
 
 
@@ -212,32 +214,24 @@ def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> T
 
 def _result(
     agreement: Agreement, report: dict[str, Any], times: tuple[StepTimes, StepTimes] | None
-) -> results.Result:
-    figures = [
-        results.Figure(name="capture", value=report["capture_seconds"], unit="s"),
-        results.Figure(name="loss of the last step", value=agreement.losses[-1], unit="nats"),
+) -> dict[str, Any]:
+    """Figures and comparison, with the keys of the benchmarks' results."""
+    figures: list[dict[str, Any]] = [
+        {"name": "capture", "value": report["capture_seconds"], "unit": "s"},
+        {"name": "loss of the last step", "value": agreement.losses[-1], "unit": "nats"},
     ]
     if report["padding_share"] is not None:
-        figures.append(results.Figure(name="padding share", value=report["padding_share"], unit="1"))
+        figures.append({"name": "padding share", "value": report["padding_share"], "unit": "1"})
     if times is not None:
         eager, graphed = times
-        figures.append(
-            results.Figure(
-                name="forward and backward of a step, median",
-                value=graphed.median_ms,
-                unit="ms",
-                rival="eager",
-                rival_value=eager.median_ms,
-            )
-        )
-    return results.Result(
-        environment=results.describe_environment(),
-        figures=tuple(figures),
-        comparison=results.Comparison(
-            bitwise_equal=agreement.bitwise_equal,
-            steps=agreement.steps,
-            calls=report["calls"],
-            replays=report["replays"],
-            eager=report["eager"],
-        ),
-    )
+        name = "forward and backward of a step, median"
+        rival = {"rival": "eager", "rival_value": eager.median_ms}
+        figures.append({"name": name, "value": graphed.median_ms, "unit": "ms", **rival})
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": str(torch.__version__),
+        "figures": figures,
+        "bitwise_equal": agreement.bitwise_equal,
+        "steps": agreement.steps,
+        **{key: report[key] for key in ("calls", "replays", "eager")},
+    }

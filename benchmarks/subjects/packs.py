@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megagraph.demo.documents import Document, load_documents
 from megagraph.demo.lengths import lognormal_lengths
@@ -74,3 +75,44 @@ CASES = {
         Case(name="host-limited", model=_SMALL, max_packed_seqs=(8, 20), mean_length=256),
     )
 }
+
+
+def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
+    """Offsets of documents that fill `tokens` rows exactly, int32 [documents + 1]; the same at every call.
+
+    Args:
+        tokens: at least 16 for each document.
+        documents: at least 1, of lognormal lengths.
+        device: of the result.
+    """
+    mean = tokens // documents
+    lengths = lognormal_lengths(
+        documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7
+    )
+    ends = lengths.cumsum(0).double() / int(lengths.sum()) * tokens
+    offsets = torch.cat([torch.zeros(1, dtype=torch.float64), ends]).round().to(torch.int32)
+    assert int(offsets[-1]) == tokens and int(offsets.diff().min()) > 0, offsets
+    return offsets.to(device)
+
+
+def filled(pack: Pack, tokens: int) -> Pack:
+    """The pack with one more document that fills it up to `tokens`, or itself where it is full."""
+    missing = tokens - pack.num_tokens
+    if missing == 0:
+        return pack
+    further = torch.arange(missing) % 256
+    return Pack(
+        tokens=torch.cat([pack.tokens, further]),
+        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens.new_tensor([tokens])]),
+        max_seqlen=max(pack.max_seqlen, missing),
+    )
+
+
+def a_pack(tokens: int) -> Pack:
+    """Three documents that fill a pack."""
+    ends = [0, tokens // 2, tokens * 3 // 4, tokens]
+    return Pack(
+        tokens=torch.arange(tokens) % 256,
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        max_seqlen=tokens // 2,
+    )

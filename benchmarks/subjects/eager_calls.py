@@ -8,19 +8,19 @@ what is asked for here would be lost.
 
 import contextlib
 import functools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.compare import Answer, median_difference, spread
-from benchmarks.packs.cases import model_options
-from benchmarks.replay.time_rival_layers import TOKENS, a_pack, made_quickly
+from benchmarks.measuring.clocks import host_seconds
+from benchmarks.subjects.hosts import install
+from benchmarks.subjects.packs import a_pack, model_options
+from benchmarks.subjects.rival_layers import TOKENS, made_quickly
 from megagraph import megatron
-from megagraph.config import GraphConfig
 from megagraph.demo.packers import Pack, position_ids
 from megagraph.demo.trainer import Trainer, packed_seq_params
 
@@ -79,17 +79,17 @@ def idle_models() -> Iterator[None]:
     def return_input(self: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    GPTModel.forward, TransformerBlock.forward = call_block, return_input
-    try:
+    with (
+        mock.patch.object(GPTModel, "forward", call_block),
+        mock.patch.object(TransformerBlock, "forward", return_input),
+    ):
         yield
-    finally:
-        GPTModel.forward, TransformerBlock.forward = of_model, of_block
 
 
 class _TimedTrainer(Trainer):
     """Times rounds of calls of its model."""
 
-    times: list[float]
+    times_us: list[float]
     packed = True
 
     def call(self, pack: Pack, model: nn.Module) -> Tensor:
@@ -98,18 +98,18 @@ class _TimedTrainer(Trainer):
         hidden = torch.zeros(pack.num_tokens, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
         params = packed_seq_params(pack.cu_seqlens.to(self.device), pack.max_seqlen)
         given = params if self.packed else None
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            model(
-                input_ids=tokens,
-                position_ids=hidden,
-                attention_mask=None,
-                labels=tokens,
-                packed_seq_params=given,
-            )
-        self.times.append((time.perf_counter() - start) / CALLS)
+
+        def calls() -> None:
+            for _ in range(CALLS):
+                model(
+                    input_ids=tokens,
+                    position_ids=hidden,
+                    attention_mask=None,
+                    labels=tokens,
+                    packed_seq_params=given,
+                )
+
+        self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
         return positions.float()
 
     def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
@@ -122,17 +122,10 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _one_round(trainer: _TimedTrainer, case: _Case) -> list[float]:
-    trainer.times, trainer.packed = [], case.packed
+    trainer.times_us, trainer.packed = [], case.packed
     if case.mode != "off":
-        megatron.install(
-            GraphConfig(
-                mode=case.mode,
-                cuda_graph_max_packed_seqs=(case.num_seqs,),
-                max_seqlen_per_dp_cp_rank=TOKENS,
-                progress=False,
-                log_interval=0,
-            )
-        )
+        counts = (case.num_seqs,)
+        install(mode=case.mode, cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=TOKENS)
     try:
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
         with torch.no_grad():
@@ -146,25 +139,14 @@ def _one_round(trainer: _TimedTrainer, case: _Case) -> list[float]:
             raise RuntimeError(f"expected eager calls only, got {replays} replays")
     finally:
         megatron.uninstall()
-    return trainer.times[1:]
+    return trainer.times_us[1:]
 
 
-def answer_of(patched: Sequence[float], unpatched: Sequence[float]) -> Answer:
-    """Compares calls, those of one round beside those of the same round; seconds become microseconds."""
-    return {
-        "patched": spread(patched),
-        "unpatched": spread(unpatched),
-        "more": median_difference(patched, unpatched) * 1e6,
-        "samples": len(patched),
-    }
-
-
-def measure_calls() -> dict[str, Answer]:
-    """Host time of a call of a model that does nothing, by case, patched in turn with unpatched.
+def measure_calls() -> dict[str, dict[str, list[float]]]:
+    """Host times of a call of a model that does nothing, by case, in us.
 
     Returns:
-        For each of `CASES` the spreads `patched` and `unpatched` and the median of what a patched call
-        takes `more`, in us a call, and `samples` of each.
+        For each of `CASES` the samples `patched` and `unpatched`, those of one round at the same places.
     """
     trainer = made_quickly(_TimedTrainer, model_options(HIDDEN, layers=LAYERS, tokens=TOKENS))
     assert isinstance(trainer, _TimedTrainer)
@@ -175,4 +157,6 @@ def measure_calls() -> dict[str, Answer]:
             start = index % len(kinds)
             for kind in kinds[start:] + kinds[:start]:
                 times[kind] += _one_round(trainer, kind)
-    return {name: answer_of(times[case], times[case.unpatched]) for name, case in CASES.items()}
+    return {
+        name: {"patched": times[case], "unpatched": times[case.unpatched]} for name, case in CASES.items()
+    }

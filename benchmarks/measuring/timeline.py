@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for.
 
-`python -m benchmarks.measuring.read_timeline TRACE.json` prints the table of a trace that
-`named_phases()` was entered for. Of several steps in a trace the last one counts.
+Of a trace that `named_phases()` was entered for. Of several steps in a trace the last one counts.
 """
 
 import bisect
 import functools
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from benchmarks.measuring.publish import show
-from megagraph import results
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
@@ -132,28 +125,14 @@ class Timeline:
     def _graph_launches(self) -> list[float]:
         return sorted({work.launched for work in self.work if work.graph is not None})
 
-    def figures(self, *, wall_us: float) -> list[results.Figure]:
-        """The table as figures.
-
-        Args:
-            wall_us: of the same step without a profiler.
-        """
-
-        def figure(name: str, value: float) -> results.Figure:
-            return results.Figure(name=name, value=value, unit="us")
-
-        wall = results.Figure(
-            name="wall of the profiled step",
-            value=self.end - self.start,
-            unit="us",
-            rival="without the profiler",
-            rival_value=wall_us,
-        )
-        busy = [
-            figure("busy: graphs", self.busy_us() - self.eager_span_us()),
-            figure("busy: eager parts", self.eager_span_us()),
-        ]
-        return [wall, *busy, *(figure(f"idle: {name}", value) for name, value in self.idle_us().items())]
+    def rows_us(self) -> dict[str, float]:
+        """The table: the wall, what the device was busy with, and what it waited for."""
+        return {
+            "wall of the profiled step": self.end - self.start,
+            "busy: graphs": self.busy_us() - self.eager_span_us(),
+            "busy: eager parts": self.eager_span_us(),
+            **{f"idle: {name}": value for name, value in self.idle_us().items()},
+        }
 
 
 def _covered(work: Iterable[Work]) -> float:
@@ -216,8 +195,3 @@ def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -
         returned=launched if call is None else launched + _us(call["dur"]),
         graph=number if call is not None and "GraphLaunch" in call["name"] else None,
     )
-
-
-if __name__ == "__main__":
-    found = read_timeline(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    show("timeline", found.figures(wall_us=found.end - found.start))

@@ -2,10 +2,8 @@
 """Times callables: on the host while the launch queue has room, and on the GPU, its cache warm or cold."""
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,31 +14,44 @@ _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Repeated timings of one thing, in microseconds. The fastest says what is possible on a noisy host."""
-
-    median: float
-    fastest: float
-
-
-def _spread(times: list[float]) -> Spread:
-    return Spread(median=statistics.median(times), fastest=min(times))
-
-
-def host_us(call: Call, *, repeats: int = 50, warm_up: int = 5) -> Spread:
-    """Host time of `call`, which only enqueues. The device is idle before each call, so that no full
-    launch queue holds the host up."""
-    times = []
-    for index in range(warm_up + repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        elapsed = time.perf_counter() - start
-        if index >= warm_up:
-            times.append(elapsed * 1e6)
+def host_seconds(call: Call) -> float:
+    """Host time of `call`, which only enqueues; the device is idle before, so that no full launch queue
+    holds the host up."""
     torch.cuda.synchronize()
-    return _spread(times)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def host_us(call: Call, *, repeats: int = 50, warm_up: int = 5) -> list[float]:
+    """`host_seconds()` of each of `repeats` calls, in microseconds."""
+    times = [host_seconds(call) * 1e6 for _ in range(warm_up + repeats)]
+    torch.cuda.synchronize()
+    return times[warm_up:]
+
+
+def wall_ms(call: Call) -> float:
+    """Time until `call` has returned and the device, idle before, has done it all."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def phases_us(
+    sample: Callable[[], dict[str, float]], *, repeats: int, warm_up: int = 5, divisor: float = 1
+) -> dict[str, list[float]]:
+    """Repeats `sample`, which answers the seconds of each of its phases; the microseconds of each phase.
+
+    Args:
+        sample: one round.
+        repeats: rounds that count.
+        warm_up: rounds before them.
+        divisor: of every time.
+    """
+    rounds = [sample() for _ in range(warm_up + repeats)][warm_up:]
+    return {phase: [each[phase] * 1e6 / divisor for each in rounds] for phase in rounds[0]}
 
 
 @functools.cache
@@ -77,9 +88,9 @@ class _DeviceClock:
         raise RuntimeError("the host took longer than the device can be kept waiting: does the call wait?")
 
 
-def device_us_in_turns(
+def device_us(
     calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
-) -> list[Spread]:
+) -> list[list[float]]:
     """GPU time of what each of `calls` enqueues, between two events on the current stream; in turns.
 
     Args:
@@ -94,13 +105,7 @@ def device_us_in_turns(
     """
     clock = _DeviceClock()
     rounds = [[clock.us(call, cold=cold) for call in calls] for _ in range(warm_up + repeats)]
-    return [_spread(list(times)) for times in zip(*rounds[warm_up:], strict=True)]
-
-
-def device_us(call: Call, *, repeats: int = 30, warm_up: int = 3, cold: bool = False) -> Spread:
-    """As `device_us_in_turns()`, of one call."""
-    (times,) = device_us_in_turns([call], repeats=repeats, warm_up=warm_up, cold=cold)
-    return times
+    return [list(times) for times in zip(*rounds[warm_up:], strict=True)]
 
 
 def copy_of(num_bytes: int) -> Call:
@@ -109,3 +114,10 @@ def copy_of(num_bytes: int) -> Call:
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def outside_bytes() -> int:
+    """Device memory in use that torch's allocator does not hold, of every process."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())

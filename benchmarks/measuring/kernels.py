@@ -2,14 +2,13 @@
 """Times the kernels and copies of a callable one by one, with torch's profiler: no launch gaps, no host."""
 
 import functools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measuring.time_calls import flush_cache
+from benchmarks.measuring.clocks import flush_cache
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ def kernel_us(call: Callable[[], object], *, repeats: int = 10) -> float:
     return sum(item.us for item in work) / repeats
 
 
-def median_us(work: list[Work], name: str) -> float:
-    """Median duration of the work whose name contains `name`.
+def times_of(work: list[Work], name: str) -> list[float]:
+    """Durations of the work whose name contains `name`.
 
     Raises:
         RuntimeError: if there is none, naming what ran instead.
@@ -80,4 +79,4 @@ def median_us(work: list[Work], name: str) -> float:
     if not times:
         ran = sorted({item.name[:60] for item in work})
         raise RuntimeError(f"the profiler saw no {name!r}; it saw {ran}")
-    return statistics.median(times)
+    return times

@@ -11,29 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.hosts.prepare_megatron import on_side_stream, prepare_megatrons_graphs
-from benchmarks.measuring.compare import Answer, spreads
-from benchmarks.replay.time_flat_banks import Layer
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.subjects.flat_banks import Layer
+from benchmarks.subjects.hosts import on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.packs import a_pack
 from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 LAYERS = 24
 TOKENS = 256
 _MICRO_BATCHES = 2
-
-
-def a_pack(tokens: int = TOKENS) -> Pack:
-    """Three documents that fill a pack."""
-    ends = [0, tokens // 2, tokens * 3 // 4, tokens]
-    return Pack(
-        tokens=torch.arange(tokens) % 256,
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-        max_seqlen=tokens // 2,
-    )
 
 
 def made_quickly(
@@ -77,33 +70,20 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-@contextlib.contextmanager
-def _calls_of(layer: nn.Module, found: list[dict[str, Any]]) -> Iterator[None]:
-    """Collects the keyword arguments of a layer's calls."""
+def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
+    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
+    layer = trainer.chunk.decoder.layers[0]
     kind: Any = type(layer)
-    original, own = kind.__call__, "__call__" in kind.__dict__
+    original, found = kind.__call__, dict[str, Any]()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is layer:
-            found.append(kwargs)
+            found.update(kwargs)
         return original(self, *args, **kwargs)
 
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        if own:
-            kind.__call__ = original
-        else:
-            del kind.__call__
-
-
-def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
-    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
-    found: list[dict[str, Any]] = []
-    with _calls_of(trainer.chunk.decoder.layers[0], found):
+    with mock.patch.object(kind, "__call__", call):
         trainer.forward_backward(packs)
-    return {name: value for name, value in found[-1].items() if name != "hidden_states"}
+    return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
 def time_layers(
@@ -114,7 +94,7 @@ def time_layers(
     repeats: int = 30,
     before: Callable[[], None] = lambda: None,
 ) -> Answer:
-    """Host time of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
+    """Host times of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
 
     Args:
         forward: runs all layers on hidden states.
@@ -128,16 +108,12 @@ def time_layers(
 
     def sample() -> dict[str, float]:
         before()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = forward(hidden)
-        forward_done = time.perf_counter()
-        torch.cuda.synchronize()
-        backward_start = time.perf_counter()
-        torch.autograd.backward(out, grad)
-        return {"forward": forward_done - start, "backward": time.perf_counter() - backward_start}
+        outs: list[Tensor] = []
+        forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
+        backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
+        return {"forward": forward_seconds, "backward": backward_seconds}
 
-    answer: Answer = spreads(sample, repeats=repeats, divisor=layers)
+    answer: Answer = phases_us(sample, repeats=repeats, divisor=layers)
     return answer
 
 
@@ -161,9 +137,6 @@ def eager_times(
     layers = list(trainer.chunk.decoder.layers)
     shape = (trainer.options.max_tokens, 1, trainer.options.hidden)
     return time_layers(partial(_run_layers, layers, arguments), shape, len(layers), before=before)
-
-
-# -- torch.cuda.make_graphed_callables ------------------------------------------------------------
 
 
 class _OneTensor(nn.Module):
@@ -215,12 +188,8 @@ def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: M
     return {**times, "seconds": seconds, "graphs": 2 * len(layers)}
 
 
-# -- Megatron's cuda_graph_impl="local" -----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
-    """Collects the seconds and the number of graphs that Megatron creates."""
+def _watched(found: list[tuple[float, int]]) -> Any:
+    """Collects the seconds and the number of graphs that Megatron creates, inside the context."""
     from megatron.core.transformer import cuda_graphs
 
     record: Any = cuda_graphs._CudagraphGlobalRecord
@@ -236,36 +205,27 @@ def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
             found.append((time.perf_counter() - start, graphs))
         return stats
 
-    record.create_cudagraphs = classmethod(create)
-    try:
-        yield
-    finally:
-        record.create_cudagraphs = original
+    return mock.patch.object(record, "create_cudagraphs", classmethod(create))
 
 
 def megatrons_graphs(options: ModelOptions) -> Answer:
     """Trains with Megatron's own graphs of layers until they replay, and times them.
 
-    Only one model of a process can have them, and they change the process's streams.
-
-    Returns:
-        `forward` and `backward`, `seconds` of the capture, and `graphs`.
+    Only one model of a process can have them, and they change the process's streams. Answers as
+    `torchs_graphs()`.
     """
     prepare_megatrons_graphs(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)
     packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
     created: list[tuple[float, int]] = []
-    with _watched_creation(created):
+    with _watched(created):
         for _ in range(2):
             trainer.forward_backward(packs)
     if not created:
         raise RuntimeError("Megatron created no graphs")
     seconds, graphs = created[-1]
     return {**eager_times(trainer, packs), "seconds": seconds, "graphs": graphs}
-
-
-# -- Transformer Engine's make_graphed_callables --------------------------------------------------
 
 
 def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:

@@ -4,17 +4,16 @@
 Plain modules, no Megatron: its blocks have one slot.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measuring.compare import Answer, spread
-from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds
+from benchmarks.measuring.figures import differences
+from benchmarks.subjects.inside import bare_loops
 from megagraph import Bank, VariantSpec
 
 # Name to (variants, slots).
@@ -65,11 +64,12 @@ def in_turn(names: Sequence[str], index: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-def answer_of(times: Times) -> Answer:
-    """The spread of each phase for each site, `engine` for all together, and backwards less the engine."""
-    without = [backward - engine for backward, engine in zip(times["backward"], times["engine"], strict=True)]
-    answer: Answer = {phase: spread(times[phase], SITES) for phase in _PHASES}
-    return {**answer, "engine": spread(times["engine"]), "backward without engine": spread(without, SITES)}
+def answer_of(seconds: Times) -> Answer:
+    """Microseconds of each phase for each site, `engine` for all together, and backwards less the engine."""
+    without = differences(seconds["backward"], seconds["engine"])
+    scales = dict.fromkeys(_PHASES, 1e6 / SITES) | {"engine": 1e6, "backward without engine": 1e6 / SITES}
+    every = {**seconds, "backward without engine": without}
+    return {phase: [scale * each for each in every[phase]] for phase, scale in scales.items()}
 
 
 class _Measured:
@@ -89,19 +89,18 @@ class _Measured:
         self._bank.capture({self._chain: specs})
         if self._bank.failures:
             raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
-        self._bare: dict[tuple[int, int], tuple[BareLoop, BareLoop]] = {}
-        for key in range(variants):
-            for slot in range(slots):
-                index = self._chain.variants[key]
-                forward, backward = self._chain.core.raw_graph_execs(index, slot)
-                self._bare[key, slot] = BareLoop(forward), BareLoop(backward)
+        self._bare = {
+            (key, slot): bare_loops(self._chain, key, slot)
+            for key in range(variants)
+            for slot in range(slots)
+        }
 
-    def _time(self, phase: str, call: Callable[[], Any]) -> Any:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = call()
-        self.times[phase].append(time.perf_counter() - start)
-        return out
+    def _time(self, phase: str, call: Callable[[], object]) -> None:
+        self.times[phase].append(host_seconds(call))
+
+    def _differentiate(self, phase: str, out: Tensor) -> None:
+        kept: list[object] = []  # nothing is freed while the time is taken
+        self._time(phase, lambda: kept.append(torch.autograd.grad(out, self._hidden, self._grad)))
 
     def run(self, index: int) -> None:
         """A round: in turns as many micro-batches in flight as there are slots, and their backwards."""
@@ -114,20 +113,17 @@ class _Measured:
             with self._chain.micro_batch(key) as reason:
                 if reason is not None:
                     raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
-                outs.append(self._time("forward", lambda: self._chain(self._hidden)))
+                self._time("forward", lambda: outs.append(self._chain(self._hidden)))
         while outs:
-            out = outs.pop(0)
-            self._time("backward", partial(torch.autograd.grad, out, self._hidden, self._grad))
-            del out
-            nothing = self._hidden.view_as(self._hidden)
-            self._time("engine", partial(torch.autograd.grad, nothing, self._hidden, self._grad))
+            self._differentiate("backward", outs.pop(0))
+            self._differentiate("engine", self._hidden.view_as(self._hidden))
         for slot in range(self._slots):
             forward, backward = self._bare[key, slot]
             self._time("bare forward", forward)
             self._time("bare backward", backward)
 
     def answer(self) -> Answer:
-        """The spread of each phase for each site."""
+        """The times of each phase for each site."""
         counters = self._bank.counters()
         if counters["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.subjects.inside import bare_loops
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
@@ -76,5 +76,5 @@ def captured_attention(
             raise RuntimeError(f"expected a replay, got {reason.name}")
         out = chain(leaf)
     out.backward(grad)
-    forward, backward = map(BareLoop, chain.core.raw_graph_execs(chain.variants["pack"], 0))
+    forward, backward = bare_loops(chain, "pack")
     return CapturedAttention(bank, {"forward": forward, "backward": backward}, (module, chain))
