@@ -10,19 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.measuring import clocks
-from benchmarks.measuring.children import Answer, caught, tell, told, try_part
+from benchmarks.measuring.children import caught, tell, told, try_part
 from benchmarks.measuring.clocks import Call
 from benchmarks.measuring.figures import beside, timed
 from benchmarks.measuring.kernels import kernel_us
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.captured_attention import captured_attention
+from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -33,6 +37,7 @@ TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
 RIVAL_SECONDS = 100
 BAR, PADDING_BAR = 1.02, 1.03
 CAPACITY, USED = 256, 10
+DIRECTIONS = ("forward", "backward")
 
 # GPU or host times of each call, in turns.
 Measure = Callable[[Sequence[Call]], list[list[float]]]
@@ -82,10 +87,8 @@ def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str
     q, k, v, grad = inputs
     out, lse = torch.ops.megagraph.varlen_attention(q, k, v, cu_seqlens, longest)
     backward = torch.ops.megagraph.varlen_attention_backward
-    return {
-        "forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest),
-        "backward": lambda: backward(grad, q, k, v, out, lse, cu_seqlens, longest),
-    }
+    again = partial(backward, grad, q, k, v, out, lse, cu_seqlens, longest)
+    return {"forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest), "backward": again}
 
 
 def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
@@ -94,18 +97,12 @@ def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[st
     scale = q.size(2) ** -0.5
     ends = (cu_seqlens, cu_seqlens, longest, longest, 0.0, True)
 
-    def forward() -> tuple[Tensor, ...]:
-        answer: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
-            q, k, v, *ends, False, scale=scale
-        )
-        return answer
-
+    attend = torch.ops.aten._flash_attention_forward.default
+    forward = partial(attend, q, k, v, *ends, False, scale=scale)
     out, lse, state, unused, _ = forward()
     backward = torch.ops.aten._flash_attention_backward.default
-    return {
-        "forward": forward,
-        "backward": lambda: backward(grad, q, k, v, out, lse, *ends, state, unused, scale=scale),
-    }
+    again = partial(backward, grad, q, k, v, out, lse, *ends, state, unused, scale=scale)
+    return {"forward": forward, "backward": again}
 
 
 def recorded(call: Call) -> Call:
@@ -120,6 +117,52 @@ def recorded(call: Call) -> Call:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+class _Attention(nn.Module):
+    """Attends with keys and values of its own; the op computes their gradients, too."""
+
+    def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int) -> None:
+        super().__init__()
+        self.register_buffer("keys", keys)
+        self.register_buffer("values", values)
+        self.max_seqlen = max_seqlen
+
+    def forward(self, queries: Tensor, cu_seqlens: Tensor) -> Tensor:
+        keys, values = self.buffers()
+        return ops.varlen_attention(queries, keys, values, cu_seqlens, self.max_seqlen)
+
+
+class Captured:
+    """Graphs of one attention in a bank, for `num_seqs` documents, that have staged one pack.
+
+    `calls` launch them as they are staged.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
+        queries, keys, values, grad = inputs
+        module = _Attention(keys, values, max_seqlen)
+        bank = Bank(str(queries.device))
+        chain = bank.add_chain([SiteSpec(name="attention", module=module)])
+        example = ops.pad_cu_seqlens(cu_seqlens, num_seqs)
+        variant = VariantSpec(
+            key="pack",
+            training=True,
+            rows=queries.size(0),
+            row_shape=tuple(queries.shape[1:]),
+            dtype=queries.dtype,
+            metadata={"cu_seqlens": MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=0)},
+            arguments=lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]},
+        )
+        bank.capture({chain: [variant]})
+        leaf = queries.clone().requires_grad_()
+        with torch.enable_grad(), chain.micro_batch("pack", [cu_seqlens]) as reason:
+            if reason is not None:
+                raise RuntimeError(f"expected a replay, got {reason.name}")
+            out = chain(leaf)
+        out.backward(grad)
+        self._kept = bank, chain, module
+        self.calls = dict(zip(DIRECTIONS, bare_loops(chain, "pack"), strict=True))
 
 
 def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
@@ -148,19 +191,18 @@ def _compare(shape: Shape, what: str, measure: Measure) -> list[Figure]:
     inputs, longest = shape.inputs(), int(cu_seqlens.diff().max())
     mine = ours(inputs, cu_seqlens, longest)
 
-    def beside_aten(direction: str) -> Figure:
-        def both() -> Answer:
-            theirs = atens(inputs, cu_seqlens, longest)
-            return {"us": measure((mine[direction], theirs[direction]))}
+    return [
+        _beside_aten(f"{shape}, {name}: {what}", call, lambda: atens(inputs, cu_seqlens, longest), measure)
+        for name, call in mine.items()
+    ]
 
-        answer = caught(both)
-        # Where the rival failed, ours is measured alone.
-        us, *other = answer.get("us") or measure((mine[direction],))
-        bar = BAR * median(other[0]) if other else None
-        figure = timed(f"{shape}, {direction}: {what}", us, "us", bar=bar)
-        return beside(figure, ATEN, answer, lambda _: median(other[0]))
 
-    return [beside_aten(direction) for direction in mine]
+def _beside_aten(name: str, call: Call, theirs: Callable[[], dict[str, Call]], measure: Measure) -> Figure:
+    direction = name.partition(":")[0].rpartition(", ")[2]
+    answer = caught(lambda: {"us": measure((call, theirs()[direction]))})
+    us, *other = answer.get("us") or measure((call,))  # where the rival failed, ours alone
+    bar = BAR * median(other[0]) if other else None
+    return beside(timed(name, us, "us", bar=bar), ATEN, answer, lambda _: median(other[0]))
 
 
 def _compare_padded(shape: Shape) -> list[Figure]:
@@ -170,10 +212,10 @@ def _compare_padded(shape: Shape) -> list[Figure]:
     """
     tight, inputs = shape.offsets(USED), shape.inputs()
     longest = int(tight.diff().max())
-    alone = captured_attention(inputs, tight, USED, longest)
+    alone = Captured(inputs, tight, USED, longest)
     figures = []
     for max_seqlen in (longest, shape.tokens):
-        many = captured_attention(inputs, tight, CAPACITY, max_seqlen)
+        many = Captured(inputs, tight, CAPACITY, max_seqlen)
         for direction in many.calls:
             us, tight_us = _device_us((many.calls[direction], alone.calls[direction]))
             title = f"{CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
@@ -228,7 +270,7 @@ def measure(measurement: Measurement) -> None:
 
 
 def _tell_rivals() -> None:
-    shape = RIVAL_SHAPE
+    shape, layers = RIVAL_SHAPE, list[Any]()
     cu_seqlens = shape.offsets(shape.tokens // 1024)
     longest = int(cu_seqlens.diff().max())
     *leaves, grad = shape.inputs()
@@ -239,35 +281,21 @@ def _tell_rivals() -> None:
         from transformer_engine.pytorch import DotProductAttention
 
         if not layers:
-            layers.append(
-                DotProductAttention(
-                    shape.heads,
-                    shape.dim,
-                    num_gqa_groups=shape.groups,
-                    qkv_format="thd",
-                    attn_mask_type="padding_causal",
-                )
-            )
-        out: Tensor = layers[0](
-            *leaves,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+            of = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "num_gqa_groups": shape.groups}
+            layers.append(DotProductAttention(shape.heads, shape.dim, **of))
+        ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+        out: Tensor = layers[0](*leaves, **ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         return out
-
-    layers: list[Callable[..., Tensor]] = []
 
     def forward() -> float:
         with torch.no_grad():
             return kernel_us(attend)
 
-    def both() -> float:
-        return kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape)))
-
     tell("forward", forward)
-    tell("forward and backward", both)
+    tell(
+        "forward and backward",
+        lambda: kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))),
+    )
 
 
 if __name__ == "__main__":

@@ -21,14 +21,8 @@ from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.figures import beside_each, timed
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import (
-    answer_ours,
-    answer_rival,
-    check_replays,
-    install,
-    prepare_megatrons_graphs,
-    walls_ms,
-)
+from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install, walls_ms
+from benchmarks.subjects.hosts import prepare_megatrons_graphs as prepare
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
 from megagraph.demo.packers import Pack
@@ -83,11 +77,7 @@ def canonical(pack: Pack) -> Pack:
 def measure_time(name: str, kind: str, *, one_shape: bool) -> Answer:
     """Step times of one way to run a model, on packs that fit.
 
-    Args:
-        name: of the model.
-        kind: `eager` or `megagraph`; `local` or `transformer_engine`, Megatron's own graphs, with nothing of
-            ours installed.
-        one_shape: of canonical packs.
+    `eager` or `megagraph`; `local` or `transformer_engine`, Megatron's own graphs, with nothing of ours.
     """
     torch.use_deterministic_algorithms(True)
     steps = [
@@ -111,7 +101,7 @@ def measure_time(name: str, kind: str, *, one_shape: bool) -> Answer:
 
 
 def _with_megatrons_graphs(name: str, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
-    prepare_megatrons_graphs(MICRO_BATCHES)
+    prepare(MICRO_BATCHES)
     trainer = _trainer(name, cuda_graph_impl=impl, cuda_graph_modules=[])
     walls_ms(trainer, steps[:CAPTURED_STEPS], graphs=True)
     if impl == "transformer_engine":

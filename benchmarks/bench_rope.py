@@ -41,15 +41,10 @@ TRANSFORMER_ENGINE = "Transformer Engine's fused kernel, one launch each for q a
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and gradients of a pack.
+    """q, k and gradients of a pack."""
 
-    Args:
-        heads: of q and of k.
-        mib: bytes of q and k together, at least, in MiB.
-    """
-
-    heads: tuple[int, int]
-    mib: int
+    heads: tuple[int, int]  # of q and of k
+    mib: int  # bytes of q and k together, at least, in MiB
 
     def __str__(self) -> str:
         return f"{self.heads[0]}+{self.heads[1]} heads, {self.tokens} tokens, {self.mib} MiB"

@@ -38,19 +38,14 @@ class _Glance(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What a micro-batch stages.
+    """What a micro-batch stages."""
 
-    Args:
-        documents: slots of the offsets; three quarters are used.
-        tokens: rows of the pack.
-        hidden: [rows, 1, width] of the hidden states. Eight rows of 16 bytes leave the metadata alone.
-        rows_described: whether a mask and a position of each row are staged too. Megatron's packs have
-            neither: attention and rotary embedding work from the offsets.
-    """
-
-    documents: int
-    tokens: int
+    documents: int  # slots of the offsets; three quarters are used
+    tokens: int  # rows of the pack
+    # [rows, 1, width] of the hidden states. Eight rows of 16 bytes leave the metadata alone.
     hidden: tuple[int, int, int] = (8, 1, 8)
+    # Whether a mask and a position of each row are staged too. Megatron's packs have neither: attention and
+    # rotary embedding work from the offsets.
     rows_described: bool = False
 
     def __str__(self) -> str:

@@ -23,25 +23,16 @@ _COLOURS = ("#d98324", "#8a8d91", "#6a994e", "#9d4edd", "#c1121f", "#5e503f", "#
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3}  # under numbers, on lines
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Drawing:
-    """What to draw of one result.
-
-    Args:
-        title: of the drawing.
-        result: the file's name, without `.json`.
-        unit: figures of this unit only.
-        pick: figures whose name matches.
-        log: a logarithmic axis.
-        kind: of image.
-    """
+    """What to draw of one result."""
 
     title: str
-    result: str
-    unit: str = ""
-    pick: str = ""
-    log: bool = False
-    kind: str = "svg"
+    result: str  # the file's name, without `.json`
+    unit: str  # figures of this unit only
+    pick: str  # figures whose name matches
+    log: bool = False  # a logarithmic axis
+    kind: str = "svg"  # of image
 
 
 @dataclass(kw_only=True)
@@ -55,45 +46,23 @@ class Row:
     floor: float | None = None
 
 
+_BIG = "Attention captured for 256 documents, of which ten are there: GPU time"
+_STEP = "forward_backward_func of a training step, median"
+_TIMELINE = "Where a graphed step's time goes, hidden 1024, packs of 4096"
 DRAWINGS = {
     "replay": Drawing(
-        title="Host time of a graphed layer",
-        result="replay",
-        unit="us",
-        pick=r"^host time of a graphed layer.*median$",
-        log=True,
+        "Host time of a graphed layer", "replay", "us", "^host time of a graphed layer.*median$", log=True
     ),
-    "step": Drawing(
-        title="forward_backward_func of a training step, median",
-        result="step",
-        unit="ms",
-        pick="step, median$",
-    ),
+    "step": Drawing(_STEP, "step", "ms", "step, median$"),
     "rope": Drawing(
-        title="RoPE of packs: share of a device copy's bandwidth",
-        result="rope",
-        unit="share",
-        pick="(64|320) MiB, NeoX, forward, warm",
+        "RoPE of packs: share of a device copy's bandwidth",
+        "rope",
+        "share",
+        "(64|320) MiB, NeoX, forward, warm",
     ),
-    "attention": Drawing(
-        title="Attention captured for 256 documents, of which ten are there: GPU time",
-        result="attention",
-        unit="us",
-        pick="document slots.*, beside ATen alone$",
-    ),
-    "memory": Drawing(
-        title="Device memory of a training step",
-        result="memory",
-        unit="MiB",
-        pick="peak memory reserved$",
-    ),
-    "timeline": Drawing(
-        title="Where a graphed step's time goes, hidden 1024, packs of 4096",
-        result="step_timeline",
-        pick="^(busy|idle): ",
-        log=True,
-        kind="png",
-    ),
+    "attention": Drawing(_BIG, "attention", "us", "document slots.*, beside ATen alone$"),
+    "memory": Drawing("Device memory of a training step", "memory", "MiB", "peak memory reserved$"),
+    "timeline": Drawing(_TIMELINE, "step_timeline", "us", "^(busy|idle): ", log=True, kind="png"),
 }
 
 
@@ -101,7 +70,7 @@ def rows_of(drawing: Drawing, figures: Sequence[Figure]) -> dict[str, Row]:
     """The figures to draw, by name; those of several rivals become one row."""
     rows: dict[str, Row] = {}
     for figure in figures:
-        if (drawing.unit and figure.unit != drawing.unit) or not re.search(drawing.pick, figure.name):
+        if figure.unit != drawing.unit or not re.search(drawing.pick, figure.name):
             continue
         row = rows.setdefault(figure.name, Row(value=figure.value, unit=figure.unit))
         if figure.rival is not None:

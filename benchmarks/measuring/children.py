@@ -5,7 +5,6 @@ import contextlib
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,19 +15,13 @@ from typing import Any
 # What a measurement answers, as JSON; with `error`, in one short line, where it failed.
 Answer = dict[str, Any]
 
-_LONGEST_ERROR = 200
-_TRACEBACK = "Traceback (most recent call last):"
-_ERROR_LINE = re.compile(r"([\w.]*(?:Error|Exception|Interrupt|Exit))(?::\s*(.*))?$")
-
 
 def described(error: BaseException) -> str:
     """The first error of a chain in one short line: what followed it says less."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__ or error
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:_LONGEST_ERROR]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def caught(measure: Callable[[], Answer]) -> Answer:
@@ -46,31 +39,13 @@ def tell(key: str, measure: Callable[[], float]) -> None:
     print(json.dumps({key: caught(lambda: {"us": measure()})}), flush=True)
 
 
-def first_error(log: str) -> str:
-    """The error of the first traceback in a log, with the line that raised it where it says nothing."""
-    lines = [line for line in map(str.rstrip, log.splitlines()) if line.strip("^~ ")]  # marks below code
-    starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
-    for index in range(starts[0] + 1, len(lines)) if starts else ():
-        found = _ERROR_LINE.match(lines[index])
-        if found:
-            name, said = found.group(1).rpartition(".")[2], (found.group(2) or "").strip()
-            return f"{name}: {said or lines[index - 1].strip()}"[:_LONGEST_ERROR]
-    return ""
-
-
 def try_part(
     module: str, *arguments: str, timeout: float = 300, environment: Mapping[str, str] | None = None
 ) -> Answer:
     """Runs `python -m MODULE ARGUMENTS` to its end; out of time, it is killed with all that it started.
 
-    Args:
-        module: its full name.
-        arguments: of its command line.
-        timeout: in seconds, the imports of a fresh interpreter included.
-        environment: variables beside this process's own.
-
-    Returns:
-        All objects that it printed, one a line, as one; with `error` where it failed or printed none.
+    `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers all
+    objects that the process printed, one a line, as one; with `error` where it failed or printed none.
     """
     what = " ".join([module, *arguments])
     print("$ python -m", what, flush=True)
@@ -96,7 +71,8 @@ def try_part(
     if process.returncode == 0 and answer:
         print(f"{what}: {str(answer)[:250]}", flush=True)
         return answer
-    why = "RuntimeError: printed no answer" if process.returncode == 0 else first_error(logged) or how
+    last = [line for line in logged.splitlines() if line.strip()][-1:]
+    why = "printed no answer" if process.returncode == 0 else f"{how}: {' '.join(last)}"[:200]
     print(f"{what}: {why}\n{logged[-6000:]}", file=sys.stderr, flush=True)
     return {**answer, "error": why}
 

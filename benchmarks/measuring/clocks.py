@@ -42,14 +42,7 @@ def wall_ms(call: Call) -> float:
 def phases_us(
     sample: Callable[[], dict[str, float]], *, repeats: int, warm_up: int = 5, divisor: float = 1
 ) -> dict[str, list[float]]:
-    """Repeats `sample`, which answers the seconds of each of its phases; the microseconds of each phase.
-
-    Args:
-        sample: one round.
-        repeats: rounds that count.
-        warm_up: rounds before them.
-        divisor: of every time.
-    """
+    """Repeats `sample`, which answers the seconds of each of its phases; the microseconds of each phase."""
     rounds = [sample() for _ in range(warm_up + repeats)][warm_up:]
     return {phase: [each[phase] * 1e6 / divisor for each in rounds] for phase in rounds[0]}
 
@@ -64,18 +57,23 @@ def flush_cache() -> None:
     torch.sum(_other_data())
 
 
-class _DeviceClock:
-    """Times calls between two events, behind a sleep of the device that outlasts the host's work."""
+def device_us(
+    calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
+) -> list[list[float]]:
+    """GPU time of what each of `calls` enqueues, between two events on the current stream; in turns.
 
-    def __init__(self) -> None:
-        self._sleep = _FIRST_SLEEP
+    With `cold`, other data are read before each call, until the second-level cache holds nothing else; a
+    warm call runs once more before. The events lie behind a sleep of the device that outlasts the host's
+    work. Raises `RuntimeError` if a call waits for the device.
+    """
+    sleep = _FIRST_SLEEP
 
-    def us(self, call: Call, *, cold: bool) -> float:
-        """One timing. Raises `RuntimeError` where the host is never done in time."""
-        while self._sleep <= _LONGEST_SLEEP:
+    def one(call: Call) -> float:
+        nonlocal sleep
+        while sleep <= _LONGEST_SLEEP:
             flush_cache() if cold else call()  # or its own data would be cold after another call
             # Keeps the device busy while the host enqueues, so that launches wait for nothing.
-            torch.cuda._sleep(self._sleep)
+            torch.cuda._sleep(sleep)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()
@@ -84,27 +82,10 @@ class _DeviceClock:
             end.synchronize()
             if in_time:
                 return float(start.elapsed_time(end)) * 1e3
-            self._sleep *= 2
+            sleep *= 2
         raise RuntimeError("the host took longer than the device can be kept waiting: does the call wait?")
 
-
-def device_us(
-    calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
-) -> list[list[float]]:
-    """GPU time of what each of `calls` enqueues, between two events on the current stream; in turns.
-
-    Args:
-        calls: each enqueues work.
-        repeats: timings of each.
-        warm_up: rounds before them.
-        cold: read other data before each call, until the second-level cache holds nothing else. A warm
-            call runs once more before.
-
-    Raises:
-        RuntimeError: if a call waits for the device.
-    """
-    clock = _DeviceClock()
-    rounds = [[clock.us(call, cold=cold) for call in calls] for _ in range(warm_up + repeats)]
+    rounds = [[one(call) for call in calls] for _ in range(warm_up + repeats)]
     return [list(times) for times in zip(*rounds[warm_up:], strict=True)]
 
 

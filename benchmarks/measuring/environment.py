@@ -30,9 +30,7 @@ def describe_environment() -> dict[str, str | None]:
         "driver": drivers[0].strip() if drivers else None,
         "torch": str(torch.__version__),
         "megatron_core": _version("megatron.core", "megatron-core"),
-        "transformer_engine": _version(
-            "transformer_engine", "transformer-engine", "transformer-engine-torch"
-        ),
+        "transformer_engine": _version("transformer_engine", "transformer-engine-torch"),
         "command": _command(),
     }
 
@@ -57,14 +55,11 @@ def _git_commit() -> str | None:
     return f"{commit}-dirty" if commit and changes else commit
 
 
-def _version(module: str, *distributions: str) -> str | None:
-    """Of the module where it is imported, else of the first distribution that is installed."""
+def _version(module: str, distribution: str) -> str | None:
+    """Of the module where it is imported, else of what is installed."""
     imported = getattr(sys.modules.get(module), "__version__", None)
-    if imported is not None:
-        return str(imported)
-    for distribution in distributions:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(distribution)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution) if imported is None else str(imported)
     return None
 
 

@@ -15,15 +15,7 @@ Times = Sequence[float]
 
 
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
-    """A figure of repeated timings: their median, between the 10th and the 90th percentile.
-
-    Args:
-        name: of the figure.
-        times: in `unit`, or pairs of timings as ratios or differences.
-        unit: of the times.
-        value: in place of the median.
-        more: further fields of the figure.
-    """
+    """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
     middle = statistics.median(times) if value is None else value
     return Figure(
         name=name, value=middle, unit=unit, p10=percentile(times, 10), p90=percentile(times, 90), **more
@@ -56,14 +48,7 @@ def differences(more: Times, less: Times) -> list[float]:
 
 
 def beside(figure: Figure, rival: str, answer: Answer, read: Callable[[Answer], float]) -> Figure:
-    """A figure beside a rival's, or beside why the rival has none.
-
-    Args:
-        figure: ours.
-        rival: who it is.
-        answer: what the rival's measurement answered.
-        read: takes the rival's value from it.
-    """
+    """A figure beside what `read` takes from a rival's answer, or beside why the rival has none."""
     if "error" in answer:
         return replace(figure, rival=f"{rival}: {answer['error']}")
     return replace(figure, rival=rival, rival_value=read(answer))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 __all__ = ["Comparison", "Figure", "Result", "read_result", "write_result"]
@@ -27,36 +28,23 @@ _FIGURE: Kinds = {
 }
 _SPREAD: Kinds = {"p10": _NUMBER, "p90": _NUMBER}
 _COMPARISON: Kinds = {
-    **{"bitwise_equal": (bool,), "steps": (int,), "calls": (int,), "replays": (int,), "eager": (dict,)},
+    **{"bitwise_equal": (bool,), "steps": (int,), "calls": (int,), "replays": (int,), "eager": (dict,)}
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured number, beside its bar and its rival where it has them.
+    """One measured number, beside its bar and its rival where it has them; all numbers are in `unit`."""
 
-    Args:
-        name: what was measured, e.g. `host time of a graphed layer, forward`.
-        value: the number, in `unit`: of repeated timings their median.
-        unit: e.g. `us`, `ratio`.
-        bar: the value to reach.
-        better: whether a `lower` or a `higher` value is better. Not stored: `holds` tells it.
-        rival: what else was timed in the same run.
-        rival_value: the rival's number.
-        floor: the best that anything could reach here.
-        p10: the 10th percentile of the timings; None where nothing was timed, and in older files.
-        p90: the 90th.
-    """
-
-    name: str
-    value: float
+    name: str  # what was measured, e.g. `host time of a graphed layer, forward`
+    value: float  # of repeated timings their median
     unit: str
-    bar: float | None = None
-    better: Better = field(default="lower", compare=False)
-    rival: str | None = None
+    bar: float | None = None  # the value to reach
+    better: Better = field(default="lower", compare=False)  # not stored: `holds` tells it
+    rival: str | None = None  # what else was timed in the same run
     rival_value: float | None = None
-    floor: float | None = None
-    p10: float | None = None
+    floor: float | None = None  # the best that anything could reach here
+    p10: float | None = None  # 10th percentile of the timings; older files have none
     p90: float | None = None
 
     def __post_init__(self) -> None:
@@ -102,21 +90,17 @@ class Result:
 
 def write_result(path: Path, result: Result) -> None:
     """Writes JSON; a reader sees the old file or the whole new one."""
-    record: dict[str, Any] = {**result.environment, "figures": [*map(_record_of, result.figures)]}
+    figures = [
+        {key: of for key in (*_FIGURE, *_SPREAD) if (of := getattr(each, key)) is not None or key in _FIGURE}
+        for each in result.figures
+    ]
+    record: dict[str, Any] = {**result.environment, "figures": figures}
     if result.comparison is not None:
         record |= dataclasses.asdict(result.comparison)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _record_of(figure: Figure) -> dict[str, Any]:
-    spread = {key: number for key in _SPREAD if (number := getattr(figure, key)) is not None}
-    return {key: getattr(figure, key) for key in _FIGURE} | spread
+    draft.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
 
 
 def read_result(path: Path) -> Result:
@@ -147,14 +131,14 @@ def _figure_of(record: Any, where: str) -> Figure:
     return Figure(**{key: of for key, of in record.items() if key != "holds"}, better=better)
 
 
-def _check(record: Any, kinds: Kinds, where: str, optional: Kinds | None = None) -> None:
+def _check(record: Any, kinds: Kinds, where: str, optional: Kinds = MappingProxyType({})) -> None:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {str(record)[:80]}")
-    known = {**kinds, **(optional or {})}
+    known = {**kinds, **optional}
     if missing := kinds.keys() - record.keys():
         raise ValueError(f"{where}: expected keys {sorted(missing)}, got none")
-    if others := record.keys() - known.keys():
-        raise ValueError(f"{where}: expected only keys {', '.join(known)}, got {sorted(others)}")
+    if more := record.keys() - known.keys():
+        raise ValueError(f"{where}: expected only keys {', '.join(known)}, got {sorted(more)}")
     for key, value in record.items():
         if type(value) not in known[key]:
             kind = " or ".join(kind.__name__ for kind in known[key])

@@ -26,38 +26,23 @@ _NAMES = {_STEP: "between micro-batches", "forward step": "model, between its pa
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One kernel, copy or fill; times in microseconds.
+    """One kernel, copy or fill; times in microseconds."""
 
-    Args:
-        start: on the device.
-        end: on the device.
-        launched: when the call that launched it began, on the host.
-        returned: when that call returned.
-        graph: the call's number where it launched a graph, else None.
-    """
-
-    start: float
+    start: float  # on the device
     end: float
-    launched: float
-    returned: float
-    graph: int | None
+    launched: float  # when the call that launched it began, on the host
+    returned: float  # when that call returned
+    graph: int | None  # the call's number where it launched a graph
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step.
+    """One step."""
 
-    Args:
-        start: of the schedule on the host, in microseconds.
-        end: of the schedule, the device being done.
-        work: what the step launched, by its start on the device.
-        phases: of the host: start, end and name, outer ones first.
-    """
-
-    start: float
-    end: float
-    work: Sequence[Work]
-    phases: Sequence[tuple[float, float, str]]
+    start: float  # of the schedule on the host, in microseconds
+    end: float  # of the schedule, the device being done
+    work: Sequence[Work]  # what the step launched, by its start on the device
+    phases: Sequence[tuple[float, float, str]]  # of the host: start, end and name, outer ones first
 
     def graph_us(self) -> float:
         """Summed duration of what graphs ran."""
@@ -152,11 +137,7 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     phases = sorted(
-        (
-            (_us(event["ts"]), _us(event["ts"]) + _us(event["dur"]), event["name"].removeprefix(_PHASE))
-            for event in events
-            if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
-        ),
+        ((*_span(event), event["name"].removeprefix(_PHASE)) for event in events if _is_phase(event)),
         key=lambda phase: (phase[0], -phase[1]),
     )
     steps = [phase for phase in phases if phase[2] == _STEP]
@@ -169,29 +150,26 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
         if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
     }
     work = [_work_of(event, calls) for event in events if event.get("cat") in _DEVICE]
-    return Timeline(
-        start=start,
-        end=end,
-        work=sorted(
-            (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
-        ),
-        phases=[phase for phase in phases if start <= phase[0] <= end],
+    launched = sorted(
+        (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
     )
+    within = [phase for phase in phases if start <= phase[0] <= end]
+    return Timeline(start=start, end=end, work=launched, phases=within)
 
 
-def _us(value: Any) -> float:
-    return float(value)
+def _is_phase(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
+
+
+def _span(event: Mapping[str, Any]) -> tuple[float, float]:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
 
 
 def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -> Work:
-    start = _us(event["ts"])
+    start, end = _span(event)
     number = event.get("args", {}).get("correlation")
     call = calls.get(number)
-    launched = start if call is None else _us(call["ts"])
-    return Work(
-        start=start,
-        end=start + _us(event["dur"]),
-        launched=launched,
-        returned=launched if call is None else launched + _us(call["dur"]),
-        graph=number if call is not None and "GraphLaunch" in call["name"] else None,
-    )
+    launched, returned = (start, start) if call is None else _span(call)
+    graph = number if call is not None and "GraphLaunch" in call["name"] else None
+    return Work(start=start, end=end, launched=launched, returned=returned, graph=graph)

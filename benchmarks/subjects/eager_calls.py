@@ -9,8 +9,7 @@ what is asked for here would be lost.
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,31 +20,22 @@ from benchmarks.subjects.hosts import install
 from benchmarks.subjects.packs import a_pack, model_options
 from benchmarks.subjects.rival_layers import TOKENS, made_quickly
 from megagraph import megatron
-from megagraph.demo.packers import Pack, position_ids
+from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import Trainer, packed_seq_params
 
-LAYERS = 2
-HIDDEN = 256
+LAYERS, HIDDEN = 2, 256
 ROUNDS = 15
 SAMPLES = 3  # of each round
 CALLS = 100  # of each sample
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """One way to call the model.
+class _Case(NamedTuple):
+    """One way to call the model; its one capacity has room for `num_seqs` documents, the pack has three."""
 
-    Args:
-        mode: the plugin's; `off` patches nothing.
-        num_seqs: documents of its one capacity; the pack has three.
-        packed: hand over a pack.
-        scheduled: inside Megatron's schedule, or each call for itself.
-    """
-
-    mode: str = "off"
+    mode: str = "off"  # patches nothing
     num_seqs: int = 8
     packed: bool = True
-    scheduled: bool = True
+    scheduled: bool = True  # inside Megatron's schedule, or each call for itself
 
     @property
     def unpatched(self) -> "_Case":
@@ -62,20 +52,18 @@ CASES = {
 
 
 @contextlib.contextmanager
-def idle_models() -> Iterator[None]:
+def _idle_models() -> Iterator[None]:
     """Models do nothing meanwhile: the block is called, and returns its input."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    of_model, of_block = GPTModel.forward, TransformerBlock.forward
-
-    @functools.wraps(of_model)
+    @functools.wraps(GPTModel.forward)
     def call_block(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         # What is given as positions are the hidden states.
         states = kwargs["position_ids"]
         return self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packed_seq_params)
 
-    @functools.wraps(of_block)
+    @functools.wraps(TransformerBlock.forward)
     def return_input(self: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
@@ -94,7 +82,7 @@ class _TimedTrainer(Trainer):
 
     def call(self, pack: Pack, model: nn.Module) -> Tensor:
         """One sample: `CALLS` calls, the device idle before."""
-        tokens, positions = (t.unsqueeze(0).to(self.device) for t in (pack.tokens, position_ids(pack)))
+        tokens = pack.tokens.unsqueeze(0).to(self.device)
         hidden = torch.zeros(pack.num_tokens, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
         params = packed_seq_params(pack.cu_seqlens.to(self.device), pack.max_seqlen)
         given = params if self.packed else None
@@ -110,53 +98,42 @@ class _TimedTrainer(Trainer):
                 )
 
         self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
-        return positions.float()
+        return tokens.float()
 
     def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
-        return self.call(next(packs), self.chunk), _mean
+        return self.call(next(packs), self.chunk), lambda losses: (losses.mean(), {"loss": losses.mean()})
 
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.mean()
-    return loss, {"loss": loss}
-
-
-def _one_round(trainer: _TimedTrainer, case: _Case) -> list[float]:
-    trainer.times_us, trainer.packed = [], case.packed
-    if case.mode != "off":
-        counts = (case.num_seqs,)
-        install(mode=case.mode, cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=TOKENS)
-    try:
+    def one_round(self, case: _Case) -> list[float]:
+        """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
+        self.times_us, self.packed = [], case.packed
+        if case.mode != "off":
+            counts = (case.num_seqs,)
+            install(mode=case.mode, cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=TOKENS)
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
-        with torch.no_grad():
-            if case.scheduled:
-                trainer.forward_backward(packs, forward_only=True)
-            else:
-                for pack in packs:
-                    trainer.call(pack, trainer.chunk)
-        replays = sum(report["replays"] for report in megatron.reports())
-        if replays:
-            raise RuntimeError(f"expected eager calls only, got {replays} replays")
-    finally:
-        megatron.uninstall()
-    return trainer.times_us[1:]
+        try:
+            with torch.no_grad():
+                if case.scheduled:
+                    self.forward_backward(packs, forward_only=True)
+                for pack in () if case.scheduled else packs:
+                    self.call(pack, self.chunk)
+            if replays := sum(report["replays"] for report in megatron.reports()):
+                raise RuntimeError(f"expected eager calls only, got {replays} replays")
+        finally:
+            megatron.uninstall()
+        return self.times_us[1:]
 
 
 def measure_calls() -> dict[str, dict[str, list[float]]]:
-    """Host times of a call of a model that does nothing, by case, in us.
-
-    Returns:
-        For each of `CASES` the samples `patched` and `unpatched`, those of one round at the same places.
-    """
+    """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
     trainer = made_quickly(_TimedTrainer, model_options(HIDDEN, layers=LAYERS, tokens=TOKENS))
     assert isinstance(trainer, _TimedTrainer)
     kinds = [*CASES.values(), *dict.fromkeys(case.unpatched for case in CASES.values())]
     times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
-    with idle_models():
+    with _idle_models():
         for index in range(ROUNDS):
             start = index % len(kinds)
             for kind in kinds[start:] + kinds[:start]:
-                times[kind] += _one_round(trainer, kind)
+                times[kind] += trainer.one_round(kind)
     return {
         name: {"patched": times[case], "unpatched": times[case.unpatched]} for name, case in CASES.items()
     }

@@ -37,19 +37,12 @@ Steps = Sequence[Sequence[Batch]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """A model on packs whose whole training steps are timed.
-
-    Args:
-        layers: of the model.
-        hidden: size.
-        tokens: of a pack.
-        rivals: of `RIVALS`, beside it.
-    """
+    """A model on packs whose whole training steps are timed."""
 
     layers: int
     hidden: int
-    tokens: int
-    rivals: tuple[str, ...] = ()
+    tokens: int  # of a pack
+    rivals: tuple[str, ...] = ()  # of `RIVALS`, beside it
 
     @property
     def name(self) -> str:
@@ -98,11 +91,7 @@ class StepCase:
         return [[batch_of(pack, device, capacity) for pack in step] for step in self.packs()]
 
     def rounds(self, count: int) -> list[int]:
-        """Which of the distinct steps each of `count` rounds runs: each as often as the others.
-
-        Raises:
-            ValueError: if the rounds do not divide.
-        """
+        """Which of the distinct steps each of `count` rounds runs: each as often as the others."""
         if count % self.distinct_steps:
             raise ValueError(f"expected rounds that {self.distinct_steps} steps share evenly, got {count}")
         return [index % self.distinct_steps for index in range(count)]
@@ -182,11 +171,8 @@ def _trace(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
 def measure_rival(case: StepCase, kind: str) -> Answer:
     """Walls of steps in ms, with our attention and RoPE kernels: Megatron's RoPE reads offsets on the host.
 
-    Leaves graphs behind that hold the process group: its destruction may wait for them for ever.
-
-    Args:
-        case: its packs are padded to one shape.
-        kind: of `RIVALS`.
+    Packs are padded to one shape. Leaves graphs behind that hold the process group: its destruction may
+    wait for them for ever.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -199,13 +185,8 @@ def measure_rival(case: StepCase, kind: str) -> Answer:
     steps = case.batches(torch.device("cuda"), canonical=True)
     with our_rope():
         # Megatron's local graphs choose a stream themselves while the model is built.
-        trainer = StepTrainer(
-            case.model,
-            beside=is_full,
-            wrap=wrap if is_full else None,
-            cuda_graph_impl=kind,
-            cuda_graph_modules=[],
-        )
+        config: dict[str, Any] = {"cuda_graph_impl": kind, "cuda_graph_modules": []}
+        trainer = StepTrainer(case.model, beside=is_full, wrap=wrap if is_full else None, **config)
         for index in range(RIVAL_WARM_UP_STEPS):
             trainer.wall_ms(steps[index % len(steps)], graphs=True)
         with without_collection():

@@ -24,22 +24,14 @@ def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on one stream of packs.
-
-    Args:
-        model: its shape.
-        max_packed_seqs: documents of each capacity; some packs hold more.
-        mean_length: of the lognormal document lengths, in tokens; None for real documents.
-        longest: of the lognormal document lengths, in tokens; by default a whole pack's.
-        multiple: of which each lognormal length is one, so that ranks can share a pack's rows.
-    """
+    """One model on one stream of packs."""
 
     name: str
     model: ModelOptions
-    max_packed_seqs: tuple[int, ...]
-    mean_length: int | None
-    longest: int | None = None
-    multiple: int = 1
+    max_packed_seqs: tuple[int, ...]  # documents of each capacity; some packs hold more
+    mean_length: int | None  # of the lognormal document lengths, in tokens; None for real documents
+    longest: int | None = None  # of the lognormal document lengths; by default a whole pack's
+    multiple: int = 1  # of which each lognormal length is one, so that ranks can share a pack's rows
 
     def steps(self, count: int) -> list[list[Pack]]:
         """The packs of each of the first `count` steps; the same at every call."""
@@ -50,14 +42,8 @@ class Case:
         limit = self.model.max_tokens
         if self.mean_length is None:
             return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
-        lengths = lognormal_lengths(
-            20_000,
-            mean=self.mean_length,
-            sigma=1.5,
-            minimum=limit // 64,
-            maximum=self.longest or limit,
-            seed=7,
-        )
+        bounds = {"minimum": limit // 64, "maximum": self.longest or limit}
+        lengths = lognormal_lengths(20_000, mean=self.mean_length, sigma=1.5, seed=7, **bounds)
         generator = torch.Generator().manual_seed(11)
         return (
             Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
@@ -67,24 +53,16 @@ class Case:
 
 _LARGE = model_options(1024, layers=24, tokens=8192)
 _SMALL = model_options(512, layers=24, tokens=2048)
-CASES = {
-    case.name: case
-    for case in (
-        Case(name="lognormal", model=_LARGE, max_packed_seqs=(8, 20), mean_length=1024),
-        Case(name="documents", model=_LARGE, max_packed_seqs=(32, 64), mean_length=None),
-        Case(name="host-limited", model=_SMALL, max_packed_seqs=(8, 20), mean_length=256),
-    )
-}
+_CASES = (
+    Case(name="lognormal", model=_LARGE, max_packed_seqs=(8, 20), mean_length=1024),
+    Case(name="documents", model=_LARGE, max_packed_seqs=(32, 64), mean_length=None),
+    Case(name="host-limited", model=_SMALL, max_packed_seqs=(8, 20), mean_length=256),
+)
+CASES = {case.name: case for case in _CASES}
 
 
 def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
-    """Offsets of documents that fill `tokens` rows exactly, int32 [documents + 1]; the same at every call.
-
-    Args:
-        tokens: at least 16 for each document.
-        documents: at least 1, of lognormal lengths.
-        device: of the result.
-    """
+    """Offsets of lognormal documents that fill `tokens` rows, int32 [documents + 1]; always the same."""
     mean = tokens // documents
     lengths = lognormal_lengths(
         documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7
@@ -110,9 +88,5 @@ def filled(pack: Pack, tokens: int) -> Pack:
 
 def a_pack(tokens: int) -> Pack:
     """Three documents that fill a pack."""
-    ends = [0, tokens // 2, tokens * 3 // 4, tokens]
-    return Pack(
-        tokens=torch.arange(tokens) % 256,
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-        max_seqlen=tokens // 2,
-    )
+    ends = torch.tensor([0, tokens // 2, tokens * 3 // 4, tokens], dtype=torch.int32)
+    return Pack(tokens=torch.arange(tokens) % 256, cu_seqlens=ends, max_seqlen=tokens // 2)

@@ -37,15 +37,7 @@ def made_quickly(
     beside: bool = False,
     **further: Any,
 ) -> Trainer:
-    """A trainer whose random weights are drawn on the device.
-
-    Args:
-        trainer_type: its class.
-        options: the model's shape.
-        config: further fields of Megatron's `TransformerConfig`.
-        beside: build it on a side stream, as Megatron-LM does.
-        further: arguments of the class.
-    """
+    """A trainer whose random weights are drawn on the device; with `beside` it is built on a side stream."""
     fields = {"perform_initialization": False, **(config or {})}
     with on_side_stream() if beside else contextlib.nullcontext():
         trainer = trainer_type(options, config=fields, **further)
@@ -96,12 +88,7 @@ def time_layers(
 ) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
 
-    Args:
-        forward: runs all layers on hidden states.
-        shape: of the hidden states.
-        layers: how many there are.
-        repeats: timed rounds.
-        before: called before each round.
+    `forward` runs all layers on hidden states of `shape`; `before` is called before each round.
     """
     hidden = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(hidden) * 1e-3
@@ -155,8 +142,7 @@ class _OneTensor(nn.Module):
 def torchs_graphs(options: ModelOptions) -> Answer:
     """Captures Megatron's layers with `torch.cuda.make_graphed_callables`, and times them.
 
-    Returns:
-        `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
+    Answers `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
     """
     # On a side stream: gradient accumulators of the current one cannot be captured on another.
     trainer = made_quickly(DenseTrainer, options, beside=True)
@@ -231,17 +217,10 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
 def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
     import transformer_engine.pytorch as te
 
+    shape = (options.hidden, 4 * options.hidden, options.heads)
+    more = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
     return tuple(
-        te.TransformerLayer(
-            options.hidden,
-            4 * options.hidden,
-            options.heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            layer_number=index + 1,
-            self_attn_mask_type="causal",
-            params_dtype=torch.bfloat16,
-        ).cuda()
+        te.TransformerLayer(*shape, layer_number=index + 1, params_dtype=torch.bfloat16, **more).cuda()
         for index in range(options.layers)
     )
 

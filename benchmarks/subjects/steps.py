@@ -30,13 +30,7 @@ Schedule = Callable[..., Any]
 
 
 def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None) -> Batch:
-    """A pack as the model takes it, on the device.
-
-    Args:
-        pack: the documents.
-        device: where to.
-        capacity: pad rows and offsets to it, so that every batch has the same shapes.
-    """
+    """A pack as the model takes it; padded to a capacity, so that every batch has the same shapes."""
     labels, mask = next_token_labels(pack)
     rows = {"tokens": pack.tokens, "positions": position_ids(pack), "labels": labels, "mask": mask}
     offsets, longest = pack.cu_seqlens, pack.max_seqlen
@@ -52,12 +46,9 @@ def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None)
 class StepTrainer(Trainer):
     """A model that runs whole steps.
 
-    Args:
-        options: its shape.
-        beside: build it on a side stream, as Megatron-LM does: its DDP then adds gradients to `main_grad`
-            beside the backward pass.
-        wrap: put around Megatron's schedule, once.
-        transformer: further fields of Megatron's `TransformerConfig`.
+    With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `transformer` are
+    further fields of its config.
     """
 
     def __init__(
