@@ -14,7 +14,7 @@ from benchmarks.measuring.publish import RESULTS, Measurement
 
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
-# These take longer, or are faster with two GPUs.
+# These take longer.
 FURTHER = ("main_job", "megatron_graphs")
 NAMES = DEFAULT + FURTHER
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -85,29 +86,23 @@ class _Watch:
         }
 
 
-class _WatchedCapture:
+def _watched_capture(watch: _Watch, capture: Any) -> SimpleNamespace:
     """Times one graph's capture; stands in for `_C.CudaCapture`."""
+    of, begun = watch.next_pass(), [0.0]
 
-    def __init__(self, watch: _Watch, capture: Any) -> None:
-        self._watch, self._capture = watch, capture
-        self._pass = watch.next_pass()
-        self._begun = 0.0
+    def begin() -> None:
+        with watch.timed("begin"):
+            capture.begin()
+        begun[0] = time.perf_counter()
 
-    def begin(self) -> None:
-        with self._watch.timed("begin"):
-            self._capture.begin()
-        self._begun = time.perf_counter()
-
-    def end(self) -> Any:
-        phase = ("forward", "backward")[self._pass]
-        self._watch.seconds[phase] += time.perf_counter() - self._begun
-        with self._watch.timed("end"):
-            executable = self._capture.end()
-        self._watch.nodes[self._pass].append(executable.num_nodes)
+    def end() -> Any:
+        watch.seconds[("forward", "backward")[of]] += time.perf_counter() - begun[0]
+        with watch.timed("end"):
+            executable = capture.end()
+        watch.nodes[of].append(executable.num_nodes)
         return executable
 
-    def abort(self) -> None:
-        self._capture.abort()
+    return SimpleNamespace(begin=begin, end=end, abort=capture.abort)
 
 
 @contextmanager
@@ -129,7 +124,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
         watch.own_bytes += outside_bytes() - before
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (_C, "CudaCapture", lambda *args: _WatchedCapture(watch, capture_type(*args))),
+        (_C, "CudaCapture", lambda *args: _watched_capture(watch, capture_type(*args))),
         (CapturePlan, "warm_up", in_phase("warm up", CapturePlan.warm_up)),
         (gc, "collect", in_phase("collect", gc.collect)),
         (CudaBackend, "settle", in_phase("settle", settle)),

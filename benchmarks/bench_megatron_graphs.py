@@ -2,17 +2,16 @@
 """Step times beside the graphs that Megatron brings, or what those answer.
 
 On packs as they come, and on canonical packs, whose shapes never change: each rival beside ours on the same
-packs. Each model has a GPU to itself; two GPUs halve the time. Every way to run a model has a process of its
-own (`python -m benchmarks.bench_megatron_graphs MODEL WHAT`), deterministic algorithms in all of them alike;
-fresh memory is not filled while a step is timed.
+packs. Every way to run a model has a process of its own (`python -m benchmarks.bench_megatron_graphs MODEL
+WHAT`), deterministic algorithms in all of them alike; fresh memory is not filled while a step is timed.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from threading import Lock
 from typing import Any
 
 import torch
@@ -131,30 +130,20 @@ def figures_of(
     return beside_each(figure, by_name, lambda answer: median(answer["walls_ms"]))
 
 
+def _times(name: str, packs: str) -> list[Figure]:
+    ask = partial(measure_part, _MODULE, name, timeout=SECONDS, environment=ENVIRONMENT)
+    eager, ours = ask(f"eager{packs}"), ask(f"megagraph{packs}")
+    rivals = {
+        kind: try_part(_MODULE, name, kind + packs, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
+        for kind in MODELS[name]
+    }
+    return figures_of(name, packs, ours, eager, rivals)
+
+
 def measure(measurement: Measurement) -> None:
     """Measures every model on each kind of packs."""
-    gpus = [Lock() for _ in range(min(torch.cuda.device_count(), len(MODELS)))]
-
-    def times(name: str, packs: str, gpu: int) -> list[Figure]:
-        how: dict[str, Any] = {"environment": {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": str(gpu)}}
-        with gpus[gpu]:
-            eager, ours = (
-                measure_part(_MODULE, name, what + packs, timeout=SECONDS, **how)
-                for what in ("eager", "megagraph")
-            )
-            rivals = {
-                kind: try_part(_MODULE, name, kind + packs, timeout=RIVAL_SECONDS, **how)
-                for kind in MODELS[name]
-            }
-        return figures_of(name, packs, ours, eager, rivals)
-
-    measurement.take_side_by_side(
-        {
-            f"times of {name}{packs}": partial(times, name, packs, index % len(gpus))
-            for packs in PACKS
-            for index, name in enumerate(MODELS)
-        }
-    )
+    for packs, name in itertools.product(PACKS, MODELS):
+        measurement.take(f"times of {name}{packs}", partial(_times, name, packs))
 
 
 def _answer(name: str, what: str) -> None:

@@ -4,13 +4,11 @@
 Each part runs in a process of its own (`python -m benchmarks.bench_memory MODEL WHAT`). Eager and graphed
 steps are padded to the same capacity. Peaks are of torch's allocator, from the start of the process, warm-up
 steps and capture included; no optimizer has made its state, which would hide the difference. What lies
-outside the allocator is the device's used memory less that, so that nothing else may run beside it. Only the
-eager parts run side by side: of them nothing but the allocator's peak is told.
+outside the allocator is the device's used memory less that, so that nothing else may run beside it.
 """
 
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -119,13 +117,10 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
 
 def measure(measurement: Measurement) -> None:
     """Measures every model."""
-    with ThreadPoolExecutor(len(CASES)) as pool:  # of eager steps only the allocator's peak counts
-        eager = {name: pool.submit(measure_part, _MODULE, name, "eager") for name in CASES}
 
     def measured(name: str, has_four: bool) -> list[Figure]:
-        parts = ("graphed", FOUR) if has_four else ("graphed",)
-        answers = {what: measure_part(_MODULE, name, what) for what in parts}
-        return figures_of(name, {"eager": eager[name].result(), **answers})
+        parts = ("eager", "graphed", *([FOUR] if has_four else []))
+        return figures_of(name, {what: measure_part(_MODULE, name, what) for what in parts})
 
     for name, (_, has_four) in CASES.items():
         measurement.take(name, partial(measured, name, has_four))

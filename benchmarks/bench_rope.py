@@ -124,10 +124,9 @@ def _share_of(copy_us: float, answer: Answer) -> float:
 def _ours(
     direction: str, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, cu_seqlens: Tensor, interleaved: bool
 ) -> Callable[[], object]:
-    if direction == "forward":
-        return lambda: ops.rope_thd(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
     backward = torch.ops.megagraph.rope_thd_backward
-    return lambda: backward(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
+    op = ops.rope_thd if direction == "forward" else backward
+    return lambda: op(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
 
 
 def _key(rival: str, mib: int, direction: str) -> str:

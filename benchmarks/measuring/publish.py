@@ -4,8 +4,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -68,13 +67,6 @@ class Measurement:
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self._failures.append(f"{what}: {described(error)}")
-
-    def take_side_by_side(self, parts: Mapping[str, Part]) -> None:
-        """Measures all parts at the same time."""
-        with ThreadPoolExecutor(len(parts)) as pool:
-            started = {what: pool.submit(part) for what, part in parts.items()}
-        for what, part in started.items():
-            self.take(what, part.result)
 
     def publish(self) -> None:
         """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
