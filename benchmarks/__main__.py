@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [NAME ...]`: runs benchmarks and writes benchmarks/results/NAME.json."""
+"""`python -m benchmarks [NAME ...] [--out FOLDER]`: runs benchmarks, prints and writes FOLDER/NAME.json."""
 
 import argparse
 import importlib
+import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+from benchmarks.measuring.publish import RESULTS, Measurement
+
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
-# These take longer, or two GPUs.
-FURTHER = ("main_job", "real_hosts", "megatron_loop", "megatron_graphs")
+# These take longer.
+FURTHER = ("main_job", "megatron_graphs")
 NAMES = DEFAULT + FURTHER
 
 
@@ -20,7 +24,10 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: {', '.join(DEFAULT)}"
     )
-    names = parser.parse_args().names or DEFAULT
+    folder = Path(os.environ.get("OUT", RESULTS))
+    parser.add_argument("--out", type=Path, default=folder, help=f"folder, {folder} by default")
+    options = parser.parse_args()
+    names = options.names or DEFAULT
     for name in names:
         if name not in NAMES:
             parser.error(f"expected one of {', '.join(NAMES)}, got {name!r}")
@@ -30,8 +37,10 @@ def main() -> int:
     failed = []
     for name in names:
         start = time.perf_counter()
+        measurement = Measurement(options.out / f"{name}.json")
         try:
-            importlib.import_module(f"benchmarks.bench_{name}").run()
+            importlib.import_module(f"benchmarks.bench_{name}").measure(measurement)
+            measurement.publish()
         except Exception as error:  # the others are measured nevertheless
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(name)

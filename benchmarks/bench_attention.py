@@ -5,23 +5,28 @@ GPU time is that of a graph of the call, as it runs in training: no host in betw
 turns, and the medians over all turns are compared.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.attention.capture_attention import captured_attention
-from benchmarks.measuring import time_calls
-from benchmarks.measuring.compare import Answer, against, caught
+from benchmarks.measuring import clocks
+from benchmarks.measuring.children import caught, tell, told, try_part
+from benchmarks.measuring.clocks import Call
+from benchmarks.measuring.figures import beside, timed
+from benchmarks.measuring.kernels import kernel_us
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.run_children import collect, tell
-from benchmarks.measuring.time_kernels import kernel_us
-from benchmarks.packs.documents import lognormal_offsets
-from megagraph import results
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.inside import bare_loops
+from benchmarks.subjects.packs import lognormal_offsets
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -29,13 +34,13 @@ ROUNDS = 9
 TAIL = 100  # rows past the last document
 ATEN = "ATen's flash attention"
 TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
-RIVAL_SECONDS = 25
+RIVAL_SECONDS = 100
 BAR, PADDING_BAR = 1.02, 1.03
 CAPACITY, USED = 256, 10
+DIRECTIONS = ("forward", "backward")
 
-Call = Callable[[], object]
-Make = Callable[[Sequence[Tensor], Tensor, int], dict[str, Call]]
-Measure = Callable[[Sequence[Call]], list[float]]
+# GPU or host times of each call, in turns.
+Measure = Callable[[Sequence[Call]], list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,8 @@ def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str
     q, k, v, grad = inputs
     out, lse = torch.ops.megagraph.varlen_attention(q, k, v, cu_seqlens, longest)
     backward = torch.ops.megagraph.varlen_attention_backward
-    return {
-        "forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest),
-        "backward": lambda: backward(grad, q, k, v, out, lse, cu_seqlens, longest),
-    }
+    again = partial(backward, grad, q, k, v, out, lse, cu_seqlens, longest)
+    return {"forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest), "backward": again}
 
 
 def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
@@ -94,18 +97,12 @@ def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[st
     scale = q.size(2) ** -0.5
     ends = (cu_seqlens, cu_seqlens, longest, longest, 0.0, True)
 
-    def forward() -> tuple[Tensor, ...]:
-        answer: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward.default(
-            q, k, v, *ends, False, scale=scale
-        )
-        return answer
-
+    attend = torch.ops.aten._flash_attention_forward.default
+    forward = partial(attend, q, k, v, *ends, False, scale=scale)
     out, lse, state, unused, _ = forward()
     backward = torch.ops.aten._flash_attention_backward.default
-    return {
-        "forward": forward,
-        "backward": lambda: backward(grad, q, k, v, out, lse, *ends, state, unused, scale=scale),
-    }
+    again = partial(backward, grad, q, k, v, out, lse, *ends, state, unused, scale=scale)
+    return {"forward": forward, "backward": again}
 
 
 def recorded(call: Call) -> Call:
@@ -122,123 +119,146 @@ def recorded(call: Call) -> Call:
     return graph.replay
 
 
-def gpu_us(calls: Sequence[Call]) -> list[float]:
+class _Attention(nn.Module):
+    """Attends with keys and values of its own; the op computes their gradients, too."""
+
+    def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int) -> None:
+        super().__init__()
+        self.register_buffer("keys", keys)
+        self.register_buffer("values", values)
+        self.max_seqlen = max_seqlen
+
+    def forward(self, queries: Tensor, cu_seqlens: Tensor) -> Tensor:
+        keys, values = self.buffers()
+        return ops.varlen_attention(queries, keys, values, cu_seqlens, self.max_seqlen)
+
+
+class Captured:
+    """Graphs of one attention in a bank, for `num_seqs` documents, that have staged one pack.
+
+    `calls` launch them as they are staged.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
+        queries, keys, values, grad = inputs
+        module = _Attention(keys, values, max_seqlen)
+        bank = Bank(str(queries.device))
+        chain = bank.add_chain([SiteSpec(name="attention", module=module)])
+        example = ops.pad_cu_seqlens(cu_seqlens, num_seqs)
+        variant = VariantSpec(
+            key="pack",
+            training=True,
+            rows=queries.size(0),
+            row_shape=tuple(queries.shape[1:]),
+            dtype=queries.dtype,
+            metadata={"cu_seqlens": MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=0)},
+            arguments=lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]},
+        )
+        bank.capture({chain: [variant]})
+        leaf = queries.clone().requires_grad_()
+        with torch.enable_grad(), chain.micro_batch("pack", [cu_seqlens]) as reason:
+            if reason is not None:
+                raise RuntimeError(f"expected a replay, got {reason.name}")
+            out = chain(leaf)
+        out.backward(grad)
+        self._kept = bank, chain, module
+        self.calls = dict(zip(DIRECTIONS, bare_loops(chain, "pack"), strict=True))
+
+
+def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
     """GPU time of each call in a graph, in turns."""
     return _device_us([recorded(call) for call in calls])
 
 
-def _device_us(calls: Sequence[Call]) -> list[float]:
+def _device_us(calls: Sequence[Call]) -> list[list[float]]:
     """GPU time of what each call enqueues, in turns."""
-    return _in_turns(lambda call: time_calls.device_us(call, repeats=5, warm_up=1), calls)
+    return _in_turns(lambda call: clocks.device_us([call], repeats=5, warm_up=1)[0], calls)
 
 
-def host_us(calls: Sequence[Call]) -> list[float]:
+def host_us(calls: Sequence[Call]) -> list[list[float]]:
     """Host time of each call, in turns."""
-    return _in_turns(lambda call: time_calls.host_us(call, repeats=20, warm_up=2), calls)
+    return _in_turns(lambda call: clocks.host_us(call, repeats=20, warm_up=2), calls)
 
 
-def _in_turns(measure: Callable[[Call], time_calls.Spread], calls: Sequence[Call]) -> list[float]:
-    rounds = [[measure(call).median for call in calls] for _ in range(ROUNDS)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+def _in_turns(measure: Callable[[Call], Sequence[float]], calls: Sequence[Call]) -> list[list[float]]:
+    """The median of each turn, for each call."""
+    rounds = [[median(measure(call)) for call in calls] for _ in range(ROUNDS)]
+    return [list(times) for times in zip(*rounds, strict=True)]
 
 
-def _compare(shape: Shape, what: str, measure: Measure) -> list[results.Figure]:
+def _compare(shape: Shape, what: str, measure: Measure) -> list[Figure]:
     cu_seqlens = shape.offsets(shape.tokens // 1024)
     inputs, longest = shape.inputs(), int(cu_seqlens.diff().max())
     mine = ours(inputs, cu_seqlens, longest)
 
-    def beside_aten(direction: str) -> results.Figure:
-        def both() -> Answer:
-            theirs = atens(inputs, cu_seqlens, longest)
-            return {"us": measure((mine[direction], theirs[direction]))}
-
-        answer = caught(both)
-        # Where the rival failed, ours is measured alone.
-        us, *other = answer.get("us") or measure((mine[direction],))
-        return against(
-            f"{shape}, {direction}: {what}",
-            us,
-            "us",
-            ATEN,
-            answer,
-            lambda _: other[0],
-            bar=BAR * other[0] if other else None,
-        )
-
-    return [beside_aten(direction) for direction in mine]
+    return [
+        _beside_aten(f"{shape}, {name}: {what}", call, lambda: atens(inputs, cu_seqlens, longest), measure)
+        for name, call in mine.items()
+    ]
 
 
-def _compare_padded(shape: Shape) -> list[results.Figure]:
+def _beside_aten(name: str, call: Call, theirs: Callable[[], dict[str, Call]], measure: Measure) -> Figure:
+    direction = name.partition(":")[0].rpartition(", ")[2]
+    answer = caught(lambda: {"us": measure((call, theirs()[direction]))})
+    us, *other = answer.get("us") or measure((call,))  # where the rival failed, ours alone
+    bar = BAR * median(other[0]) if other else None
+    return beside(timed(name, us, "us", bar=bar), ATEN, answer, lambda _: median(other[0]))
+
+
+def _compare_padded(shape: Shape) -> list[Figure]:
     """Ten documents in a bank's graphs of a capacity of 256, beside graphs of ten of their very lengths.
 
     The capacity's documents are as long as the longest one, or as the whole pack.
     """
     tight, inputs = shape.offsets(USED), shape.inputs()
     longest = int(tight.diff().max())
-    alone = captured_attention(inputs, tight, USED, longest)
-
-    def beside_tight(max_seqlen: int) -> list[results.Figure]:
-        title = f"{CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
-        many = captured_attention(inputs, tight, CAPACITY, max_seqlen)
-        figures = []
+    alone = Captured(inputs, tight, USED, longest)
+    figures = []
+    for max_seqlen in (longest, shape.tokens):
+        many = Captured(inputs, tight, CAPACITY, max_seqlen)
         for direction in many.calls:
             us, tight_us = _device_us((many.calls[direction], alone.calls[direction]))
-            figures.append(
-                results.Figure(
-                    name=f"{shape}, {direction}: GPU time of {title}",
-                    value=us,
-                    unit="us",
-                    bar=PADDING_BAR * tight_us,
-                    rival=f"{USED} document slots, max_seqlen {longest}",
-                    rival_value=tight_us,
-                )
+            title = f"{CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
+            figure = timed(
+                f"{shape}, {direction}: GPU time of {title}",
+                us,
+                "us",
+                bar=PADDING_BAR * median(tight_us),
+                rival=f"{USED} document slots, max_seqlen {longest}",
+                rival_value=median(tight_us),
             )
-            figures += beside_aten(direction, title, max_seqlen, us)
-        return figures
-
-    def beside_aten(direction: str, title: str, max_seqlen: int, us: float) -> list[results.Figure]:
-        """What the slots cost in a graph whose grids stay as they were captured."""
-        try:
-            fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
-            (aten_us,) = gpu_us((fixed[direction],))
-        except RuntimeError as error:
-            print(f"{shape}, {ATEN} on padded offsets: {error}", flush=True)
-            return []
-        return [
-            results.Figure(
-                name=f"{shape}, {direction}: GPU time of {title}, beside ATen alone",
-                value=us,
-                unit="us",
-                rival=ATEN,
-                rival_value=aten_us,
-            )
-        ]
-
-    return [figure for max_seqlen in (longest, shape.tokens) for figure in beside_tight(max_seqlen)]
+            # What the slots cost in a graph whose grids stay as they were captured.
+            try:
+                fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
+                (aten_us,) = gpu_us((fixed[direction],))
+            except RuntimeError as error:
+                print(f"{shape}, {ATEN} on padded offsets: {error}", flush=True)
+                figures.append(figure)
+                continue
+            name = f"{figure.name}, beside ATen alone"
+            figures += [figure, timed(name, us, "us", rival=ATEN, rival_value=median(aten_us))]
+    return figures
 
 
-def _beside_transformer_engine() -> list[results.Figure]:
-    answers = collect("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
+def _beside_transformer_engine() -> list[Figure]:
+    answer = try_part("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
     cu_seqlens = RIVAL_SHAPE.offsets(RIVAL_SHAPE.tokens // 1024)
     mine = ours(RIVAL_SHAPE.inputs(), cu_seqlens, int(cu_seqlens.diff().max()))
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
-    times: Mapping[str, float] = {"forward": forward, "forward and backward": forward + backward}
+    both = [sum(pair) for pair in zip(forward, backward, strict=True)]
     return [
-        against(
-            f"{RIVAL_SHAPE}, {name}: GPU time",
-            us,
-            "us",
+        beside(
+            timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us"),
             TRANSFORMER_ENGINE,
-            answers[name],
-            lambda answer: float(answer["us"]),
+            told(answer, name),
+            lambda of: float(of["us"]),
         )
-        for name, us in times.items()
+        for name, us in {"forward": forward, "forward and backward": both}.items()
     ]
 
 
-def run() -> None:
-    """Measures, and writes benchmarks/results/attention.json."""
-    measurement = Measurement("attention")
+def measure(measurement: Measurement) -> None:
+    """Measures every shape beside ATen, and one beside Transformer Engine."""
     with torch.no_grad():
         for shape in SHAPES:
             measurement.take(f"{shape}, GPU time", partial(_compare, shape, "GPU time", gpu_us))
@@ -247,11 +267,10 @@ def run() -> None:
         for shape in PADDED_SHAPES:
             measurement.take(f"{shape}, padded", partial(_compare_padded, shape))
         measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
-    measurement.publish()
 
 
 def _tell_rivals() -> None:
-    shape = RIVAL_SHAPE
+    shape, layers = RIVAL_SHAPE, list[Any]()
     cu_seqlens = shape.offsets(shape.tokens // 1024)
     longest = int(cu_seqlens.diff().max())
     *leaves, grad = shape.inputs()
@@ -262,35 +281,21 @@ def _tell_rivals() -> None:
         from transformer_engine.pytorch import DotProductAttention
 
         if not layers:
-            layers.append(
-                DotProductAttention(
-                    shape.heads,
-                    shape.dim,
-                    num_gqa_groups=shape.groups,
-                    qkv_format="thd",
-                    attn_mask_type="padding_causal",
-                )
-            )
-        out: Tensor = layers[0](
-            *leaves,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+            of = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "num_gqa_groups": shape.groups}
+            layers.append(DotProductAttention(shape.heads, shape.dim, **of))
+        ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+        out: Tensor = layers[0](*leaves, **ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         return out
-
-    layers: list[Callable[..., Tensor]] = []
 
     def forward() -> float:
         with torch.no_grad():
             return kernel_us(attend)
 
-    def both() -> float:
-        return kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape)))
-
     tell("forward", forward)
-    tell("forward and backward", both)
+    tell(
+        "forward and backward",
+        lambda: kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))),
+    )
 
 
 if __name__ == "__main__":

@@ -5,36 +5,31 @@ Stacks of 24 layers, with one and with two capacities, and with the progress bar
 each rival run in a process of their own (`python -m benchmarks.bench_capture PART`).
 """
 
+import contextlib
 import gc
-import importlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from benchmarks.measuring.compare import Answer, against_each, caught
+from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.clocks import outside_bytes
+from benchmarks.measuring.figures import beside_each
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.read_memory import outside_bytes
-from benchmarks.measuring.run_children import measure_part, try_part
-from benchmarks.packs.cases import model_options
-from benchmarks.replay.time_rival_layers import (
-    LAYERS,
-    a_pack,
-    made_quickly,
-    megatrons_graphs,
-    torchs_graphs,
-)
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import answer_ours, answer_rival, install
+from benchmarks.subjects.inside import graphs_of
+from benchmarks.subjects.packs import a_pack, model_options
+from benchmarks.subjects.rival_layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from megagraph import _C, megatron
 from megagraph.bank.backends import CudaBackend
 from megagraph.bank.bank import Bank
-from megagraph.cli.demo import quiet_megatron
-from megagraph.config import GraphConfig
-from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
-from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.results import Figure
+from megagraph.bank.capture import CapturePlan
+from megagraph.demo.trainer import ModelOptions, Trainer
 
 HIDDEN = (512, 1024, 2048)
 RIVALS_HIDDEN = 1024
@@ -56,7 +51,6 @@ PHASES = {
     "collect": "collecting garbage",
 }
 _MODULE = "benchmarks.bench_capture"
-_BANK: Any = importlib.import_module("megagraph.bank")  # some of its names are replaced for a while
 
 
 class _Watch:
@@ -92,48 +86,36 @@ class _Watch:
         }
 
 
-class _WatchedCapture:
+def _watched_capture(watch: _Watch, capture: Any) -> SimpleNamespace:
     """Times one graph's capture; stands in for `_C.CudaCapture`."""
+    of, begun = watch.next_pass(), [0.0]
 
-    def __init__(self, watch: _Watch, capture: Any) -> None:
-        self._watch, self._capture = watch, capture
-        self._pass = watch.next_pass()
-        self._begun = 0.0
+    def begin() -> None:
+        with watch.timed("begin"):
+            capture.begin()
+        begun[0] = time.perf_counter()
 
-    def begin(self) -> None:
-        with self._watch.timed("begin"):
-            self._capture.begin()
-        self._begun = time.perf_counter()
-
-    def end(self) -> Any:
-        phase = ("forward", "backward")[self._pass]
-        self._watch.seconds[phase] += time.perf_counter() - self._begun
-        with self._watch.timed("end"):
-            executable = self._capture.end()
-        self._watch.nodes[self._pass].append(executable.num_nodes)
+    def end() -> Any:
+        watch.seconds[("forward", "backward")[of]] += time.perf_counter() - begun[0]
+        with watch.timed("end"):
+            executable = capture.end()
+        watch.nodes[of].append(executable.num_nodes)
         return executable
 
-    def abort(self) -> None:
-        self._capture.abort()
+    return SimpleNamespace(begin=begin, end=end, abort=capture.abort)
 
 
 @contextmanager
 def _watched(watch: _Watch) -> Iterator[None]:
     """Watches the captures inside."""
-    capture_type, warm_up, collect = _C.CudaCapture, _BANK.warm_up_variant, gc.collect
-    settle, capture = CudaBackend.settle, Bank.capture
+    capture_type, settle, capture = _C.CudaCapture, CudaBackend.settle, Bank.capture
 
-    def watched_warm_up(*args: Any, **kwargs: Any) -> None:
-        with watch.timed("warm up"):
-            warm_up(*args, **kwargs)
+    def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with watch.timed(phase):
+                return call(*args)
 
-    def watched_collect(*args: Any) -> int:
-        with watch.timed("collect"):
-            return collect(*args)
-
-    def watched_settle(self: CudaBackend) -> None:
-        with watch.timed("settle"):
-            settle(self)
+        return watched
 
     def watched_bank(self: Bank, *args: Any, **kwargs: Any) -> None:
         settle(self.backend)  # type: ignore[arg-type]  # a CUDA bank's
@@ -141,20 +123,17 @@ def _watched(watch: _Watch) -> Iterator[None]:
         capture(self, *args, **kwargs)
         watch.own_bytes += outside_bytes() - before
 
-    replaced: tuple[tuple[Any, str, Any, Any], ...] = (
-        (_C, "CudaCapture", capture_type, lambda *args: _WatchedCapture(watch, capture_type(*args))),
-        (_BANK, "warm_up_variant", warm_up, watched_warm_up),
-        (gc, "collect", collect, watched_collect),
-        (CudaBackend, "settle", settle, watched_settle),
-        (Bank, "capture", capture, watched_bank),
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (_C, "CudaCapture", lambda *args: _watched_capture(watch, capture_type(*args))),
+        (CapturePlan, "warm_up", in_phase("warm up", CapturePlan.warm_up)),
+        (gc, "collect", in_phase("collect", gc.collect)),
+        (CudaBackend, "settle", in_phase("settle", settle)),
+        (Bank, "capture", watched_bank),
     )
-    for owner, name, _, stand_in in replaced:
-        setattr(owner, name, stand_in)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in replaced:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
-    finally:
-        for owner, name, original, _ in replaced:
-            setattr(owner, name, original)
 
 
 def _capture(trainer: Trainer, tokens: int) -> Answer:
@@ -164,9 +143,7 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
     watch = _Watch(trainer.options.layers)
     with _watched(watch):
         trainer.forward_backward(packs)
-    plugin = installed_plugin()
-    assert plugin is not None
-    report = plugin.graphs_of_model(trainer.chunk).report()
+    report = graphs_of(trainer).report()
     expected = 2 * report["layers"] * len(report["capacities"])
     if report["failures"] or report["graphs"] != expected:
         raise RuntimeError(f"expected {expected} graphs, got {report}")
@@ -181,13 +158,11 @@ def measure_own() -> dict[str, dict[str, Answer]]:
     }
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
-        megatron.install(
-            GraphConfig(
-                cuda_graph_max_packed_seqs=num_seqs,
-                max_seqlen_per_dp_cp_rank=TOKENS,
-                cuda_graph_warmup_steps=1,
-                progress=shows_progress,
-            )
+        install(
+            cuda_graph_max_packed_seqs=num_seqs,
+            max_seqlen_per_dp_cp_rank=TOKENS,
+            cuda_graph_warmup_steps=1,
+            progress=shows_progress,
         )
         try:
             for hidden, trainer in trainers.items():
@@ -203,14 +178,6 @@ RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
 }
 
 
-# -- figures -------------------------------------------------------------------------------------
-
-
-def _ms_a_graph(rival: Answer) -> float:
-    milliseconds: float = 1e3 * rival["seconds"] / rival["graphs"]
-    return milliseconds
-
-
 def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
     """The figures, from what the processes answered."""
     figures: list[Figure] = []
@@ -218,11 +185,12 @@ def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> 
         for name, answer in by_capacities.items():
             where = f"hidden {hidden}, {name}"
             value = 1e3 * answer["capture_seconds"] / answer["graphs"]
-            if int(hidden) == RIVALS_HIDDEN:
-                title = f"{where}: capture"
-                figures += against_each(title, value, "ms a graph", rivals, _ms_a_graph, bar=BAR_MS)
-            else:
-                figures.append(Figure(name=f"{where}: capture", value=value, unit="ms a graph", bar=BAR_MS))
+            figure = Figure(name=f"{where}: capture", value=value, unit="ms a graph", bar=BAR_MS)
+            figures += (
+                beside_each(figure, rivals, lambda of: 1e3 * float(of["seconds"]) / int(of["graphs"]))
+                if int(hidden) == RIVALS_HIDDEN
+                else [figure]
+            )
             figures += _split(where, answer)
         figures += _weights(f"hidden {hidden}", by_capacities["1 capacity"])
     return figures
@@ -231,59 +199,45 @@ def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> 
 def _split(where: str, answer: Answer) -> list[Figure]:
     """Where the time goes, in ms of the whole capture divided by its graphs."""
     scale = 1e3 / answer["graphs"]
-    figures = [
-        Figure(name=f"{where}: of it {what}", value=scale * answer["seconds"][phase], unit="ms a graph")
-        for phase, what in PHASES.items()
-    ]
     rest = answer["capture_seconds"] - sum(answer["seconds"].values())
-    return [*figures, Figure(name=f"{where}: of it the rest", value=scale * rest, unit="ms a graph")]
+    parts = {what: answer["seconds"][phase] for phase, what in PHASES.items()} | {"the rest": rest}
+    return [
+        Figure(name=f"{where}: of it {what}", value=scale * seconds, unit="ms a graph")
+        for what, seconds in parts.items()
+    ]
 
 
 def _weights(where: str, answer: Answer) -> list[Figure]:
     """Nodes, and what executables take outside of the allocator: only the first capture shows that."""
-    forward, backward = answer["nodes"]
-    own_bytes, nodes = answer["own_bytes"], max(1, answer["all_nodes"])
-    return [
-        Figure(name=f"{where}: nodes of a forward graph", value=forward, unit="nodes"),
-        Figure(name=f"{where}: nodes of a backward graph", value=backward, unit="nodes"),
-        Figure(
-            name=f"{where}: executables' own memory",
-            value=own_bytes / 2**10 / answer["graphs"],
-            unit="KiB a graph",
-        ),
-        Figure(
-            name=f"{where}: executables' own memory, by node",
-            value=own_bytes / 2**10 / nodes,
-            unit="KiB a node",
-        ),
-    ]
+    (forward, backward), kib = answer["nodes"], answer["own_bytes"] / 2**10
+    weights = (
+        ("nodes of a forward graph", forward, "nodes"),
+        ("nodes of a backward graph", backward, "nodes"),
+        ("executables' own memory", kib / answer["graphs"], "KiB a graph"),
+        ("executables' own memory, by node", kib / max(1, answer["all_nodes"]), "KiB a node"),
+    )
+    return [Figure(name=f"{where}: {what}", value=value, unit=unit) for what, value, unit in weights]
 
 
-def run() -> None:
-    """Measures and publishes; raises `RuntimeError` where ours fails."""
-    measurement = Measurement("capture")
+def measure(measurement: Measurement) -> None:
+    """Measures ours, and each rival."""
 
     def everything() -> list[Figure]:
         own = measure_part(_MODULE, "own")
         return figures_of(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
 
     measurement.take("capture", everything)
-    measurement.publish()
 
 
-def _measure(part: str) -> None:
-    quiet_megatron()
-    with process_groups():
-        if part == "own":
-            # Without these no progress is drawn where standard error is no terminal.
-            os.environ.update(FORCE_COLOR="1", TERM="xterm")
-            gc.collect()  # in a fork the first collection copies pages
-            print(json.dumps(measure_own()), flush=True)
-            return
-        options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
-        print(json.dumps(caught(lambda: RIVALS[part][1](options))), flush=True)
-        os._exit(0)  # the process group may wait for ever for what a rival's graph holds of it
+def _answer(part: str) -> None:
+    if part == "own":
+        # Without these no progress is drawn where standard error is no terminal.
+        os.environ.update(FORCE_COLOR="1", TERM="xterm")
+        answer_ours(measure_own)
+        return
+    options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
+    answer_rival(lambda: RIVALS[part][1](options))
 
 
 if __name__ == "__main__":
-    _measure(*sys.argv[1:])
+    _answer(*sys.argv[1:])

@@ -6,57 +6,44 @@ memory is that of one model. Timed runs use neither deterministic algorithms nor
 eager and graphed alike; the comparison of bits uses deterministic algorithms.
 """
 
-import json
 import os
 import sys
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.hosts.run_jobs import comparison_of
+from benchmarks.measuring.children import Answer, measure_part
+from benchmarks.measuring.figures import comparison_of, timed
+from benchmarks.measuring.kernels import device_work
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.run_children import measure_part
-from benchmarks.packs.cases import CASES, Case
-from megagraph import megatron, results
-from megagraph.cli.demo import quiet_megatron
-from megagraph.config import GraphConfig
-from megagraph.demo.compare import compare_steps, time_steps
-from megagraph.demo.trainer import Trainer, process_groups
-from megagraph.megatron.patch.installation import installed_plugin
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import answer_ours, install, walls_ms
+from benchmarks.subjects.inside import Replays
+from benchmarks.subjects.packs import CASES, Case
+from megagraph import megatron
+from megagraph.demo.compare import compare_steps
+from megagraph.demo.trainer import Trainer
 
 COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARMUP_STEPS = 3
 TIMEOUT_SECONDS = 600
 REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
+MIB = 2**20
 
 _MODULE = "benchmarks.bench_main_job"
 
 # Runtime and driver calls that wait for the device.
 _WAITING = (
-    "StreamSynchronize",
-    "DeviceSynchronize",
-    "EventSynchronize",
-    "CtxSynchronize",
-    "cudaMalloc",
-    "cudaFree",
+    *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
+    *("cudaMalloc", "cudaFree"),
 )
 
 
-def _install(case: Case) -> None:
-    megatron.install(
-        GraphConfig(
-            cuda_graph_max_packed_seqs=case.max_packed_seqs,
-            max_seqlen_per_dp_cp_rank=case.model.max_tokens,
-            cuda_graph_warmup_steps=WARMUP_STEPS,
-            progress=False,
-        )
-    )
-
-
-def measure_bits(case: Case) -> dict[str, Any]:
+def measure_bits(case: Case) -> Answer:
     """Trains eager and graphed from the same weights and compares every bit."""
     torch.use_deterministic_algorithms(True)
     eager, graphed = Trainer(case.model), Trainer(case.model)
@@ -71,54 +58,34 @@ def measure_bits(case: Case) -> dict[str, Any]:
     }
 
 
-def measure_time(case: Case, *, graphs: bool) -> dict[str, Any]:
-    """Step time, memory and GPU time of one model."""
+def measure_time(case: Case, *, graphs: bool) -> Answer:
+    """Step times, memory and GPU time of one model."""
     trainer = Trainer(case.model)
     steps = case.steps(WARMUP_STEPS + 3 + TIMED_STEPS)
     fitting = [[pack for pack in step if pack.num_seqs <= max(case.max_packed_seqs)] for step in steps]
-    time_steps(trainer, fitting[: WARMUP_STEPS + 3], graphs=graphs)
-    reserved = torch.cuda.max_memory_reserved()
-    times = time_steps(trainer, steps[WARMUP_STEPS + 3 :], graphs=graphs)
-    figures: dict[str, Any] = {
-        "median_ms": times.median_ms,
-        "fastest_ms": times.fastest_ms,
-        "reserved_bytes": reserved,
-        "reserved_with_eager_bytes": torch.cuda.max_memory_reserved(),
-        "report": megatron.reports()[-1],
-    }
+    _, reserved = walls_ms(trainer, fitting[: WARMUP_STEPS + 3], graphs=graphs)
+    walls, most = walls_ms(trainer, steps[WARMUP_STEPS + 3 :], graphs=graphs)
+    report = megatron.reports()[-1]
     profiled = steps[-2:]  # the busy share is that of these steps, timed without the profiler first
-    wall_ms = time_steps(trainer, profiled * 3, graphs=graphs).median_ms
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
-        time_steps(trainer, profiled, graphs=graphs)
-    kernels_us = sum(event.device_time_total for event in trace.events() if event.device_type.name == "CUDA")
-    figures["kernel_ms"] = kernels_us / 1e3 / len(profiled)
-    figures["busy_share"] = figures["kernel_ms"] / wall_ms
-    if graphs:
-        figures |= _measure_replays(trainer)
-    return figures
+    wall_ms = median(walls_ms(trainer, profiled * 3, graphs=graphs)[0])
+    work = device_work(partial(walls_ms, trainer, profiled, graphs=graphs), repeats=1, warm_up=0)
+    kernel_ms = sum(item.us for item in work) / 1e3 / len(profiled)
+    return {
+        **{"walls_ms": walls, "reserved_bytes": reserved, "reserved_with_eager_bytes": most},
+        **{"report": report, "kernel_ms": kernel_ms, "busy_share": kernel_ms / wall_ms},
+        **(_measure_replays(trainer) if graphs else {}),
+    }
 
 
-def _measure_replays(trainer: Trainer) -> dict[str, Any]:
+def _measure_replays(trainer: Trainer) -> Answer:
     """Allocations and waits of the plugin alone: captured layers, forward and backward."""
-    plugin = installed_plugin()
-    assert plugin is not None
-    graphs = plugin.all_graphs()[0]
-    chain = graphs.block.chain
-    variants: list[Any] = list(chain.variants)
-    key = next(key for key in variants if key[1].grad)
-    capacity = key[0]
-    shape = (capacity.tokens, 1, trainer.options.hidden)
-    leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    hidden = leaf.clone()  # the gradient of a leaf is cloned, that of the embedding's output is not
-    grad = torch.randn_like(leaf)
-    offsets = torch.tensor([0, capacity.tokens], dtype=torch.int32, device="cuda")
+    replays = Replays(trainer)
     trainer.model.zero_grad_buffer()
 
     def replay() -> None:
-        with chain.micro_batch(key, [offsets]) as reason:
-            assert reason is None, reason
-            out = chain(hidden)
-        torch.autograd.grad(out, hidden, grad)
+        with replays.micro_batch():
+            out = replays.chain(replays.hidden)
+        torch.autograd.grad(out, replays.hidden, replays.grad)
 
     replay()
     torch.cuda.synchronize()
@@ -128,98 +95,69 @@ def _measure_replays(trainer: Trainer) -> dict[str, Any]:
             replay()
     waiting = [event.name for event in trace.events() if any(name in event.name for name in _WAITING)]
     return {
-        "replays": REPLAYED_MICRO_BATCHES * 2 * len(chain.sites),
+        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.chain.sites),
         "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
         "synchronisations": len(waiting) - 1,  # the profiler itself waits once, when it stops
     }
 
 
-def run() -> None:
-    """Measures every case and writes benchmarks/results/main_job.json."""
-    compared: list[dict[str, Any]] = []
-
-    def measured(case: Case) -> list[results.Figure]:
-        bits = measure_part(_MODULE, case.name, "bits", timeout=TIMEOUT_SECONDS)
-        compared.append({**bits, "reports": [bits["report"]]})
-        eager, graphed = (
-            measure_part(_MODULE, case.name, what, timeout=TIMEOUT_SECONDS) for what in ("eager", "graphed")
-        )
-        return figures_of(case.name, bits, eager, graphed)
-
-    measurement = Measurement("main_job")
-    for name, case in CASES.items():
-        measurement.take(name, partial(measured, case))
-    measurement.publish(comparison_of(compared))
-
-
-def figures_of(
-    name: str, bits: dict[str, Any], eager: dict[str, Any], graphed: dict[str, Any]
-) -> list[results.Figure]:
+def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[Figure]:
     """The figures of one case."""
-    report = graphed["report"]
+    report, replays = graphed["report"], graphed["replays"]
 
-    def figure(what: str, value: float, unit: str, **more: Any) -> results.Figure:
-        return results.Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
+    def figure(what: str, value: float, unit: str, **more: Any) -> Figure:
+        return Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
 
+    def beside(what: str, key: str, unit: str, scale: float = 1, slack: float | None = None) -> Figure:
+        its = eager[key] / scale
+        bar = None if slack is None else slack * its
+        return figure(what, graphed[key] / scale, unit, bar=bar, rival="eager", rival_value=its)
+
+    with_eager = "peak memory reserved, with packs over the capacity"
+    eager_ms = median(eager["walls_ms"])
+    rival = {"bar": eager_ms, "rival": "eager", "rival_value": eager_ms}
     return [
         figure("packs over the capacity, run eager", bits["over_capacity"], "packs", bar=3, better="higher"),
-        figure(
-            "forward and backward of a step, median",
-            graphed["median_ms"],
-            "ms",
-            bar=eager["median_ms"],
-            rival="eager",
-            rival_value=eager["median_ms"],
-        ),
-        figure(
-            "GPU busy share",
-            graphed["busy_share"],
-            "1",
-            rival="eager",
-            rival_value=eager["busy_share"],
-        ),
-        figure(
-            "kernel time of a step",
-            graphed["kernel_ms"],
-            "ms",
-            bar=1.01 * eager["kernel_ms"],
-            rival="eager",
-            rival_value=eager["kernel_ms"],
-        ),
-        figure(
-            "peak memory reserved",
-            graphed["reserved_bytes"] / 2**20,
-            "MiB",
-            bar=1.05 * eager["reserved_bytes"] / 2**20,
-            rival="eager",
-            rival_value=eager["reserved_bytes"] / 2**20,
-        ),
-        figure(
-            "peak memory reserved, with packs over the capacity",
-            graphed["reserved_with_eager_bytes"] / 2**20,
-            "MiB",
-            rival="eager",
-            rival_value=eager["reserved_with_eager_bytes"] / 2**20,
-        ),
+        timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
+        beside("GPU busy share", "busy_share", "1"),
+        beside("kernel time of a step", "kernel_ms", "ms", slack=1.01),
+        beside("peak memory reserved", "reserved_bytes", "MiB", MIB, 1.05),
+        beside(with_eager, "reserved_with_eager_bytes", "MiB", MIB),
         figure("capture", 1e3 * report["capture_seconds"] / report["graphs"], "ms a graph", bar=40),
         figure("padding share", report["padding_share"], "1"),
-        figure(f"allocations in {graphed['replays']} replays", graphed["allocations"], "allocations", bar=0),
-        figure(
-            f"synchronisations in {graphed['replays']} replays", graphed["synchronisations"], "calls", bar=0
-        ),
+        figure(f"allocations in {replays} replays", graphed["allocations"], "allocations", bar=0),
+        figure(f"synchronisations in {replays} replays", graphed["synchronisations"], "calls", bar=0),
     ]
 
 
-def _measure(case_name: str, what: str) -> None:
-    quiet_megatron()
-    case = CASES[case_name]
-    with process_groups():
-        _install(case)
-        measured = measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
-        megatron.uninstall()
-    print(json.dumps(measured))
+def measure(measurement: Measurement) -> None:
+    """Measures every case."""
+    compared: list[Answer] = []
+
+    def measured(name: str) -> list[Figure]:
+        ask = partial(measure_part, _MODULE, name, timeout=TIMEOUT_SECONDS)
+        bits = ask("bits")
+        compared.append({**bits, "reports": [bits["report"]]})
+        return figures_of(name, bits, ask("eager"), ask("graphed"))
+
+    for name in CASES:
+        measurement.take(name, partial(measured, name))
+    measurement.comparison = comparison_of(compared)
+
+
+def _measure(case: Case, what: str) -> Answer:
+    install(
+        cuda_graph_max_packed_seqs=case.max_packed_seqs,
+        max_seqlen_per_dp_cp_rank=case.model.max_tokens,
+        cuda_graph_warmup_steps=WARMUP_STEPS,
+    )
+    return measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
+
+
+def _answer(name: str, what: str) -> None:
+    answer_ours(lambda: _measure(CASES[name], what))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    _measure(*sys.argv[1:])
+    _answer(*sys.argv[1:])

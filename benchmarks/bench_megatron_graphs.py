@@ -2,67 +2,156 @@
 """Step times beside the graphs that Megatron brings, or what those answer.
 
 On packs as they come, and on canonical packs, whose shapes never change: each rival beside ours on the same
-packs. Each model has a GPU to itself; two GPUs halve the time.
+packs. Every way to run a model has a process of its own (`python -m benchmarks.bench_megatron_graphs MODEL
+WHAT`), deterministic algorithms in all of them alike; fresh memory is not filled while a step is timed.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
-from threading import Lock
+from statistics import median
+from typing import Any
 
 import torch
 
-from benchmarks.hosts.measure_job import JOBS
-from benchmarks.hosts.run_jobs import measure_job, try_job
-from benchmarks.measuring.compare import Answer, against_each
+from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.figures import beside_each, timed
 from benchmarks.measuring.publish import Measurement
-from megagraph import results
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install, walls_ms
+from benchmarks.subjects.hosts import prepare_megatrons_graphs as prepare
+from benchmarks.subjects.packs import MICRO_BATCHES, Case, model_options
+from megagraph import megatron
+from megagraph.demo.packers import Pack
+from megagraph.demo.trainer import Trainer
 
-RIVAL_TIMEOUT_SECONDS = 80
-TIMED = ("Transformer Engine, hidden 1024", "local, hidden 1024")
-RIVALS = ("local", "transformer_engine")
+TIMED_STEPS, WARM_UP_STEPS = 20, 6
+CAPTURED_STEPS = 3  # after which Transformer Engine's graphs are made
+SECONDS, RIVAL_SECONDS = 300, 130
+# By model, its rivals.
+MODELS = {
+    "Transformer Engine, hidden 1024": ("local", "transformer_engine"),
+    "local, hidden 1024": ("local",),
+}
 PACKS = ("", ", canonical packs")  # as they come, or of one shape
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "OMP_NUM_THREADS": "4",
+}
+# Transformer Engine's deterministic attention of packs takes 128 bytes for each document * head * longest**2.
+LONGEST, NUM_SEQS = 1024, 20
+CASE = Case(
+    name="packs",
+    model=model_options(1024, layers=24, tokens=4096),
+    max_packed_seqs=(8, NUM_SEQS),
+    mean_length=512,
+    longest=LONGEST,
+)
+_MODULE = "benchmarks.bench_megatron_graphs"
+
+
+def _trainer(name: str, **transformer: Any) -> Trainer:
+    spec = None
+    if name.startswith("Transformer Engine"):
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        transformer = {"apply_rope_fusion": True, **transformer}
+    return Trainer(CASE.model, config=transformer, spec=spec)
+
+
+def canonical(pack: Pack) -> Pack:
+    """A pack of the one shape: one more document fills the rows up, empty ones follow."""
+    tokens = CASE.model.max_tokens
+    missing = NUM_SEQS + 1 - pack.cu_seqlens.numel()
+    offsets = torch.nn.functional.pad(pack.cu_seqlens, (0, missing), value=tokens)
+    rows = torch.nn.functional.pad(pack.tokens, (0, tokens - pack.num_tokens))
+    return dataclasses.replace(pack, tokens=rows, cu_seqlens=offsets, max_seqlen=LONGEST)
+
+
+def measure_time(name: str, kind: str, *, one_shape: bool) -> Answer:
+    """Step times of one way to run a model, on packs that fit.
+
+    `eager` or `megagraph`; `local` or `transformer_engine`, Megatron's own graphs, with nothing of ours.
+    """
+    torch.use_deterministic_algorithms(True)
+    steps = [
+        [canonical(pack) if one_shape else pack for pack in step if pack.num_seqs < NUM_SEQS]
+        for step in CASE.steps(WARM_UP_STEPS + TIMED_STEPS)
+    ]
+    if kind in ("eager", "megagraph"):
+        install(
+            cuda_graph_max_packed_seqs=CASE.max_packed_seqs,
+            max_seqlen_per_dp_cp_rank=CASE.model.max_tokens,
+            max_seqlen=LONGEST,
+        )
+        trainer = _trainer(name)
+        walls_ms(trainer, steps[:WARM_UP_STEPS], graphs=kind == "megagraph")
+    else:
+        trainer = _with_megatrons_graphs(name, kind, steps[:WARM_UP_STEPS])
+    walls, _ = walls_ms(trainer, steps[WARM_UP_STEPS:], graphs=kind != "eager")
+    if kind == "megagraph":
+        check_replays(megatron.reports()[-1])
+    return {"walls_ms": walls}
+
+
+def _with_megatrons_graphs(name: str, impl: str, steps: Sequence[Sequence[Pack]]) -> Trainer:
+    prepare(MICRO_BATCHES)
+    trainer = _trainer(name, cuda_graph_impl=impl, cuda_graph_modules=[])
+    walls_ms(trainer, steps[:CAPTURED_STEPS], graphs=True)
+    if impl == "transformer_engine":
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        helper = TECudaGraphHelper(
+            model=[trainer.model],
+            config=trainer.chunk.config,
+            seq_length=CASE.model.max_tokens,
+            micro_batch_size=1,
+            optimizers=[trainer.optimizer],
+        )
+        helper.create_cudagraphs()
+        helper.cuda_graph_set_manual_hooks()
+    walls_ms(trainer, steps[CAPTURED_STEPS:], graphs=True)
+    return trainer
 
 
 def figures_of(
     name: str, packs: str, ours: Answer, eager: Answer, rivals: Mapping[str, Answer]
-) -> list[results.Figure]:
+) -> list[Figure]:
     """Our step on some packs beside eager's and the rivals' on the same packs."""
     others = {"eager": eager, **{f"Megatron's graphs, {rival}": answer for rival, answer in rivals.items()}}
-    return against_each(
-        f"{name}: forward and backward of a step, median{packs}",
-        ours["median_ms"],
-        "ms",
-        {f"{rival}{packs}": answer for rival, answer in others.items()},
-        _median_ms,
-        bar=eager["median_ms"],
-    )
+    title = f"{name}: forward and backward of a step, median{packs}"
+    figure = timed(title, ours["walls_ms"], "ms", bar=median(eager["walls_ms"]))
+    by_name = {f"{rival}{packs}": answer for rival, answer in others.items()}
+    return beside_each(figure, by_name, lambda answer: median(answer["walls_ms"]))
 
 
-def _median_ms(answer: Answer) -> float:
-    milliseconds: float = answer["median_ms"]
-    return milliseconds
-
-
-def _times(name: str, packs: str, gpu: str) -> list[results.Figure]:
-    eager, ours = (measure_job(name, what + packs, gpus=gpu) for what in ("eager", "megagraph"))
-    kinds = RIVALS if JOBS[name].transformer_engine else RIVALS[:1]
-    rivals = {kind: try_job(name, kind + packs, gpus=gpu, timeout=RIVAL_TIMEOUT_SECONDS) for kind in kinds}
+def _times(name: str, packs: str) -> list[Figure]:
+    ask = partial(measure_part, _MODULE, name, timeout=SECONDS, environment=ENVIRONMENT)
+    eager, ours = ask(f"eager{packs}"), ask(f"megagraph{packs}")
+    rivals = {
+        kind: try_part(_MODULE, name, kind + packs, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
+        for kind in MODELS[name]
+    }
     return figures_of(name, packs, ours, eager, rivals)
 
 
-def run() -> None:
-    """Measures and writes benchmarks/results/megatron_graphs.json; raises where a part failed."""
-    gpus = [Lock() for _ in range(min(torch.cuda.device_count(), len(TIMED)))]
+def measure(measurement: Measurement) -> None:
+    """Measures every model on each kind of packs."""
+    for packs, name in itertools.product(PACKS, MODELS):
+        measurement.take(f"times of {name}{packs}", partial(_times, name, packs))
 
-    def times(name: str, packs: str, gpu: int) -> list[results.Figure]:
-        with gpus[gpu]:
-            return _times(name, packs, str(gpu))
 
-    parts = {
-        f"times of {name}{packs}": partial(times, name, packs, index % len(gpus))
-        for packs in PACKS
-        for index, name in enumerate(TIMED)
-    }
-    measurement = Measurement("megatron_graphs")
-    measurement.take_side_by_side(parts, len(parts))
-    measurement.publish()
+def _answer(name: str, what: str) -> None:
+    kind, _, packs = what.partition(", ")
+    ours = kind in ("eager", "megagraph")
+    call = partial(measure_time, name, kind, one_shape=bool(packs))
+    answer_ours(call, seeded=True) if ours else answer_rival(call)
+
+
+if __name__ == "__main__":
+    _answer(*sys.argv[1:])

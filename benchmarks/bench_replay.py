@@ -7,120 +7,96 @@ for a full queue. Each part runs in a process of its own (`python -m benchmarks.
 capture that fails may leave its process useless.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import median
 from typing import Any
 
-from benchmarks.measuring.compare import Answer, against_each, caught, unevenness
+from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.figures import beside_each, differences, timed, timed_ratio
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.run_children import measure_part, try_part
-from benchmarks.packs.cases import model_options
-from benchmarks.replay import time_eager_calls, time_flat_banks, time_rival_layers
-from benchmarks.replay.time_own_replays import measure_stacks
-from megagraph.cli.demo import quiet_megatron
-from megagraph.demo.trainer import ModelOptions, process_groups
-from megagraph.results import Figure
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects import eager_calls, flat_banks, rival_layers
+from benchmarks.subjects.hosts import answer_ours, answer_rival
+from benchmarks.subjects.own_layers import measure_stacks
+from benchmarks.subjects.packs import model_options
+from megagraph.demo.trainer import ModelOptions
 
 HIDDEN = 1024
 BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 EAGER_BAR = 2.0  # us a model call
+WITHOUT_ENGINE = "backward without autograd's own call"
 _MODULE = "benchmarks.bench_replay"
 # By part. The rows of these rivals are one unpacked document.
 RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
     "torch_plain": (
         "torch.cuda.make_graphed_callables, plain layers",
-        time_rival_layers.torchs_graphs_of_plain_layers,
+        rival_layers.torchs_graphs_of_plain_layers,
     ),
-    "torch": ("torch.cuda.make_graphed_callables", time_rival_layers.torchs_graphs),
-    "local": ("Megatron's graphs, local", time_rival_layers.megatrons_graphs),
-    "te": (
-        "Transformer Engine's make_graphed_callables",
-        time_rival_layers.transformer_engines_graphs,
-    ),
-    "te_eager": ("Transformer Engine's layers, eager", time_rival_layers.transformer_engines_eager),
+    "torch": ("torch.cuda.make_graphed_callables", rival_layers.torchs_graphs),
+    "local": ("Megatron's graphs, local", rival_layers.megatrons_graphs),
+    "te": ("Transformer Engine's make_graphed_callables", rival_layers.transformer_engines_graphs),
+    "te_eager": ("Transformer Engine's layers, eager", rival_layers.transformer_engines_eager),
 }
 PARTS: dict[str, Callable[[ModelOptions], dict[str, Any]]] = {
     "own": measure_stacks,
-    "banks": lambda _: time_flat_banks.measure_banks(),
-    "calls": lambda _: time_eager_calls.measure_calls(),
+    "banks": lambda _: flat_banks.measure_banks(),
+    "calls": lambda _: eager_calls.measure_calls(),
 }
-
-
-# -- figures -------------------------------------------------------------------------------------
 
 
 def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
     """Each pass of a layer against each rival, the share that is the plugin's own, and what is beside."""
+    graphed, everyone = own["stack"]["graphed"], {"eager": own["stack"]["eager"], **rivals}
     figures = []
-    graphed = own["stack"]["graphed"]
     for phase, bar in BARS.items():
-        shares = []
-        for which in ("median", "fastest"):
-            value, floor = graphed[phase][which], graphed[f"bare {phase}"][which]
-            is_barred = which == "median"
-            figures += against_each(
-                f"host time of a graphed layer, {phase}, {which}",
-                value,
-                "us",
-                {"eager": own["stack"]["eager"], **rivals},
-                partial(_read, phase, which),
-                bar=bar if is_barred else None,
-                floor=floor,
-            )
-            shares.append(
-                Figure(
-                    name=f"own share over bare cudaGraphLaunch, {phase}, {which}",
-                    value=value - floor,
-                    unit="us",
-                    bar=OWN_SHARE_BAR if is_barred else None,
-                )
-            )
-        figures += shares
+        ours, bare = graphed[phase], graphed[f"bare {phase}"]
+        layer = f"host time of a graphed layer, {phase}"
+        share = f"own share over bare cudaGraphLaunch, {phase}"
+        middle = timed(f"{layer}, median", ours, "us", bar=bar, floor=median(bare))
+        least = Figure(name=f"{layer}, fastest", value=min(ours), unit="us", floor=min(bare))
+        figures += [
+            *beside_each(middle, everyone, partial(_read, phase, median)),
+            *beside_each(least, everyone, partial(_read, phase, min)),
+            _own_share(f"{share}, median", ours, bare, bar=OWN_SHARE_BAR),
+            Figure(name=f"{share}, fastest", value=min(ours) - min(bare), unit="us"),
+        ]
     return [*figures, *_further_figures(own["last"], graphed)]
 
 
-def _read(phase: str, which: str, times: Answer) -> float:
-    value: float = times[phase][which]
-    return value
+def _read(phase: str, pick: Callable[[list[float]], float], times: Answer) -> float:
+    return pick(times[phase])
+
+
+def _own_share(name: str, ours: list[float], bare: list[float], **more: Any) -> Figure:
+    value = median(ours) - median(bare)
+    return timed(name, differences(ours, bare), "us", value=value, **more)
 
 
 def _further_figures(last: Answer, graphed: Answer) -> list[Figure]:
     """What a layer costs in a step's last micro-batch, and what of a micro-batch is not its layers."""
     lasts = [
-        Figure(
-            name=f"host time of a graphed layer, {phase}, last micro-batch with overlap_grad_reduce",
-            value=last["graphed"][phase]["median"],
-            unit="us",
+        timed(
+            f"host time of a graphed layer, {phase}, last micro-batch with overlap_grad_reduce",
+            last["graphed"][phase],
+            "us",
             rival="eager",
-            rival_value=last["eager"][phase]["median"],
-            floor=last["graphed"][f"bare {phase}"]["median"],
+            rival_value=median(last["eager"][phase]),
+            floor=median(last["graphed"][f"bare {phase}"]),
         )
         for phase in BARS
     ]
+    without, bare = graphed["backward without engine"], graphed["bare backward"]
+    what = f"{WITHOUT_ENGINE}, median"
     return [
         *lasts,
-        Figure(
-            name="host time of a graphed layer, backward without autograd's own call, median",
-            value=graphed["backward without engine"]["median"],
-            unit="us",
-            floor=graphed["bare backward"]["median"],
-        ),
-        Figure(
-            name="own share over bare cudaGraphLaunch, backward without autograd's own call, median",
-            value=graphed["backward without engine"]["median"] - graphed["bare backward"]["median"],
-            unit="us",
-        ),
-        Figure(
-            name="autograd's own call, a backward pass of one node",
-            value=graphed["engine"]["median"],
-            unit="us",
-        ),
-        Figure(name="begin and end of a micro-batch", value=graphed["around"]["median"], unit="us"),
+        timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
+        _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
+        timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
+        timed("begin and end of a micro-batch", graphed["around"], "us"),
     ]
 
 
@@ -130,57 +106,47 @@ def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
     Autograd's own call, once a micro-batch, is the same in each bank, and left out of the backward.
     """
     figures = []
-    sites = time_flat_banks.SITES
     (first, one), *others = banks.items()
     for phase in BARS:
         key = phase if phase == "forward" else "backward without engine"
-        name_of_phase = phase if phase == "forward" else "backward without autograd's own call"
-        for name, answer in banks.items():
-            figures.append(
-                Figure(
-                    name=f"host time of a site in a chain of {sites}, {name_of_phase}, {name}",
-                    value=answer[key]["median"],
-                    unit="us",
-                    floor=answer[f"bare {phase}"]["median"],
-                )
-            )
+        title, bare = phase if phase == "forward" else WITHOUT_ENGINE, f"bare {phase}"
+        chain = f"host time of a site in a chain of {flat_banks.SITES}, {title}"
+        figures += [
+            timed(f"{chain}, {name}", answer[key], "us", floor=median(answer[bare]))
+            for name, answer in banks.items()
+        ]
         for name, answer in others:
-            bare = f"bare {phase}"
+            pair = f"{name} and {first}, host time, {title}: the larger / the smaller"
+            larger = _larger_first(answer[key], one[key])
+            its = timed_ratio(pair, *_larger_first(answer[bare], one[bare]), "ratio").value
             figures.append(
-                Figure(
-                    name=f"{name} and {first}, host time, {name_of_phase}: the larger / the smaller",
-                    value=unevenness(answer[key]["median"] / one[key]["median"]),
-                    unit="ratio",
-                    bar=FLAT_BAR,
-                    rival="the bare launches",
-                    rival_value=unevenness(answer[bare]["median"] / one[bare]["median"]),
-                )
+                timed_ratio(pair, *larger, "ratio", bar=FLAT_BAR, rival="the bare launches", rival_value=its)
             )
     return figures
+
+
+def _larger_first(one: list[float], other: list[float]) -> tuple[list[float], list[float]]:
+    """A bank is flat where neither it nor the other is slower."""
+    return (one, other) if median(one) >= median(other) else (other, one)
 
 
 def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
     """What the wrappers add to a model call that runs eager. Inside of the layers they add nothing."""
     figures = []
     for name, answer in calls.items():
+        patched, unpatched = answer["patched"], answer["unpatched"]
         title = f"eager through the patch, {name}: a call of a model that does nothing"
+        rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
         figures += [
-            Figure(name=title, value=answer["more"], unit="us more", bar=EAGER_BAR),
-            Figure(
-                name=f"{title}, median",
-                value=answer["patched"]["median"],
-                unit="us",
-                rival=f"unpatched, median of {answer['samples']}",
-                rival_value=answer["unpatched"]["median"],
-            ),
+            timed(title, differences(patched, unpatched), "us more", bar=EAGER_BAR),
+            timed(f"{title}, median", patched, "us", **rival),
         ]
     return figures
 
 
-def run() -> None:
-    """Measures and publishes; raises `RuntimeError` where a part of ours fails."""
+def measure(measurement: Measurement) -> None:
+    """Measures layers beside everybody else's, banks of many variants, and eager calls."""
     ask = partial(measure_part, _MODULE)
-    measurement = Measurement("replay")
 
     def layers() -> list[Figure]:
         own = ask("own")
@@ -189,19 +155,15 @@ def run() -> None:
     measurement.take("layers", layers)
     measurement.take("banks", lambda: bank_figures(ask("banks")))
     measurement.take("calls", lambda: call_figures(ask("calls")))
-    measurement.publish()
 
 
-def _measure(part: str) -> None:
-    options = model_options(HIDDEN, layers=time_rival_layers.LAYERS, tokens=time_rival_layers.TOKENS)
-    quiet_megatron()
-    with process_groups():
-        if part in PARTS:
-            print(json.dumps(PARTS[part](options)), flush=True)
-            return
-        print(json.dumps(caught(lambda: RIVALS[part][1](options))), flush=True)
-        os._exit(0)  # the process group may wait for ever for what a rival's graph holds of it
+def _answer(part: str) -> None:
+    options = model_options(HIDDEN, layers=rival_layers.LAYERS, tokens=rival_layers.TOKENS)
+    if part in PARTS:
+        answer_ours(lambda: PARTS[part](options))
+    else:
+        answer_rival(lambda: RIVALS[part][1](options))
 
 
 if __name__ == "__main__":
-    _measure(*sys.argv[1:])
+    _answer(*sys.argv[1:])

@@ -7,21 +7,22 @@ without the gaps between them: its host may be slower than the GPU.
 
 import itertools
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.compare import Answer, against_each
+from benchmarks.measuring.children import Answer, tell, told, try_part
+from benchmarks.measuring.clocks import copy_of, device_us
+from benchmarks.measuring.figures import beside_each, timed_ratio
+from benchmarks.measuring.kernels import kernel_us
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.run_children import collect, tell
-from benchmarks.measuring.time_calls import copy_of, device_us_in_turns
-from benchmarks.measuring.time_kernels import kernel_us
-from benchmarks.packs.documents import lognormal_offsets
-from megagraph import results
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -32,7 +33,7 @@ LAYOUTS = {"NeoX": False, "interleaved": True}
 DIRECTIONS = ("forward", "backward")
 # Rivals rotate these, NeoX; the last of the sizes is compiled for.
 RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)
-RIVAL_SECONDS = 40
+RIVAL_SECONDS = 120  # imports and a compilation among them
 MEGATRON = "Megatron's unfused function, kernels only"
 COMPILED = "torch.compile of Megatron's function on gathered angles, kernels only"
 TRANSFORMER_ENGINE = "Transformer Engine's fused kernel, one launch each for q and k, kernels only"
@@ -40,15 +41,10 @@ TRANSFORMER_ENGINE = "Transformer Engine's fused kernel, one launch each for q a
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and gradients of a pack.
+    """q, k and gradients of a pack."""
 
-    Args:
-        heads: of q and of k.
-        mib: bytes of q and k together, at least, in MiB.
-    """
-
-    heads: tuple[int, int]
-    mib: int
+    heads: tuple[int, int]  # of q and of k
+    mib: int  # bytes of q and k together, at least, in MiB
 
     def __str__(self) -> str:
         return f"{self.heads[0]}+{self.heads[1]} heads, {self.tokens} tokens, {self.mib} MiB"
@@ -87,89 +83,56 @@ class Inputs:
         return wide[:, None, None, :]
 
 
-def run() -> None:
-    """Measures, and writes benchmarks/results/rope.json."""
-    answers = collect("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
-    measurement = Measurement("rope")
+def measure(measurement: Measurement) -> None:
+    """Measures every size of both models, and the rivals at two of them."""
+    answer = try_part("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
     for heads, mib in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB)):
         inputs = Inputs(heads, mib)
-        measurement.take(str(inputs), partial(_measure, inputs, answers))
-    measurement.publish()
+        measurement.take(str(inputs), partial(_figures_of, inputs, answer))
 
 
-def _measure(inputs: Inputs, answers: defaultdict[str, Answer]) -> list[results.Figure]:
-    figures: list[results.Figure] = []
+def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
+    figures: list[Figure] = []
     cu_seqlens, tensors, copying = inputs.offsets(), inputs.pair(), copy_of(inputs.num_bytes)
     for cold in (False, True):
         for (layout, interleaved), direction in itertools.product(LAYOUTS.items(), DIRECTIONS):
             angles = inputs.angles(interleaved=interleaved).flatten(1)
             cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
             call = _ours(direction, tensors, cos, sin, cu_seqlens, interleaved)
-            ours, copy = (times.median for times in device_us_in_turns((call, copying), cold=cold))
+            ours, copy = device_us((call, copying), cold=cold)
             name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
             if inputs.mib in SMALL_MIB:
-                figures.append(
-                    results.Figure(
-                        name=f"{name}: time over a copy's",
-                        value=ours / copy,
-                        unit="ratio",
-                        bar=SMALL_BAR,
-                        floor=1.0,
-                    )
-                )
+                title = f"{name}: time over a copy's"
+                figures.append(timed_ratio(title, ours, copy, "ratio", bar=SMALL_BAR, floor=1.0))
                 continue
-            figures.append(
-                results.Figure(
-                    name=f"{name}: share of a copy's bandwidth",
-                    value=copy / ours,
-                    unit="share",
-                    bar=LARGE_BAR,
-                    better="higher",
-                    floor=1.0,
-                )
-            )
+            title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
+            figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
             if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
-                figures += _beside_rivals(name, inputs.mib, direction, copy, ours, answers)
+                rivals = [MEGATRON, TRANSFORMER_ENGINE, *([COMPILED] if inputs.mib == RIVAL_MIB[-1] else [])]
+                figures += beside_each(
+                    replace(figures[-1], name=f"{title}, beside a rival"),
+                    {rival: told(answer, _key(rival, inputs.mib, direction)) for rival in rivals},
+                    partial(_share_of, median(copy)),
+                )
     return figures
+
+
+def _share_of(copy_us: float, answer: Answer) -> float:
+    return copy_us / float(answer["us"])
 
 
 def _ours(
     direction: str, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, cu_seqlens: Tensor, interleaved: bool
 ) -> Callable[[], object]:
     if direction == "forward":
-        return lambda: ops.rope_thd(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
+        layout: ops.RopeLayout = "interleaved" if interleaved else "neox"
+        return lambda: ops.rope_thd(tensors, cos, sin, cu_seqlens, layout=layout)
     backward = torch.ops.megagraph.rope_thd_backward
     return lambda: backward(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
 
 
-def _beside_rivals(
-    name: str, mib: int, direction: str, copy: float, ours: float, answers: defaultdict[str, Answer]
-) -> list[results.Figure]:
-    measured = [MEGATRON, TRANSFORMER_ENGINE, *([COMPILED] if mib == RIVAL_MIB[-1] else [])]
-    return against_each(
-        f"{name}: share of a copy's bandwidth, beside a rival",
-        copy / ours,
-        "share",
-        {rival: answers[_key(rival, mib, direction)] for rival in measured},
-        lambda answer: copy / float(answer["us"]),
-        bar=LARGE_BAR,
-        better="higher",
-        floor=1.0,
-    )
-
-
 def _key(rival: str, mib: int, direction: str) -> str:
     return f"{rival}; {mib}; {direction}"
-
-
-class _OneRank:
-    """Stands in for a context-parallel group of one process."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 # Rotates q and k.
@@ -198,7 +161,8 @@ def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) 
 def _megatrons(inputs: Inputs) -> Rotation:
     from megatron.core.models.common.embeddings import rope_utils
 
-    angles, cu_seqlens, group = inputs.angles(interleaved=False), inputs.offsets(), _OneRank()
+    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # context-parallel, of one process
     rotate = rope_utils._apply_rotary_pos_emb_thd
     return lambda tensors: [rotate(t, cu_seqlens, angles, cp_group=group) for t in tensors]
 

@@ -4,16 +4,20 @@
 Chains of one trivial module bring it about. The profiler tells its time from that of the graph.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.figures import timed
+from benchmarks.measuring.kernels import Work, device_work, times_of
 from benchmarks.measuring.publish import Measurement
-from benchmarks.measuring.time_kernels import Work, device_work, median_us
-from benchmarks.packs.documents import lognormal_offsets
-from megagraph import _C, Bank, VariantSpec, results
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.packs import lognormal_offsets
+from megagraph import _C, Bank, VariantSpec
 from megagraph.bank.sites import MetadataSpec
 
 DEVICE = "cuda"
@@ -34,19 +38,14 @@ class _Glance(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What a micro-batch stages.
+    """What a micro-batch stages."""
 
-    Args:
-        documents: slots of the offsets; three quarters are used.
-        tokens: rows of the pack.
-        hidden: [rows, 1, width] of the hidden states. Eight rows of 16 bytes leave the metadata alone.
-        rows_described: whether a mask and a position of each row are staged too. Megatron's packs have
-            neither: attention and rotary embedding work from the offsets.
-    """
-
-    documents: int
-    tokens: int
+    documents: int  # slots of the offsets; three quarters are used
+    tokens: int  # rows of the pack
+    # [rows, 1, width] of the hidden states. Eight rows of 16 bytes leave the metadata alone.
     hidden: tuple[int, int, int] = (8, 1, 8)
+    # Whether a mask and a position of each row are staged too. Megatron's packs have neither: attention and
+    # rotary embedding work from the offsets.
     rows_described: bool = False
 
     def __str__(self) -> str:
@@ -112,61 +111,41 @@ def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
         bank.release()
 
 
-def _measure_metadata() -> list[results.Figure]:
-    figures = []
+def _measure_metadata() -> list[Figure]:
     tiny = torch.zeros(1, device=DEVICE)
     # The least that a launch takes: one thread writes one number.
     floor = min(w.us for w in device_work(lambda: tiny.add_(1), repeats=REPEATS) if "Mem" not in w.name)
-    for cold in (False, True):
-        for documents in CAPACITIES:
-            for rows_described in (False, True):
-                staged = Staged(documents=documents, tokens=TOKENS, rows_described=rows_described)
-                work = device_work_of(staged, cold=cold)
-                figures.append(
-                    results.Figure(
-                        name=f"metadata alone, {_cache(cold)}: {staged}",
-                        value=median_us(work, KERNEL),
-                        unit="us",
-                        bar=5,
-                        floor=floor,
-                    )
-                )
+    figures = []
+    for cold, documents, described in itertools.product((False, True), CAPACITIES, (False, True)):
+        staged = Staged(documents=documents, tokens=TOKENS, rows_described=described)
+        times = times_of(device_work_of(staged, cold=cold), KERNEL)
+        name = f"metadata alone, {_cache(cold)}: {staged}"
+        figures.append(timed(name, times, "us", bar=5, floor=floor))
     return figures
 
 
-def _measure_launches() -> results.Figure:
+def _measure_launches() -> list[Figure]:
     """Kernels of staging, copies and fills, with everything that can be staged."""
     staged = Staged(documents=64, tokens=TOKENS, hidden=(TOKENS, 1, 1024), rows_described=True)
     work = device_work_of(staged, cold=False)
     launches = [item for item in work if KERNEL in item.name or item.name.startswith("Mem")]
-    return results.Figure(
-        name=f"launches that stage a micro-batch: {staged}, hidden states",
-        value=len(launches) / REPEATS,
-        unit="launches",
-        bar=1,
-        floor=1,
-    )
+    name = f"launches that stage a micro-batch: {staged}, hidden states"
+    return [Figure(name=name, value=len(launches) / REPEATS, unit="launches", bar=1, floor=1)]
 
 
-def _measure_hidden(tokens: int, width: int) -> list[results.Figure]:
+def _measure_hidden(tokens: int, width: int) -> list[Figure]:
     staged = Staged(documents=64, tokens=tokens, hidden=(tokens, 1, width))
     source = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
+    what = f"hidden states of {tokens} x {width} with {TAIL} rows zeroed, and metadata"
     figures = []
     for cold in (False, True):
         copied = device_work(lambda: target.copy_(source), repeats=REPEATS, cold=cold)
         work = device_work_of(staged, cold=cold)
-        figures.append(
-            results.Figure(
-                name=f"hidden states of {tokens} x {width} with {TAIL} rows zeroed, and metadata, "
-                f"{_cache(cold)}: share of a copy's bandwidth",
-                value=median_us(copied, COPY) / median_us(work, KERNEL),
-                unit="share",
-                bar=0.90,
-                better="higher",
-                floor=1.0,
-            )
-        )
+        name = f"{what}, {_cache(cold)}: share of a copy's bandwidth"
+        copy_us = median(times_of(copied, COPY))
+        shares = [copy_us / us for us in times_of(work, KERNEL)]
+        figures.append(timed(name, shares, "share", bar=0.90, better="higher", floor=1.0))
     return figures
 
 
@@ -174,11 +153,9 @@ def _cache(cold: bool) -> str:
     return "cold cache" if cold else "warm cache"
 
 
-def run() -> None:
-    """Measures, and writes benchmarks/results/staging.json."""
-    measurement = Measurement("staging")
-    measurement.take("launches", lambda: [_measure_launches()])
+def measure(measurement: Measurement) -> None:
+    """Measures launches, metadata alone, and hidden states of several shapes."""
+    measurement.take("launches", _measure_launches)
     measurement.take("metadata", _measure_metadata)
     for tokens, width in HIDDEN_SHAPES:
         measurement.take(f"hidden states of {tokens} x {width}", partial(_measure_hidden, tokens, width))
-    measurement.publish()

@@ -2,7 +2,7 @@
 """Whole training steps on packs: the wall of `forward_backward_func`, its floor, eager and Megatron's graphs.
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
-outside of graphs. Each case runs in a process of its own (`python -m benchmarks.bench_step CASE/WHAT`), one
+outside of graphs. Each case runs in a process of its own (`python -m benchmarks.bench_step CASE WHAT`), one
 after another. No deterministic algorithms; Python's cyclic garbage waits while steps are timed; the
 optimizer steps never. Every way to run a step has the same packs. Models are built on a side stream, as
 Megatron-LM does, so that eager adds gradients beside its backward pass.
@@ -13,28 +13,20 @@ graphs need them, and so launches attention for all document slots; and without 
 with our attention and RoPE, which Megatron's local layers need.
 """
 
-import json
-import os
+import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
-from typing import Any
 
-import torch
-
-from benchmarks.hosts.prepare_megatron import seed_streams
-from benchmarks.measuring.compare import Answer, against_each, caught
+from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.figures import beside_each, ratios, timed
 from benchmarks.measuring.publish import Measurement, publish
-from benchmarks.measuring.run_children import measure_part, try_part
-from benchmarks.packs.step_cases import StepCase
-from benchmarks.step.time_own_steps import measure_ours, spread_ms
-from benchmarks.step.time_step_rivals import RIVALS, measure_rival
-from megagraph import results
-from megagraph.cli.demo import quiet_megatron
-from megagraph.demo.trainer import process_groups
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import answer_ours, answer_rival
+from benchmarks.subjects.own_steps import RIVALS, StepCase, measure_ours, measure_rival
 
-TIMEOUT_SECONDS = 150
+TIMEOUT_SECONDS = 240
 TIMELINE = "hidden 1024, packs of 4096"
 SAME_PACKS = "eager with the plugin, graphs disabled"
 UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
@@ -51,125 +43,104 @@ CASES = {
 }
 
 
-def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> list[results.Figure]:
+def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
+    """The median wall of each distinct step: steps of different packs are not one median."""
+    of_step: dict[int, list[float]] = {step: [] for step in sorted(set(order))}
+    for step, wall in zip(order, walls, strict=True):
+        of_step[step].append(wall)
+    return [statistics.median(walls) for walls in of_step.values()]
+
+
+def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
     """The figures of one case."""
-
-    def figure(what: str, value: float, unit: str, **more: Any) -> results.Figure:
-        return results.Figure(name=f"{case.name}: {what}", value=value, unit=unit, **more)
-
-    floor, graphed = ours["floor"], ours["graphed"]
-    others = {SAME_PACKS: ours["eager"], UNPATCHED: ours["unpatched"]}
+    graphed, bare, order, unpatched = (ours[name] for name in ("graphed", "bare", "order", "unpatched"))
+    # Each floor is of its own round and its own packs.
+    outside = ours["outside_ms"]
+    floors = [launched + outside[step] for launched, step in zip(bare, order, strict=True)] if bare else []
+    others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
-    figures = []
-    for kind in ("median", "fastest"):
-        key = f"{kind}_ms"
-        figures += against_each(
-            f"{case.name}: step, {kind}",
-            graphed[key],
-            "ms",
-            others,
-            itemgetter(key),
-            floor=None if floor is None else floor[key],
-        )
-    if floor is not None:
+    step = f"{case.name}: step"
+    middle = timed(f"{step}, median", graphed, "ms", floor=statistics.median(floors) if floors else None)
+    least = Figure(
+        name=f"{step}, fastest", value=min(graphed), unit="ms", floor=min(floors) if floors else None
+    )
+    figures = [
+        *beside_each(middle, others, lambda answer: statistics.median(answer["walls"])),
+        *beside_each(least, others, lambda answer: float(min(answer["walls"]))),
+    ]
+    if floors:
+        name = f"{case.name}: floor: GPU time outside of graphs"
         figures += [
-            figure("forward_backward_func wall / floor", floor["wall_over_floor"], "ratio", bar=1.03),
-            figure("floor: graphs launched by a bare loop", floor["bare_ms"], "ms"),
-            figure("floor: GPU time outside of graphs", floor["outside_ms"], "ms"),
+            timed(
+                f"{case.name}: forward_backward_func wall / floor", ratios(graphed, floors), "ratio", bar=1.03
+            ),
+            timed(f"{case.name}: floor: graphs launched by a bare loop", bare, "ms"),
+            timed(name, outside, "ms"),
         ]
     figures += _beside_eager(case, ours)
-    return [*figures, figure("GPU busy in the traced step", ours["busy_ms"], "ms")]
+    busy = f"{case.name}: GPU busy in the traced step"
+    return [*figures, Figure(name=busy, value=ours["busy_ms"], unit="ms")]
 
 
-def _beside_eager(case: StepCase, ours: Answer) -> list[results.Figure]:
+def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
     """Ratios of the walls of the same packs, and of all kernels' time.
 
     The bars stand on eager as users have it, for models that are not small.
     """
-
-    def bar(value: float) -> float | None:
-        return None if case.is_small else value
-
-    wall = sum(ours["graphed"]["by_step_ms"])
+    walls, order, unpatched = ours["graphed"], ours["order"], ours["unpatched"]
+    mine = by_step(walls, order)
+    of_eager = {SAME_PACKS: by_step(ours["eager"], order)}
+    if "error" not in unpatched:
+        of_eager[UNPATCHED] = by_step(unpatched["walls"], unpatched["order"])
     figures = [
-        results.Figure(
-            name=f"{case.name}: wall / that of {rival}",
-            value=wall / sum(answer["by_step_ms"]),
-            unit="ratio",
-            bar=barred,
+        timed(
+            f"{case.name}: wall / that of {rival}",
+            [wall / theirs[step] for wall, step in zip(walls, order, strict=True)],
+            "ratio",
+            value=sum(mine) / sum(theirs),
+            bar=1.0 if rival == UNPATCHED and not case.is_small else None,
         )
-        for rival, answer, barred in (
-            (SAME_PACKS, ours["eager"], None),
-            (UNPATCHED, ours["unpatched"], bar(1.0)),
-        )
-        if "error" not in answer
+        for rival, theirs in of_eager.items()
     ]
-    eager = ours["unpatched"].get("kernels_ms")
-    if eager is not None:
-        kernels = ours["kernels_ms"]
+    if "error" not in unpatched:
+        name = f"{case.name}: kernel time of a step"
+        kernels, eager = ours["kernels_ms"], unpatched["kernels_ms"]
+        bar = None if case.is_small else 1.01
         figures += [
-            results.Figure(
-                name=f"{case.name}: kernel time of a step / that of {UNPATCHED}",
-                value=kernels / eager,
-                unit="ratio",
-                bar=bar(1.01),
-            ),
-            results.Figure(
-                name=f"{case.name}: kernel time of a step",
-                value=kernels,
-                unit="ms",
-                rival=UNPATCHED,
-                rival_value=eager,
-            ),
+            Figure(name=f"{name} / that of {UNPATCHED}", value=kernels / eager, unit="ratio", bar=bar),
+            Figure(name=name, value=kernels, unit="ms", rival=UNPATCHED, rival_value=eager),
         ]
     return figures
 
 
-def timeline_figures(rows: Iterable[tuple[str, float, float | None]]) -> list[results.Figure]:
-    """The figures of a timeline, as a process told them."""
-    return [
-        results.Figure(
-            name=name,
-            value=value,
-            unit="us",
-            rival=None if rival is None else "without the profiler",
-            rival_value=rival,
-        )
-        for name, value, rival in rows
-    ]
+def timeline_figures(rows: Mapping[str, float], wall_us: float) -> list[Figure]:
+    """The figures of a timeline; its first row is the wall, beside that without a profiler."""
+    figures = [Figure(name=name, value=value, unit="us") for name, value in rows.items()]
+    return [replace(figures[0], rival="without the profiler", rival_value=wall_us), *figures[1:]]
 
 
-def _measure_case(case: StepCase) -> list[results.Figure]:
-    ours = measure_part(_MODULE, f"{case.name}/ours", timeout=TIMEOUT_SECONDS)
-    if case.name == TIMELINE:
-        publish("step_timeline", timeline_figures(ours["timeline"]))
-    rivals = {kind: try_part(_MODULE, f"{case.name}/{kind}", timeout=TIMEOUT_SECONDS) for kind in case.rivals}
-    return figures_of(case, ours, rivals)
+def measure(measurement: Measurement) -> None:
+    """Measures every case; writes step_timeline.json beside step.json."""
 
+    def measured(name: str, case: StepCase) -> list[Figure]:
+        ours = measure_part(_MODULE, name, "ours", timeout=TIMEOUT_SECONDS)
+        if name == TIMELINE:
+            traced_us = by_step(ours["graphed"], ours["order"])[0] * 1e3  # of the traced packs
+            path = measurement.path.with_name("step_timeline.json")
+            publish(path, timeline_figures(ours["timeline"], traced_us))
+        rivals = {kind: try_part(_MODULE, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
+        return figures_of(case, ours, rivals)
 
-def run() -> None:
-    """Measures every case; writes benchmarks/results/step.json and step_timeline.json."""
-    measurement = Measurement("step")
     for name, case in CASES.items():
-        measurement.take(name, partial(_measure_case, case))
-    measurement.publish()
+        measurement.take(name, partial(measured, name, case))
 
 
-def _measure(part: str) -> None:
-    name, _, kind = part.partition("/")
-    case = CASES[name]
-    quiet_megatron()
-    with process_groups():
-        if kind == "ours":
-            seed_streams()
-            print(json.dumps(measure_ours(case)), flush=True)
-            return
-        steps = case.batches(torch.device("cuda"), canonical=True)
-        answer = caught(lambda: spread_ms(measure_rival(case.model, kind, steps)))
-        print(json.dumps(answer), flush=True)
-        # The group would wait for ever for what a graph of Megatron's holds of it.
-        os._exit(0)
+def _answer(name: str, kind: str) -> None:
+    if kind == "ours":
+        answer_ours(lambda: measure_ours(CASES[name]), seeded=True)
+    else:
+        answer_rival(lambda: measure_rival(CASES[name], kind))
 
 
 if __name__ == "__main__":
-    _measure(sys.argv[1])
+    _answer(*sys.argv[1:])

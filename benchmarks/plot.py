@@ -5,60 +5,34 @@ Needs matplotlib (`pip install --group plot`) and no GPU. The same results give 
 """
 
 import argparse
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring.publish import result_path
-from megagraph.results import Figure, Result
+from benchmarks.measuring.publish import RESULTS
+from benchmarks.measuring.results import Figure, read_result
 
 OURS = "megagraph"
 _OURS_COLOUR = "#1b6ca8"
 _COLOURS = ("#d98324", "#8a8d91", "#6a994e", "#9d4edd", "#c1121f", "#5e503f", "#2a9d8f", "#e0a100")
 _PAPER = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.3}  # under numbers, on lines
-_LABEL_WIDTH = 60
-_MOST_ROWS = 60
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Drawing:
-    """What to draw of one result.
-
-    Args:
-        title: of the drawing.
-        result: the file's name, without `.json`.
-        command: the benchmark that writes it.
-        unit: figures of this unit only.
-        pick: figures whose name matches.
-        log: a logarithmic axis.
-        kind: of image.
-    """
+    """What to draw of one result."""
 
     title: str
-    result: str
-    command: str
-    unit: str = ""
-    pick: str = ""
-    log: bool = False
-    kind: str = "svg"
-
-    def rows(self, figures: Sequence[Figure]) -> dict[str, "Row"]:
-        """The figures to draw, by name; those of several rivals become one row."""
-        rows: dict[str, Row] = {}
-        for figure in figures:
-            if (self.unit and figure.unit != self.unit) or not re.search(self.pick, figure.name):
-                continue
-            row = rows.setdefault(figure.name, Row(value=figure.value, unit=figure.unit, rivals={}))
-            rival = figure.rival
-            if rival is not None:
-                row.rivals[rival] = rival[:100] if figure.rival_value is None else figure.rival_value
-            row.bar = row.bar if figure.bar is None else figure.bar
-            row.floor = row.floor if figure.floor is None else figure.floor
-        return dict(list(rows.items())[:_MOST_ROWS])
+    result: str  # the file's name, without `.json`
+    unit: str  # figures of this unit only
+    pick: str  # figures whose name matches
+    log: bool = False  # a logarithmic axis
+    kind: str = "svg"  # of image
 
 
 @dataclass(kw_only=True)
@@ -67,57 +41,44 @@ class Row:
 
     value: float
     unit: str
-    rivals: dict[str, float | str]
+    rivals: dict[str, float | str] = field(default_factory=dict)
     bar: float | None = None
     floor: float | None = None
 
 
+_BIG = "Attention captured for 256 documents, of which ten are there: GPU time"
+_STEP = "forward_backward_func of a training step, median"
+_TIMELINE = "Where a graphed step's time goes, hidden 1024, packs of 4096"
 DRAWINGS = {
     "replay": Drawing(
-        title="Host time of a graphed layer",
-        result="replay",
-        command="replay",
-        unit="us",
-        pick=r"^host time of a graphed layer.*median$",
-        log=True,
+        "Host time of a graphed layer", "replay", "us", "^host time of a graphed layer.*median$", log=True
     ),
-    "step": Drawing(
-        title="forward_backward_func of a training step, median",
-        result="step",
-        command="step",
-        unit="ms",
-        pick="step, median$",
-    ),
+    "step": Drawing(_STEP, "step", "ms", "step, median$"),
     "rope": Drawing(
-        title="RoPE of packs: share of a device copy's bandwidth",
-        result="rope",
-        command="rope",
-        unit="share",
-        pick="(64|320) MiB, NeoX, forward, warm",
+        "RoPE of packs: share of a device copy's bandwidth",
+        "rope",
+        "share",
+        "(64|320) MiB, NeoX, forward, warm",
     ),
-    "attention": Drawing(
-        title="Attention captured for 256 documents, of which ten are there: GPU time",
-        result="attention",
-        command="attention",
-        unit="us",
-        pick="document slots.*, beside ATen alone$",
-    ),
-    "memory": Drawing(
-        title="Device memory of a training step",
-        result="memory",
-        command="memory",
-        unit="MiB",
-        pick="peak memory reserved$",
-    ),
-    "timeline": Drawing(
-        title="Where a graphed step's time goes, hidden 1024, packs of 4096",
-        result="step_timeline",
-        command="step",
-        pick="^(busy|idle): ",
-        log=True,
-        kind="png",
-    ),
+    "attention": Drawing(_BIG, "attention", "us", "document slots.*, beside ATen alone$"),
+    "memory": Drawing("Device memory of a training step", "memory", "MiB", "peak memory reserved$"),
+    "timeline": Drawing(_TIMELINE, "step_timeline", "us", "^(busy|idle): ", log=True, kind="png"),
 }
+
+
+def rows_of(drawing: Drawing, figures: Sequence[Figure]) -> dict[str, Row]:
+    """The figures to draw, by name; those of several rivals become one row."""
+    rows: dict[str, Row] = {}
+    for figure in figures:
+        if figure.unit != drawing.unit or not re.search(drawing.pick, figure.name):
+            continue
+        row = rows.setdefault(figure.name, Row(value=figure.value, unit=figure.unit))
+        if figure.rival is not None:
+            refused = figure.rival_value is None
+            row.rivals[figure.rival] = figure.rival[:100] if refused else figure.rival_value or 0.0
+        row.bar = row.bar if figure.bar is None else figure.bar
+        row.floor = row.floor if figure.floor is None else figure.floor
+    return rows
 
 
 def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
@@ -131,10 +92,10 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    rows = drawing.rows(figures)
+    rows = rows_of(drawing, figures)
     if not rows:
         raise ValueError(f"result {drawing.result!r}: expected figures to draw, found none of {drawing}")
-    rivals = list(dict.fromkeys(rival for row in rows.values() for rival in row.rivals))
+    rivals = dict.fromkeys(rival for row in rows.values() for rival in row.rivals)
     colours = {rival: _COLOURS[index % len(_COLOURS)] for index, rival in enumerate(rivals)}
     settings = {"svg.hashsalt": "megagraph", "svg.fonttype": "none", "font.size": 9}
     with pyplot.style.context(["default", settings]):
@@ -158,7 +119,9 @@ def draw(drawing: Drawing, figures: Sequence[Figure], path: Path) -> None:
 
 def _draw_rows(axes: Any, rows: dict[str, Row], colours: dict[str, str]) -> None:
     """Draws groups of bars from the top down. Of zeroes a logarithmic axis shows the number alone."""
-    lowest = min((value for row in rows.values() for value in _numbers(row) if value > 0), default=1.0) / 2
+    groups = {name: [(OURS, row.value), *row.rivals.items()] for name, row in rows.items()}
+    values = [of for bars in groups.values() for _, of in bars if not isinstance(of, str)]
+    lowest = min((value for value in values if value > 0), default=1.0) / 2
     ticks, labels, top, named = [], [], 0.0, set[str]()
 
     def label(text: str) -> str:
@@ -167,39 +130,24 @@ def _draw_rows(axes: Any, rows: dict[str, Row], colours: dict[str, str]) -> None
         named.add(text)
         return text if fresh else "_nolegend_"
 
-    for name, row in rows.items():
-        bars = [(OURS, row.value, _OURS_COLOUR), *((who, of, colours[who]) for who, of in row.rivals.items())]
-        for index, (who, value, colour) in enumerate(bars):
+    for name, bars in groups.items():
+        for index, (who, value) in enumerate(bars):
             place = top - index
+            style: dict[str, Any] = {"va": "center", "fontsize": 7, "bbox": _PAPER}
             if isinstance(value, str):
-                axes.text(
-                    0.01,
-                    place,
-                    value,
-                    va="center",
-                    fontsize=7,
-                    bbox=_PAPER,
-                    transform=axes.get_yaxis_transform(),
-                )
+                axes.text(0.01, place, value, **style, transform=axes.get_yaxis_transform())
                 continue
-            axes.barh(place, value, 0.85, color=colour, label=label(who))
-            axes.text(max(value, lowest), place, f" {_short(value)}", va="center", fontsize=7, bbox=_PAPER)
+            axes.barh(place, value, 0.85, color=colours.get(who, _OURS_COLOUR), label=label(who))
+            said = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+            axes.text(max(value, lowest), place, f" {said}", **style)
         bottom = top - len(bars) + 0.5
-        for limit, text, style in ((row.bar, "to reach", "--"), (row.floor, "floor", "-")):
+        for limit, text, line in ((rows[name].bar, "to reach", "--"), (rows[name].floor, "floor", "-")):
             if limit is not None and limit > 0:
-                axes.plot([limit] * 2, [top + 0.5, bottom], style, color="black", label=label(text))
+                axes.plot([limit] * 2, [top + 0.5, bottom], line, color="black", label=label(text))
         ticks.append(top - (len(bars) - 1) / 2)
-        labels.append("\n".join(textwrap.wrap(name, _LABEL_WIDTH)))
+        labels.append("\n".join(textwrap.wrap(name, 60)))
         top -= len(bars) + 0.6
     axes.set_yticks(ticks, labels)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _numbers(row: Row) -> list[float]:
-    return [row.value, *(value for value in row.rivals.values() if not isinstance(value, str))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,20 +155,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot")
     names = ", ".join(DRAWINGS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {names}; default: all")
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/images"), help="folder, docs/images by default"
-    )
+    images = Path("docs/images")
+    parser.add_argument("--out", type=Path, default=images, help=f"folder, {images} by default")
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in DRAWINGS:
             parser.error(f"expected one of {names}, got {name!r}")
     for name in options.names or DRAWINGS:
         drawing = DRAWINGS[name]
-        source, target = result_path(drawing.result), options.out / f"{name}.{drawing.kind}"
+        source = Path(os.environ.get("OUT", RESULTS), f"{drawing.result}.json")
+        target = options.out / f"{name}.{drawing.kind}"
         try:
-            draw(drawing, Result.read(source).figures, target)
+            draw(drawing, read_result(source).figures, target)
         except FileNotFoundError:
-            print(f"{source} is missing: `python -m benchmarks {drawing.command}` writes it", file=sys.stderr)
+            command = drawing.result.partition("_")[0]
+            print(f"{source} is missing: `python -m benchmarks {command}` writes it", file=sys.stderr)
             return 2
         except ModuleNotFoundError as error:
             print(f"drawing needs matplotlib: pip install --group plot ({error})", file=sys.stderr)

@@ -2,10 +2,14 @@
 """What benchmarks measure and how they report it; the measuring itself needs a GPU."""
 
 import importlib
+import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,298 +18,306 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import bench_main_job as main_job  # noqa: E402
-from benchmarks.hosts.measure_job import JOBS, Job  # noqa: E402
-from benchmarks.hosts.run_jobs import comparison_of  # noqa: E402
-from benchmarks.packs.cases import CASES, MICRO_BATCHES, Case  # noqa: E402
+from benchmarks import plot  # noqa: E402
+from benchmarks.measuring import children, figures  # noqa: E402
+from benchmarks.measuring.kernels import Work  # noqa: E402
+from benchmarks.measuring.publish import RESULTS, Measurement  # noqa: E402
+from benchmarks.measuring.results import Figure, read_result  # noqa: E402
+from benchmarks.measuring.timeline import read_timeline  # noqa: E402
+from benchmarks.subjects import eager_calls, flat_banks, own_steps  # noqa: E402
+from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
+from megagraph.demo.cpu import megatron_on_cpu  # noqa: E402
 from megagraph.demo.packers import Pack  # noqa: E402
-from megagraph.results import Comparison, Figure, Result  # noqa: E402
+from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+NAMES = ("attention", "capture", "main_job", "rope", "staging", "step")
+bench_attention, bench_capture, bench_main_job, bench_rope, bench_staging, bench_step = (
+    importlib.import_module(f"benchmarks.bench_{name}") for name in NAMES
+)
+REFUSED = {"error": "RuntimeError: no"}
+FIGURE = Figure(name="f", value=2, unit="us", bar=3)
+
+# -- every published figure ------------------------------------------------------------------------
+
+MIB = 2**20
+PHASES = ("forward", "backward", "backward without engine", "engine", "around")
+LAYER = {phase: [3.0, 4.0, 5.0] for phase in (*PHASES, "bare forward", "bare backward")}
+REPORT = {"layers": 24, "calls": 100, "replays": 70, "eager": {"WARMING_UP": 30}, "graphs": 10}
+REPORT |= {"capture_seconds": 0.3, "padding_share": 0.25}
+STEP: dict[str, Any] = {
+    **{"graphed": [9.0, 11.0, 10.0], "eager": [12.0, 13.0, 14.0], "bare": [8.0, 10.0, 9.0]},
+    **{"order": [0, 1, 2], "outside_ms": [1.0, 1.0, 1.0], "busy_ms": 7.5, "kernels_ms": 6.0},
+    "unpatched": {"walls": [8.0, 9.0, 10.0], "order": [0, 1, 2], "kernels_ms": 5.0},
+    "timeline": {"wall of the profiled step": 9.0, "busy: graphs": 8.0, "busy: eager parts": 0.5},
+}
+CAPTURE = {"graphs": 48, "capture_seconds": 0.48, "seconds": dict.fromkeys(bench_capture.PHASES, 0.01)}
+CAPTURE |= {"nodes": [1, 2], "all_nodes": 72, "own_bytes": 2**20}
+TIMES = {"walls_ms": [20.0, 21.0], "reserved_bytes": 1000 * MIB, "reserved_with_eager_bytes": 1100 * MIB}
+TIMES |= {"kernel_ms": 10.0, "busy_share": 0.5, "report": REPORT}
+MEMORY = {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "graphs": 48, "pools": MIB}
+ANSWERS: dict[str, Any] = {  # of the last argument of a process of ours
+    **{"calls": {key: {"patched": [3.0] * 45, "unpatched": [2.0] * 45} for key in eager_calls.CASES}},
+    **{"banks": dict.fromkeys(flat_banks.BANKS, LAYER), "ours": STEP},
+    "bits": {"differences": [], "steps": 104, "report": REPORT, "over_capacity": 4},
+    **{"eager": TIMES | MEMORY, "graphed": TIMES | MEMORY | {"replays": 4032}, "four capacities": MEMORY},
+    **{"megagraph": TIMES, "megagraph, canonical packs": TIMES, "eager, canonical packs": TIMES},
+}
+ANSWERS["graphed"] |= {"allocations": 0, "synchronisations": 0}
+OWN = {
+    "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
+    "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},
+}
 
 
-# -- the packs -----------------------------------------------------------------------------------
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Measurement]:
+    """Runs a benchmark whose processes and clocks answer at once; rivals refuse."""
+
+    def answer(module: str, *arguments: str, **how: Any) -> Any:
+        name = module.removeprefix("benchmarks.bench_")
+        return OWN[name] if arguments[-1] == "own" else ANSWERS[arguments[-1]]
+
+    def run(name: str) -> Measurement:
+        module = importlib.import_module(f"benchmarks.bench_{name}")
+        monkeypatch.setattr(module, "measure_part", answer, raising=False)
+        monkeypatch.setattr(module, "try_part", lambda *args, **how: REFUSED, raising=False)
+        measurement = Measurement(tmp_path / f"{name}.json")
+        module.measure(measurement)
+        measurement.publish()
+        return measurement
+
+    calls = {"forward": lambda: None, "backward": lambda: None}
+    timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
+    for module in (bench_rope, bench_attention, bench_staging):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_rope.Inputs, "pair", lambda self: [])
+    monkeypatch.setattr(bench_rope, "copy_of", lambda num_bytes: lambda: None)
+    monkeypatch.setattr(bench_rope, "device_us", timed)
+    for name in ("gpu_us", "host_us", "_device_us"):
+        monkeypatch.setattr(bench_attention, name, timed)
+    for name in ("ours", "atens"):
+        monkeypatch.setattr(bench_attention, name, lambda *arguments: calls)
+    monkeypatch.setattr(bench_attention.Shape, "inputs", lambda self: [])
+    monkeypatch.setattr(bench_attention, "Captured", lambda *arguments: SimpleNamespace(calls=calls))
+    work = [Work(bench_staging.KERNEL, 1.0), Work(bench_staging.COPY, 2.0), Work("add", 1.0)]
+    for name in ("device_work", "device_work_of"):
+        monkeypatch.setattr(bench_staging, name, lambda *arguments, **how: work)
+    return run
+
+
+@pytest.mark.parametrize("name", command.NAMES)
+def test_every_committed_figure_is_still_measured_under_its_name(
+    measured: Callable[[str], Measurement], name: str
+) -> None:
+    measurement = measured(name)
+    result = read_result(measurement.path)
+    assert [*result.figures] == measurement.figures
+    assert {f.name for f in read_result(RESULTS / f"{name}.json").figures} <= {f.name for f in result.figures}
+    wall_clock = [f for f in result.figures if re.search(r", median|host time|GPU time|bandwidth", f.name)]
+    assert all(f.p10 is not None for f in wall_clock if not f.name.endswith("fastest"))
+    bars = Counter(f.name for f in result.figures if f.bar is not None)
+    assert set(bars.values()) <= {1}, "of several rivals' rows one carries the bar"
+    assert (result.comparison is not None) == (name == "main_job")
+
+
+def test_the_timeline_is_written_beside_the_steps(measured: Callable[[str], Measurement]) -> None:
+    path = measured("step").path.with_name("step_timeline.json")
+    wall, *others = read_result(path).figures
+    assert (wall.rival, wall.rival_value) == ("without the profiler", 9000.0)
+    committed = {figure.name for figure in read_result(RESULTS / "step_timeline.json").figures}
+    assert {figure.name for figure in others} <= committed
+
+
+def test_figures_of_soak_tests_and_of_the_readme_are_there() -> None:
+    jobs = (ROOT / "tests" / "megatron" / "test_real_hosts.py").read_text(encoding="utf-8")
+    for figure in read_result(RESULTS / "real_hosts.json").figures:
+        assert f'"{figure.name.partition(": ")[0]}"' in jobs or "NCCL in their graphs" in figure.name
+    rows = re.findall(r"\| `([^`|]+: [^`|]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"))
+    names = [figure.name for figure in read_result(RESULTS / "main_job.json").figures]
+    assert len(rows) >= 8
+    for row in rows:
+        assert any(re.fullmatch(re.escape(row).replace(r"\.\.\.", r"\d+"), name) for name in names), row
+
+
+@pytest.mark.parametrize("name", plot.DRAWINGS)
+def test_every_drawing_finds_its_figures(name: str) -> None:
+    drawing = plot.DRAWINGS[name]
+    assert plot.rows_of(drawing, read_result(RESULTS / f"{drawing.result}.json").figures)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`python -m benchmarks` with some arguments, on a machine with a GPU; each benchmark has one figure."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("benchmarks.measuring.publish.describe_environment", lambda: {})
+    for name in command.NAMES:
+        module = importlib.import_module(f"benchmarks.bench_{name}")
+        monkeypatch.setattr(module, "measure", lambda measurement: measurement.take("all", lambda: [FIGURE]))
+
+    def main(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
+        return int(command.main())
+
+    return main
+
+
+def test_named_benchmarks_are_written_and_without_names_those_of_one_gpu(
+    call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("main_job", "--out", str(tmp_path / "one")) == 0
+    assert [path.stem for path in (tmp_path / "one").iterdir()] == ["main_job"]
+    monkeypatch.setenv("OUT", str(tmp_path / "all"))
+    assert call() == 0
+    assert {path.stem for path in (tmp_path / "all").iterdir()} == set(command.DEFAULT)
+
+
+def test_whatever_a_benchmark_raises_the_others_run(
+    call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def measure(measurement: Measurement) -> None:
+        measurement.take("first", lambda: [FIGURE])
+        measurement.take("second", lambda: [{}["median"]])
+
+    monkeypatch.setattr(bench_rope, "measure", measure)
+    assert call("rope", "staging", "--out", str(tmp_path)) == 1
+    assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
+    assert {path.stem for path in tmp_path.iterdir()} == {"rope", "staging"}, "what was measured stays"
+
+
+def test_an_unknown_name_ends_with_2(call: Callable[..., int], capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        call("main_job", "fastest")
+    assert f"expected one of {', '.join(command.NAMES)}, got 'fastest'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_the_process_ends_with_2_without_a_gpu() -> None:
+    run = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and "need a GPU; none is here" in run.stderr
+
+
+# -- processes, pairs and rivals -------------------------------------------------------------------
+
+
+def test_a_process_answers_with_all_that_it_printed_and_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = "import sys, time\nprint('{not json}')\nprint('{\"a\": 1}')\nprint('{\"b\": 2}', flush=True)\n"
+    program += "if sys.argv[1] == 'hang': time.sleep(60)\nif sys.argv[1] == 'fail': raise ValueError('no')\n"
+    Path(tmp_path, "program.py").write_text(program)
+    assert children.measure_part("program", "well") == {"a": 1, "b": 2}
+    answer = children.try_part("program", "fail")
+    assert answer == {"a": 1, "b": 2, "error": "ended with 1: ValueError: no"}
+    assert children.told({"a": {"us": 1}}, "a") == {"us": 1}
+    assert children.told(answer, "c") == {"error": "not measured: ended with 1: ValueError: no"}
+    with pytest.raises(RuntimeError, match="program fail: ended with 1: ValueError: no"):
+        children.measure_part("program", "fail")
+    start = time.monotonic()
+    assert "took over 3 s" in children.try_part("program", "hang", timeout=3)["error"]
+    assert time.monotonic() - start < 30
+
+
+def test_a_rivals_error_is_the_first_of_its_chain_in_one_short_line() -> None:
+    def fail() -> dict[str, Any]:
+        try:
+            raise ValueError("operation not permitted\nwhile capturing")
+        except ValueError as error:
+            raise OSError("cannot end") from error
+
+    assert children.caught(fail) == {"error": "ValueError: operation not permitted"}
+    rows = figures.beside_each(FIGURE, {"a": {"us": 4}, "b": REFUSED}, lambda answer: answer["us"])
+    assert [(row.rival, row.rival_value) for row in rows] == [("a", 4), ("b: RuntimeError: no", None)]
+    assert [row.bar for row in rows] == [3, None]
+
+
+def test_pairs_are_compared_before_their_median_is_taken() -> None:
+    assert figures.timed("f", figures.differences([1.0, 5.0, 9.0], [0.0, 5.5, 5.0]), "us").value == 1.0
+    figure = figures.timed("f", figures.ratios([2.0, 10.0, 6.0], [1.0, 10.0, 2.0]), "ratio")
+    assert (figure.value, figure.p10, figure.p90) == (2.0, pytest.approx(1.2), pytest.approx(2.8))
+    with pytest.raises(ValueError):
+        figures.ratios([1.0], [1.0, 2.0])
+
+
+# -- what is measured ------------------------------------------------------------------------------
 
 
 def flat(steps: Sequence[Sequence[Pack]]) -> list[Pack]:
     return [pack for step in steps for pack in step]
 
 
-def same(one: Pack, other: Pack) -> bool:
-    return (
-        torch.equal(one.tokens, other.tokens)
-        and torch.equal(one.cu_seqlens, other.cu_seqlens)
-        and one.max_seqlen == other.max_seqlen
-    )
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_packs_of_a_case_are_the_same_every_time_and_some_are_over_its_capacity(case: Case) -> None:
+    steps = case.steps(bench_main_job.COMPARED_STEPS)
+    assert [len(step) for step in steps] == [MICRO_BATCHES] * bench_main_job.COMPARED_STEPS
+    for one, other in zip(flat(case.steps(3)), flat(steps[:3]), strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.cu_seqlens, other.cu_seqlens)
+    assert max(pack.num_tokens for pack in flat(steps)) <= case.model.max_tokens
+    over = [pack for pack in flat(steps) if pack.num_seqs > max(case.max_packed_seqs)]
+    assert 3 <= len(over) < len(flat(steps)) / 2
 
 
-@each_case
-def test_a_case_makes_the_same_packs_every_time(case: Case) -> None:
-    state = torch.get_rng_state()
-    one = case.steps(3)
-    torch.manual_seed(99)
-    try:
-        other = case.steps(4)
-    finally:
-        torch.set_rng_state(state)
-    assert [len(step) for step in one] == [MICRO_BATCHES] * 3
-    pairs = zip(flat(one), flat(other[:3]), strict=True)
-    assert all(same(*pair) for pair in pairs)
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("case", bench_step.CASES.values(), ids=bench_step.CASES.keys())
+def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: own_steps.StepCase) -> None:
+    """Bug: eager was timed on two of four steps."""
+    distinct, steps = case.distinct_steps, case.packs()
+    for count in (own_steps.ROUNDS * distinct, own_steps.RIVAL_ROUNDS):
+        assert set(Counter(case.rounds(count)).values()) == {count // distinct}
+    with pytest.raises(ValueError, match="share evenly"):
+        case.rounds(distinct + 1)
+    assert {len({id(pack) for pack in step}) for step in steps} == ({1} if case.is_small else {4})
+    assert {pack.num_tokens for pack in flat(steps)} == {case.tokens}  # full
+    batches = flat(case.batches(torch.device("cpu"), canonical=True))  # type: ignore[arg-type]
+    assert len({(b["tokens"].shape, b["offsets"].shape, b["longest"]) for b in batches}) == 1  # type: ignore[index]
 
 
-@each_case
-def test_the_documents_of_a_case_last_for_every_step_and_some_packs_are_over_its_capacity(case: Case) -> None:
-    steps = case.steps(main_job.COMPARED_STEPS)
-    assert [len(step) for step in steps] == [MICRO_BATCHES] * main_job.COMPARED_STEPS
-    packs = flat(steps)
-    assert max(pack.num_tokens for pack in packs) <= case.model.max_tokens
-    assert int(max(pack.tokens.max() for pack in packs)) < case.model.vocab
-    over = [pack for pack in packs if pack.num_seqs > max(case.max_packed_seqs)]
-    assert 3 <= len(over) < len(packs) / 2
+def test_steps_of_different_packs_are_not_one_median() -> None:
+    assert bench_step.by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], [0, 1, 0, 1, 0, 1]) == [12.0, 32.0]
 
 
-@each_case
-def test_every_step_before_the_timed_ones_keeps_a_pack_that_fits(case: Case) -> None:
-    for packs in case.steps(main_job.WARMUP_STEPS + 3):
-        assert any(pack.num_seqs <= max(case.max_packed_seqs) for pack in packs)
+@pytest.mark.parametrize(("variants", "slots"), flat_banks.BANKS.values())
+def test_every_bank_runs_as_many_micro_batches_of_each_variant(variants: int, slots: int) -> None:
+    measured = range(flat_banks.WARM_UP, flat_banks.WARM_UP + flat_banks.ROUNDS)
+    rounds = [flat_banks.keys_of_round(index, variants=variants, slots=slots) for index in measured]
+    assert {len(keys) * slots for keys in rounds} == {flat_banks.MICRO_BATCHES}
+    counts = Counter(key for keys in rounds for key in keys)
+    assert len(counts) == variants and len(set(counts.values())) == 1
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
-def test_a_job_has_packs_that_its_ranks_can_share(job: Job) -> None:
-    """Bug: one job drew documents that were longer than its packs, and ended before it began."""
-    packs = flat(job.packs(2))
-    assert len(packs) == 2 * MICRO_BATCHES
-    assert all(0 < pack.num_tokens <= job.model.max_tokens for pack in packs)
-    assert all(pack.num_tokens % job.tensor_parallel == 0 for pack in packs)
+def test_a_timeline_tells_work_from_gaps() -> None:
+    def event(cat: str, name: str, start: float, end: float, number: int = 0) -> dict[str, Any]:
+        times = {"ts": start, "dur": end - start, "args": {"correlation": number}}
+        return {"ph": "X", "cat": cat, "name": name, **times}
+
+    events = [event("user_annotation", f"phase: {name}", 0, 30) for name in ("schedule", "layers")]
+    events += [event("cuda_runtime", "cudaGraphLaunch", 1, 2, 1), event("cuda_runtime", "launch", 20, 21, 2)]
+    events += [
+        event("kernel", "a", 5, 9, 1),
+        event("kernel", "b", 14, 16, 1),
+        event("kernel", "c", 24, 25, 2),
+    ]
+    rows = read_timeline({"traceEvents": events}).rows_us()
+    assert rows == {
+        **{"wall of the profiled step": 30, "busy: graphs": 6, "busy: eager parts": 1},
+        **{"idle: host: final norm": 8, "idle: before the first kernel": 5},
+        **{"idle: between nodes of a graph": 5, "idle: after the last kernel": 5},
+    }
 
 
-def test_a_case_is_found_by_its_name() -> None:
-    assert {name: case.name for name, case in CASES.items()} == {name: name for name in CASES}
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`python -m benchmarks` with some arguments, in this process."""
-
-    def main(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-        code: int = command.main()
-        return code
-
-    return main
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was run in place of the benchmarks."""
-    done: list[str] = []
-    for name in command.NAMES:
-        module = importlib.import_module(f"benchmarks.bench_{name}")
-        monkeypatch.setattr(module, "run", lambda name=name: done.append(name))
-    return done
-
-
-def test_without_a_gpu_it_says_so_and_ends_with_2(
-    call: Callable[..., int],
-    runs: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert call() == 2
-    assert call("main_job") == 2
-    message = "benchmarks measure CUDA graphs and need a GPU; none is here\n"
-    assert capsys.readouterr() == ("", 2 * message)
-    assert runs == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_the_process_ends_with_2_without_a_gpu() -> None:
-    run = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert "need a GPU; none is here" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_an_unknown_name_ends_with_2_before_any_benchmark_runs(
-    call: Callable[..., int],
-    runs: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    has_gpu: bool,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    with pytest.raises(SystemExit) as ended:
-        call("main_job", "fastest")
-    assert ended.value.code == 2
-    assert f"expected one of {', '.join(command.NAMES)}, got 'fastest'" in capsys.readouterr().err
-    assert runs == []
-
-
-def test_named_benchmarks_run_and_without_names_all(
-    call: Callable[..., int], runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert call() == 0
-    assert runs == list(command.DEFAULT)
-    assert call("main_job") == 0
-    assert runs == [*command.DEFAULT, "main_job"]
-
-
-def test_whatever_a_benchmark_raises_the_others_run(
-    call: Callable[..., int],
-    runs: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail() -> None:
-        raise KeyError("median")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.import_module("benchmarks.bench_rope"), "run", fail)
-    assert call("rope", "staging") == 1
-    assert runs == ["staging"]
-    assert "rope: KeyError: 'median'" in capsys.readouterr().err
-
-
-# -- the main job's figures ----------------------------------------------------------------------
-
-MIB = 2**20
-REPORT: dict[str, Any] = {
-    "layers": 24,
-    "calls": 1_000,
-    "replays": 700,
-    "eager": {"WARMING_UP": 200, "TOO_MANY_SEQUENCES": 100},
-    "graphs": 10,
-    "capture_seconds": 0.3,
-    "padding_share": 0.25,
-}
-BITS: dict[str, Any] = {"differences": [], "steps": 104, "report": REPORT, "over_capacity": 4}
-TIMES: dict[str, Any] = {
-    "median_ms": 20.0,
-    "fastest_ms": 19.0,
-    "reserved_bytes": 1_000 * MIB,
-    "reserved_with_eager_bytes": 1_100 * MIB,
-    "kernel_ms": 10.0,
-    "busy_share": 0.5,
-    "report": REPORT,
-}
-GRAPHED = TIMES | {"median_ms": 12.0, "busy_share": 0.9, "reserved_bytes": 1_040 * MIB}
-GRAPHED |= {"replays": 4_032, "allocations": 0, "synchronisations": 0}
-
-
-def figures(
-    *, bits: dict[str, Any] = BITS, eager: dict[str, Any] = TIMES, **graphed: Any
-) -> dict[str, Figure]:
-    """The figures of a case by their names, without its own."""
-    found = main_job.figures_of("case", bits, eager, GRAPHED | graphed)
-    assert all(figure.name.startswith("case: ") for figure in found)
-    assert len({figure.name for figure in found}) == len(found)
-    return {figure.name.removeprefix("case: "): figure for figure in found}
-
-
-def test_the_figures_stand_beside_their_bars_and_rivals() -> None:
-    found = figures()
-    time = found["forward and backward of a step, median"]
-    assert (time.value, time.unit, time.bar, time.floor) == (12.0, "ms", 20.0, None)
-    assert (time.rival, time.rival_value, time.holds) == ("eager", 20.0, True)
-    busy = found["GPU busy share"]
-    assert (busy.value, busy.rival_value) == (0.9, 0.5)
-    assert found["kernel time of a step"].bar == pytest.approx(10.1)
-    memory = found["peak memory reserved"]
-    assert (memory.value, memory.unit, memory.rival_value) == (1_040.0, "MiB", 1_000.0)
-    assert memory.bar == pytest.approx(1_050.0)
-    assert found["peak memory reserved, with packs over the capacity"].value == 1_100.0
-    assert (found["capture"].value, found["capture"].unit) == (pytest.approx(30.0), "ms a graph")
-    assert found["padding share"].value == 0.25
-    assert found["allocations in 4032 replays"].bar == 0
-    assert found["synchronisations in 4032 replays"].bar == 0
-    assert all(figure.holds in (True, None) for figure in found.values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"median_ms": 20.5}, "forward and backward of a step, median"),
-        ({"kernel_ms": 10.2}, "kernel time of a step"),
-        ({"reserved_bytes": 1_051 * MIB}, "peak memory reserved"),
-        ({"report": REPORT | {"capture_seconds": 0.41}}, "capture"),
-        ({"allocations": 1}, "allocations in 4032 replays"),
-        ({"synchronisations": 1}, "synchronisations in 4032 replays"),
-        ({"bits": BITS | {"over_capacity": 2}}, "packs over the capacity, run eager"),
-    ],
-)
-def test_a_figure_past_its_bar_does_not_hold(changes: dict[str, Any], name: str) -> None:
-    assert [figure for figure, value in figures(**changes).items() if value.holds is False] == [name]
-
-
-def test_the_comparison_adds_up_over_the_jobs_and_their_ranks() -> None:
-    other = REPORT | {"calls": 50, "replays": 30, "eager": {"WARMING_UP": 15, "SUSPENDED": 5}}
-    one, two = BITS | {"reports": [REPORT]}, BITS | {"steps": 6, "reports": [other, other]}
-    assert comparison_of([one, two]) == Comparison(
-        bitwise_equal=True,
-        steps=110,
-        calls=1_100,
-        replays=760,
-        eager={"WARMING_UP": 230, "TOO_MANY_SEQUENCES": 100, "SUSPENDED": 10},
-    )
-    assert comparison_of([]) is None
-
-
-def test_a_difference_in_one_job_is_a_difference_of_all() -> None:
-    equal = BITS | {"reports": [REPORT]}
-    found = comparison_of([equal, equal | {"differences": ["step 3: gradient of decoder"]}, equal])
-    assert found is not None and not found.bitwise_equal
-
-
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What the main job asked its processes, which answer at once; results go to a folder of the test."""
-    answers = {"bits": BITS, "eager": TIMES, "graphed": GRAPHED}
-    asked: list[tuple[str, str]] = []
-
-    def answer(module: str, case: str, what: str, *, timeout: float) -> dict[str, Any]:
-        assert module == "benchmarks.bench_main_job"
-        asked.append((case, what))
-        return answers[what]
-
-    monkeypatch.setattr(main_job, "measure_part", answer)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    return asked
-
-
-def test_a_run_writes_every_case_in_the_common_format(
-    tmp_path: Path, asked: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    main_job.run()
-    assert asked == [(name, what) for name in CASES for what in ("bits", "eager", "graphed")]
-    result = Result.read(tmp_path / "main_job.json")
-    assert len(result.figures) == len(CASES) * len(figures())
-    assert result.comparison == comparison_of([BITS | {"reports": [REPORT]}] * len(CASES))
-    assert f"wrote {tmp_path / 'main_job.json'}; bit-equal: True" in capsys.readouterr().out
-
-
-def test_a_case_that_fails_is_named_and_the_others_stay(
-    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = main_job.measure_part
-
-    def failing(module: str, case: str, what: str, *, timeout: float) -> dict[str, Any]:
-        if (case, what) == ("documents", "eager"):
-            raise RuntimeError("out of memory")
-        found: dict[str, Any] = answer(module, case, what, timeout=timeout)
-        return found
-
-    monkeypatch.setattr(main_job, "measure_part", failing)
-    with pytest.raises(RuntimeError, match="documents: RuntimeError: out of memory"):
-        main_job.run()
-    result = Result.read(tmp_path / "main_job.json")
-    assert len(result.figures) == (len(CASES) - 1) * len(figures())
-    # Its bits were compared nevertheless.
-    assert result.comparison == comparison_of([BITS | {"reports": [REPORT]}] * len(CASES))
+@pytest.mark.megatron
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the models of a GPU take a GPU's time")
+@pytest.mark.filterwarnings("ignore")
+def test_eager_calls_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUNDS", "CALLS"):
+        monkeypatch.setattr(eager_calls, name, 2)
+    options = ModelOptions(layers=2, hidden=256, heads=4, max_tokens=256)
+    monkeypatch.setattr(eager_calls, "model_options", lambda *shape, **further: options)
+    with megatron_on_cpu(), process_groups():
+        answers = eager_calls.measure_calls()
+    assert answers.keys() == eager_calls.CASES.keys()
+    for answer in answers.values():
+        assert len(answer["patched"]) == len(answer["unpatched"]) == 2 * eager_calls.SAMPLES

@@ -22,13 +22,6 @@ int launch_all(Launch launch, void **execs, long count, long rounds, void *strea
   return 0;
 }
 """
-_ARGUMENTS = (
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_long,
-    ctypes.c_long,
-    ctypes.c_void_p,
-)
 
 
 @functools.cache
@@ -44,7 +37,8 @@ def _compiled() -> ctypes.CDLL:
             why = getattr(error, "stderr", None) or error
             raise RuntimeError(f"cannot compile the loop that launches graphs: {why}") from error
         loaded = ctypes.CDLL(str(library))
-    loaded.launch_all.argtypes = _ARGUMENTS
+    pointer = ctypes.c_void_p
+    loaded.launch_all.argtypes = (pointer, ctypes.POINTER(pointer), ctypes.c_long, ctypes.c_long, pointer)
     loaded.launch_all.restype = ctypes.c_int
     return loaded
 
@@ -60,20 +54,15 @@ def _runtime() -> ctypes.CDLL:
 
 
 class BareLoop:
-    """Launches the same graphs again and again, one after another.
+    """Launches the same graphs again and again, one after another, on the current stream.
 
-    Args:
-        execs: `cudaGraphExec_t` handles; whoever owns the graphs keeps them alive.
-        stream: the stream's handle; by default torch's current one.
-
-    Raises:
-        ValueError: for a null handle, as the host backend has.
+    `execs` are `cudaGraphExec_t` handles; whoever owns the graphs keeps them alive.
     """
 
-    def __init__(self, execs: Sequence[int], stream: int | None = None) -> None:
+    def __init__(self, execs: Sequence[int]) -> None:
         if not all(execs):
             raise ValueError("expected the handles of CUDA graphs, got null: these are the host backend's")
-        self._stream = torch.cuda.current_stream().cuda_stream if stream is None else stream
+        self._stream = torch.cuda.current_stream().cuda_stream
         self._execs = (ctypes.c_void_p * len(execs))(*execs)
         self._launch = ctypes.cast(_runtime().cudaGraphLaunch, ctypes.c_void_p)
         self._loop = _compiled().launch_all

@@ -4,32 +4,30 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring.compare import described
-from megagraph import results
+from benchmarks.measuring.children import described
+from benchmarks.measuring.environment import ROOT, describe_environment
+from benchmarks.measuring.results import Comparison, Figure, Result, write_result
 
-Part = Callable[[], Iterable[results.Figure]]
-
-
-def result_path(name: str) -> Path:
-    """benchmarks/results/NAME.json, or NAME.json in the folder that the variable OUT names."""
-    return Path(os.environ.get("OUT", Path(__file__).parent.parent / "results"), f"{name}.json")
+RESULTS = ROOT / "benchmarks" / "results"
+Part = Callable[[], Iterable[Figure]]
 
 
-def show(title: str, figures: Sequence[results.Figure]) -> None:
-    """Prints ours, the rival, their ratio and the floor, a line for each figure."""
-    table = Table("figure", "ours", "unit", "bar", "rival", "its", "ours / its", "floor", title=title)
+def show(title: str, figures: Sequence[Figure]) -> None:
+    """Prints ours, its spread, the rival, their ratio and the floor, a line for each figure."""
+    columns = ("figure", "ours", "10 - 90 %", "unit", "bar", "rival", "its", "ours / its", "floor")
+    table = Table(*columns, title=title)
     for figure in figures:
         rival = figure.rival_value
         table.add_row(
             figure.name,
             f"{figure.value:.4g}",
+            "" if figure.p10 is None else f"{figure.p10:.3g} - {figure.p90:.3g}",
             figure.unit,
             "" if figure.bar is None else f"{figure.bar:.4g} {'holds' if figure.holds else 'MISSED'}",
             figure.rival or "",
@@ -40,16 +38,11 @@ def show(title: str, figures: Sequence[results.Figure]) -> None:
     Console(width=None if os.environ.get("COLUMNS") else 200).print(table)
 
 
-def publish(
-    name: str, figures: Sequence[results.Figure], comparison: results.Comparison | None = None
-) -> None:
-    """Prints the figures and writes them to `result_path(name)`."""
-    show(name, figures)
-    result = results.Result(
-        environment=results.describe_environment(), figures=tuple(figures), comparison=comparison
-    )
-    path = result_path(name)
-    result.write(path)
+def publish(path: Path, figures: Sequence[Figure], comparison: Comparison | None = None) -> None:
+    """Prints the figures and writes them to `path`."""
+    show(path.stem, figures)
+    environment = describe_environment()
+    write_result(path, Result(environment=environment, figures=tuple(figures), comparison=comparison))
     said = "" if comparison is None else f"; bit-equal: {comparison.bitwise_equal}"
     print(f"wrote {path}{said}", flush=True)
 
@@ -58,41 +51,26 @@ class Measurement:
     """The figures of one benchmark, part by part. A part that fails is named, and the others stay.
 
     Args:
-        name: of the benchmark.
+        path: of its result.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._figures: list[results.Figure] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.comparison: Comparison | None = None
+        self.figures: list[Figure] = []
         self._failures: list[str] = []
 
-    def take(self, what: str, part: Part) -> bool:
-        """Measures a part; whether it succeeded."""
+    def take(self, what: str, part: Part) -> None:
+        """Measures a part."""
         try:
-            found = list(part())
+            self.figures += list(part())
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self._failures.append(f"{what}: {described(error)}")
-            return False
-        self._figures += found
-        return True
 
-    def take_side_by_side(self, parts: Mapping[str, Part], workers: int) -> None:
-        """Measures parts at the same time, up to `workers` of them."""
-        with ThreadPoolExecutor(workers) as pool:
-            started = {what: pool.submit(part) for what, part in parts.items()}
-        for what, part in started.items():
-            self.take(what, part.result)
-
-    def publish(self, comparison: results.Comparison | None = None) -> None:
-        """Publishes what there is.
-
-        Raises:
-            RuntimeError: where a part failed, naming each; what was measured is written.
-        """
-        if self._figures:
-            publish(self._name, self._figures, comparison)
-        if self._failures:
-            raise RuntimeError("; ".join(self._failures))
-        if not self._figures:
-            raise RuntimeError("nothing was measured")
+    def publish(self) -> None:
+        """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
+        if self.figures:
+            publish(self.path, self.figures, self.comparison)
+        if self._failures or not self.figures:
+            raise RuntimeError("; ".join(self._failures) or "nothing was measured")

@@ -227,12 +227,12 @@ def pretrain(
             global_vars.destroy_global_vars()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             rerun_state_machine.destroy_rerun_state_machine()
-        return _figures(capfd.readouterr().out)
+        return log_figures(capfd.readouterr().out)
 
     return run
 
 
-def _figures(log: str) -> dict[str, str]:
+def log_figures(log: str) -> dict[str, str]:
     """The printed loss and gradient norm of each step, and the loss of each evaluation."""
     steps = re.findall(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", log)
     evaluations = re.findall(r"validation loss at (.+?) \| lm loss value: (\S+)", log)

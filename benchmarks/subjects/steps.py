@@ -7,17 +7,19 @@ optimizer never steps, so that the weights stay and its state takes no memory.
 
 import contextlib
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.profiler import record_function
 
-from benchmarks.hosts.prepare_megatron import on_side_stream
+from benchmarks.measuring.clocks import wall_ms
+from benchmarks.subjects.hosts import on_side_stream
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packers import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
@@ -28,13 +30,7 @@ Schedule = Callable[..., Any]
 
 
 def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None) -> Batch:
-    """A pack as the model takes it, on the device.
-
-    Args:
-        pack: the documents.
-        device: where to.
-        capacity: pad rows and offsets to it, so that every batch has the same shapes.
-    """
+    """A pack as the model takes it; padded to a capacity, so that every batch has the same shapes."""
     labels, mask = next_token_labels(pack)
     rows = {"tokens": pack.tokens, "positions": position_ids(pack), "labels": labels, "mask": mask}
     offsets, longest = pack.cu_seqlens, pack.max_seqlen
@@ -47,20 +43,12 @@ def batch_of(pack: Pack, device: torch.device, capacity: Capacity | None = None)
     return {**batch, "offsets": offsets.to(device), "longest": longest}
 
 
-class _NoOptimizer:
-    def zero_grad(self) -> None:
-        """There is nothing beside the DDP's buffer."""
-
-
 class StepTrainer(Trainer):
     """A model that runs whole steps.
 
-    Args:
-        options: its shape.
-        beside: build it on a side stream, as Megatron-LM does: its DDP then adds gradients to `main_grad`
-            beside the backward pass.
-        wrap: put around Megatron's schedule, once.
-        transformer: further fields of Megatron's `TransformerConfig`.
+    With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `transformer` are
+    further fields of its config.
     """
 
     def __init__(
@@ -78,23 +66,21 @@ class StepTrainer(Trainer):
             super().__init__(options, config={"use_cpu_initialization": False, **transformer})
 
     def make_optimizer(self) -> Any:
-        return _NoOptimizer()
+        return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer
 
     def wall_ms(self, batches: Sequence[Batch], *, graphs: bool) -> float:
         """Runs a step; the time from the start of the schedule until the device has done it all."""
         from megatron.core import pipeline_parallel
 
-        original = pipeline_parallel.get_forward_backward_func
-        schedule = original()  # what is installed now
+        schedule = pipeline_parallel.get_forward_backward_func()  # what is installed now
         if self._wrap is not None:
             self._wrapped = schedule = self._wrapped or self._wrap(schedule)
         timed = partial(_timed, schedule, self._walls)
-        pipeline_parallel.get_forward_backward_func = lambda: timed
-        try:
-            with contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step():
-                self.forward_backward(batches)  # type: ignore[arg-type]  # hands each on as it is
-        finally:
-            pipeline_parallel.get_forward_backward_func = original
+        with (
+            mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: timed),
+            contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step(),
+        ):
+            self.forward_backward(batches)  # type: ignore[arg-type]  # hands each on as it is
         return self._walls[-1]
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
@@ -115,13 +101,15 @@ def _mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _timed(schedule: Schedule, walls: list[float], **arguments: Any) -> Any:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    with record_function("phase: schedule"):
-        result = schedule(**arguments)
-        torch.cuda.synchronize()
-    walls.append((time.perf_counter() - start) * 1e3)
-    return result
+    results: list[Any] = []
+
+    def step() -> None:
+        with record_function("phase: schedule"):
+            results.append(schedule(**arguments))
+            torch.cuda.synchronize()
+
+    walls.append(wall_ms(step))
+    return results[0]
 
 
 @contextlib.contextmanager
@@ -152,24 +140,11 @@ def named_phases(trainer: StepTrainer) -> Iterator[None]:
     )
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places:
-            stack.enter_context(_named(owner, name, f"phase: {phase}"))
+            named = partial(_in_phase, getattr(owner, name), f"phase: {phase}")
+            stack.enter_context(mock.patch.object(owner, name, named))
         yield
 
 
-@contextlib.contextmanager
-def _named(owner: Any, name: str, phase: str) -> Iterator[None]:
-    original = getattr(owner, name)
-    was_own = name in vars(owner)
-
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with record_function(phase):
-            return original(*args, **kwargs)
-
-    setattr(owner, name, named)
-    try:
-        yield
-    finally:
-        if was_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+def _in_phase(call: Callable[..., Any], phase: str, /, *args: Any, **kwargs: Any) -> Any:
+    with record_function(phase):
+        return call(*args, **kwargs)

@@ -4,17 +4,16 @@
 Plain modules, no Megatron: its blocks have one slot.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measuring.compare import Answer, spread
-from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds
+from benchmarks.measuring.figures import differences
+from benchmarks.subjects.inside import bare_loops
 from megagraph import Bank, VariantSpec
 
 # Name to (variants, slots).
@@ -59,23 +58,19 @@ def keys_of_round(index: int, *, variants: int, slots: int) -> list[int]:
     return [(index * flights + flight) % variants for flight in range(flights)]
 
 
-def in_turn(names: Sequence[str], index: int) -> list[str]:
-    """The names of a round: another one comes first in the next."""
-    start = index % len(names)
-    return [*names[start:], *names[:start]]
-
-
-def answer_of(times: Times) -> Answer:
-    """The spread of each phase for each site, `engine` for all together, and backwards less the engine."""
-    without = [backward - engine for backward, engine in zip(times["backward"], times["engine"], strict=True)]
-    answer: Answer = {phase: spread(times[phase], SITES) for phase in _PHASES}
-    return {**answer, "engine": spread(times["engine"]), "backward without engine": spread(without, SITES)}
+def answer_of(seconds: Times) -> Answer:
+    """Microseconds of each phase for each site, `engine` for all together, and backwards less the engine."""
+    every = {**seconds, "backward without engine": differences(seconds["backward"], seconds["engine"])}
+    return {
+        phase: [second * 1e6 / (1 if phase == "engine" else SITES) for second in times]
+        for phase, times in every.items()
+    }
 
 
 class _Measured:
     """One bank of the modules, with every variant captured into every slot."""
 
-    def __init__(self, layers: list[Layer], variants: int, slots: int, hidden: Tensor) -> None:
+    def __init__(self, layers: Sequence[Layer], variants: int, slots: int, hidden: Tensor) -> None:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
         self.times: Times = {phase: [] for phase in _PHASES}
@@ -89,45 +84,35 @@ class _Measured:
         self._bank.capture({self._chain: specs})
         if self._bank.failures:
             raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
-        self._bare: dict[tuple[int, int], tuple[BareLoop, BareLoop]] = {}
-        for key in range(variants):
-            for slot in range(slots):
-                index = self._chain.variants[key]
-                forward, backward = self._chain.core.raw_graph_execs(index, slot)
-                self._bare[key, slot] = BareLoop(forward), BareLoop(backward)
+        places = [(key, slot) for key in range(variants) for slot in range(slots)]
+        self._bare = {place: bare_loops(self._chain, *place) for place in places}
 
-    def _time(self, phase: str, call: Callable[[], Any]) -> Any:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = call()
-        self.times[phase].append(time.perf_counter() - start)
-        return out
+    def _time(self, phase: str, call: Callable[[], object]) -> None:
+        self.times[phase].append(host_seconds(call))
+
+    def _differentiate(self, phase: str, out: Tensor) -> None:
+        kept: list[object] = []  # nothing is freed while the time is taken
+        self._time(phase, lambda: kept.append(torch.autograd.grad(out, self._hidden, self._grad)))
 
     def run(self, index: int) -> None:
         """A round: in turns as many micro-batches in flight as there are slots, and their backwards."""
         for key in keys_of_round(index, variants=self._variants, slots=self._slots):
-            self._run(key)
-
-    def _run(self, key: int) -> None:
-        outs: list[Tensor] = []
-        for _ in range(self._slots):
-            with self._chain.micro_batch(key) as reason:
-                if reason is not None:
-                    raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
-                outs.append(self._time("forward", lambda: self._chain(self._hidden)))
-        while outs:
-            out = outs.pop(0)
-            self._time("backward", partial(torch.autograd.grad, out, self._hidden, self._grad))
-            del out
-            nothing = self._hidden.view_as(self._hidden)
-            self._time("engine", partial(torch.autograd.grad, nothing, self._hidden, self._grad))
-        for slot in range(self._slots):
-            forward, backward = self._bare[key, slot]
-            self._time("bare forward", forward)
-            self._time("bare backward", backward)
+            outs: list[Tensor] = []
+            for _ in range(self._slots):
+                with self._chain.micro_batch(key) as reason:
+                    if reason is not None:
+                        raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
+                    self._time("forward", lambda outs=outs: outs.append(self._chain(self._hidden)))  # type: ignore[misc]
+            while outs:
+                self._differentiate("backward", outs.pop(0))
+                self._differentiate("engine", self._hidden.view_as(self._hidden))
+            for slot in range(self._slots):
+                forward, backward = self._bare[key, slot]
+                self._time("bare forward", forward)
+                self._time("bare backward", backward)
 
     def answer(self) -> Answer:
-        """The spread of each phase for each site."""
+        """The times of each phase. Raises `RuntimeError` where anything ran eager."""
         counters = self._bank.counters()
         if counters["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
@@ -142,11 +127,12 @@ def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answe
     shape = (tokens, 1, hidden_size)
     leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     hidden = leaf.clone()  # the gradient of a leaf would be cloned
-    banks = {name: _Measured(layers, variants, slots, hidden) for name, (variants, slots) in BANKS.items()}
-    for bank_round in range(WARM_UP + ROUNDS):
-        if bank_round == WARM_UP:
-            for bank in banks.values():
+    banks = [_Measured(layers, variants, slots, hidden) for variants, slots in BANKS.values()]
+    for index in range(WARM_UP + ROUNDS):
+        if index == WARM_UP:
+            for bank in banks:
                 bank.times = {phase: [] for phase in _PHASES}
-        for name in in_turn(list(banks), bank_round):
-            banks[name].run(bank_round)
-    return {name: bank.answer() for name, bank in banks.items()}
+        first = index % len(banks)  # another one in the next round
+        for bank in [*banks[first:], *banks[:first]]:
+            bank.run(index)
+    return {name: bank.answer() for name, bank in zip(BANKS, banks, strict=True)}

@@ -7,31 +7,28 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring.compare import Answer, spreads
-from benchmarks.measuring.launch_bare import BareLoop
-from benchmarks.replay.time_rival_layers import a_pack, eager_times, made_quickly
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.subjects.hosts import install
+from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
+from benchmarks.subjects.packs import a_pack
+from benchmarks.subjects.rival_layers import eager_times, made_quickly
 from megagraph import megatron
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import disable_cuda_graphs_this_step
-from megagraph.megatron.patch.installation import installed_plugin
 
 ROUNDS = 60
 _NUM_SEQS = 8
 
 
-def _graphs_of(trainer: Trainer) -> Any:
-    """The trainer's captured graphs. Raises `RuntimeError` where a layer was not captured."""
+def _capture(trainer: Trainer) -> None:
+    """Trains until every layer replays. Raises `RuntimeError` where one was not captured."""
     packs = [a_pack(trainer.options.max_tokens)] * 2
     for _ in range(3):  # one to warm up; before the second is the capture
         trainer.forward_backward(packs)
-    plugin = installed_plugin()
-    assert plugin is not None
-    graphs = plugin.graphs_of_model(trainer.chunk)
-    report = graphs.report()
+    report = graphs_of(trainer).report()
     if report["failures"] or report["graphs"] != 2 * report["layers"] or not report["replays"]:
         raise RuntimeError(f"the stack does not replay: {report}")
-    return graphs
 
 
 def _let_reduce_again(ddp: Any) -> None:
@@ -43,74 +40,60 @@ def _let_reduce_again(ddp: Any) -> None:
         group.reset()
 
 
-def _time_replays(trainer: Trainer, graphs: Any, before: Callable[[], None]) -> Answer:
-    """Host time of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
+def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
+    """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
     Phases: `forward` and `backward` of all layers; `bare forward` and `bare backward`, the same graphs
     launched by a loop in C; `around`, the micro-batch's begin and end; `engine`, a backward pass
     of a single node that does nothing; `backward without engine`, of each backward less the engine's
     time beside it.
     """
-    chain = graphs.block.chain
-    key = next(key for key in chain.variants if key[1].grad)
-    capacity = key[0]
+    replays = Replays(trainer)
+    chain, hidden, grad = replays.chain, replays.hidden, replays.grad
     layers = len(chain.sites)
-    device = trainer.device
-    shape = (capacity.tokens, 1, trainer.options.hidden)
-    leaf = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-    hidden = leaf.clone()  # the gradient of a leaf would be cloned
-    grad = torch.randn_like(leaf) * 1e-3
-    offsets = torch.tensor([0, capacity.tokens], dtype=torch.int32, device=device)
-    bare_forward, bare_backward = map(BareLoop, chain.core.raw_graph_execs(chain.variants[key], 0))
+    bare_forward, bare_backward = bare_loops(chain, replays.key)
     trainer.model.zero_grad_buffer()
-
-    def timed(call: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) / layers
 
     def sample() -> dict[str, float]:
         before()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        with chain.micro_batch(key, [offsets]) as reason:
+        with replays.micro_batch():
             begun = time.perf_counter()
-            if reason is not None:
-                raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
             out = chain(hidden)
             done = time.perf_counter()
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)
-        backward = timed(lambda: torch.autograd.grad(out, hidden, grad))
-        engine = timed(lambda: torch.autograd.grad(nothing, hidden, grad))
+        backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad)) / layers
+        engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
         return {
             "forward": (done - begun) / layers,
             "around": begun - start + ended - done,
             "backward": backward,
-            "backward without engine": backward - engine,
-            "engine": engine * layers,
-            "bare forward": timed(bare_forward),
-            "bare backward": timed(bare_backward),
+            "backward without engine": backward - engine / layers,
+            "engine": engine,
+            "bare forward": host_seconds(bare_forward) / layers,
+            "bare backward": host_seconds(bare_backward) / layers,
         }
 
-    counted = graphs.report()["replays"]
-    answer: Answer = spreads(sample, repeats=ROUNDS)
-    replays = graphs.report()["replays"] - counted
-    if replays < ROUNDS * layers:
-        raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {replays}")
+    report = graphs_of(trainer).report
+    counted = report()["replays"]
+    answer: Answer = phases_us(sample, repeats=ROUNDS)
+    counted = report()["replays"] - counted
+    if counted < ROUNDS * layers:
+        raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {counted}")
     return answer
 
 
 def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
     trainer = made_quickly(Trainer, options, ddp=ddp)
-    graphs = _graphs_of(trainer)
+    _capture(trainer)
 
     def before() -> None:
         if ddp is not None:
             _let_reduce_again(trainer.model)
 
-    graphed = _time_replays(trainer, graphs, before)
+    graphed = _time_replays(trainer, before)
     before()  # whole steps follow
     with disable_cuda_graphs_this_step():
         eager = eager_times(trainer, [a_pack(options.max_tokens)] * 2, before=before)
@@ -122,13 +105,10 @@ def measure_stacks(options: ModelOptions) -> dict[str, Answer]:
 
     The latter with `overlap_grad_reduce`: DDP hears of each gradient, and reduces each full bucket.
     """
-    megatron.install(
-        GraphConfig(
-            cuda_graph_max_packed_seqs=(_NUM_SEQS,),
-            max_seqlen_per_dp_cp_rank=options.max_tokens,
-            cuda_graph_warmup_steps=1,
-            progress=False,
-        )
+    install(
+        cuda_graph_max_packed_seqs=(_NUM_SEQS,),
+        max_seqlen_per_dp_cp_rank=options.max_tokens,
+        cuda_graph_warmup_steps=1,
     )
     try:
         return {

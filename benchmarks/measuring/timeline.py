@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for.
 
-`python -m benchmarks.measuring.read_timeline TRACE.json` prints the table of a trace that
-`named_phases()` was entered for. Of several steps in a trace the last one counts.
+Of a trace that `named_phases()` was entered for. Of several steps in a trace the last one counts.
 """
 
 import bisect
 import functools
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from benchmarks.measuring.publish import show
-from megagraph import results
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
@@ -33,38 +26,23 @@ _NAMES = {_STEP: "between micro-batches", "forward step": "model, between its pa
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One kernel, copy or fill; times in microseconds.
+    """One kernel, copy or fill; times in microseconds."""
 
-    Args:
-        start: on the device.
-        end: on the device.
-        launched: when the call that launched it began, on the host.
-        returned: when that call returned.
-        graph: the call's number where it launched a graph, else None.
-    """
-
-    start: float
+    start: float  # on the device
     end: float
-    launched: float
-    returned: float
-    graph: int | None
+    launched: float  # when the call that launched it began, on the host
+    returned: float  # when that call returned
+    graph: int | None  # the call's number where it launched a graph
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step.
+    """One step."""
 
-    Args:
-        start: of the schedule on the host, in microseconds.
-        end: of the schedule, the device being done.
-        work: what the step launched, by its start on the device.
-        phases: of the host: start, end and name, outer ones first.
-    """
-
-    start: float
-    end: float
-    work: Sequence[Work]
-    phases: Sequence[tuple[float, float, str]]
+    start: float  # of the schedule on the host, in microseconds
+    end: float  # of the schedule, the device being done
+    work: Sequence[Work]  # what the step launched, by its start on the device
+    phases: Sequence[tuple[float, float, str]]  # of the host: start, end and name, outer ones first
 
     def graph_us(self) -> float:
         """Summed duration of what graphs ran."""
@@ -132,28 +110,14 @@ class Timeline:
     def _graph_launches(self) -> list[float]:
         return sorted({work.launched for work in self.work if work.graph is not None})
 
-    def figures(self, *, wall_us: float) -> list[results.Figure]:
-        """The table as figures.
-
-        Args:
-            wall_us: of the same step without a profiler.
-        """
-
-        def figure(name: str, value: float) -> results.Figure:
-            return results.Figure(name=name, value=value, unit="us")
-
-        wall = results.Figure(
-            name="wall of the profiled step",
-            value=self.end - self.start,
-            unit="us",
-            rival="without the profiler",
-            rival_value=wall_us,
-        )
-        busy = [
-            figure("busy: graphs", self.busy_us() - self.eager_span_us()),
-            figure("busy: eager parts", self.eager_span_us()),
-        ]
-        return [wall, *busy, *(figure(f"idle: {name}", value) for name, value in self.idle_us().items())]
+    def rows_us(self) -> dict[str, float]:
+        """The table: the wall, what the device was busy with, and what it waited for."""
+        return {
+            "wall of the profiled step": self.end - self.start,
+            "busy: graphs": self.busy_us() - self.eager_span_us(),
+            "busy: eager parts": self.eager_span_us(),
+            **{f"idle: {name}": value for name, value in self.idle_us().items()},
+        }
 
 
 def _covered(work: Iterable[Work]) -> float:
@@ -173,11 +137,7 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     phases = sorted(
-        (
-            (_us(event["ts"]), _us(event["ts"]) + _us(event["dur"]), event["name"].removeprefix(_PHASE))
-            for event in events
-            if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
-        ),
+        ((*_span(event), event["name"].removeprefix(_PHASE)) for event in events if _is_phase(event)),
         key=lambda phase: (phase[0], -phase[1]),
     )
     steps = [phase for phase in phases if phase[2] == _STEP]
@@ -190,34 +150,26 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
         if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
     }
     work = [_work_of(event, calls) for event in events if event.get("cat") in _DEVICE]
-    return Timeline(
-        start=start,
-        end=end,
-        work=sorted(
-            (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
-        ),
-        phases=[phase for phase in phases if start <= phase[0] <= end],
+    launched = sorted(
+        (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
     )
+    within = [phase for phase in phases if start <= phase[0] <= end]
+    return Timeline(start=start, end=end, work=launched, phases=within)
 
 
-def _us(value: Any) -> float:
-    return float(value)
+def _is_phase(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
+
+
+def _span(event: Mapping[str, Any]) -> tuple[float, float]:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])
 
 
 def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -> Work:
-    start = _us(event["ts"])
+    start, end = _span(event)
     number = event.get("args", {}).get("correlation")
     call = calls.get(number)
-    launched = start if call is None else _us(call["ts"])
-    return Work(
-        start=start,
-        end=start + _us(event["dur"]),
-        launched=launched,
-        returned=launched if call is None else launched + _us(call["dur"]),
-        graph=number if call is not None and "GraphLaunch" in call["name"] else None,
-    )
-
-
-if __name__ == "__main__":
-    found = read_timeline(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    show("timeline", found.figures(wall_us=found.end - found.start))
+    launched, returned = (start, start) if call is None else _span(call)
+    graph = number if call is not None and "GraphLaunch" in call["name"] else None
+    return Work(start=start, end=end, launched=launched, returned=returned, graph=graph)

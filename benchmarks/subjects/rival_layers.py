@@ -11,29 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.hosts.prepare_megatron import on_side_stream, prepare_megatrons_graphs
-from benchmarks.measuring.compare import Answer, spreads
-from benchmarks.replay.time_flat_banks import Layer
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.subjects.flat_banks import Layer
+from benchmarks.subjects.hosts import on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.packs import a_pack
 from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 LAYERS = 24
 TOKENS = 256
 _MICRO_BATCHES = 2
-
-
-def a_pack(tokens: int = TOKENS) -> Pack:
-    """Three documents that fill a pack."""
-    ends = [0, tokens // 2, tokens * 3 // 4, tokens]
-    return Pack(
-        tokens=torch.arange(tokens) % 256,
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-        max_seqlen=tokens // 2,
-    )
 
 
 def made_quickly(
@@ -44,15 +37,7 @@ def made_quickly(
     beside: bool = False,
     **further: Any,
 ) -> Trainer:
-    """A trainer whose random weights are drawn on the device.
-
-    Args:
-        trainer_type: its class.
-        options: the model's shape.
-        config: further fields of Megatron's `TransformerConfig`.
-        beside: build it on a side stream, as Megatron-LM does.
-        further: arguments of the class.
-    """
+    """A trainer whose random weights are drawn on the device; with `beside` it is built on a side stream."""
     fields = {"perform_initialization": False, **(config or {})}
     with on_side_stream() if beside else contextlib.nullcontext():
         trainer = trainer_type(options, config=fields, **further)
@@ -77,33 +62,20 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-@contextlib.contextmanager
-def _calls_of(layer: nn.Module, found: list[dict[str, Any]]) -> Iterator[None]:
-    """Collects the keyword arguments of a layer's calls."""
+def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
+    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
+    layer = trainer.chunk.decoder.layers[0]
     kind: Any = type(layer)
-    original, own = kind.__call__, "__call__" in kind.__dict__
+    original, found = kind.__call__, dict[str, Any]()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is layer:
-            found.append(kwargs)
+            found.update(kwargs)
         return original(self, *args, **kwargs)
 
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        if own:
-            kind.__call__ = original
-        else:
-            del kind.__call__
-
-
-def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
-    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
-    found: list[dict[str, Any]] = []
-    with _calls_of(trainer.chunk.decoder.layers[0], found):
+    with mock.patch.object(kind, "__call__", call):
         trainer.forward_backward(packs)
-    return {name: value for name, value in found[-1].items() if name != "hidden_states"}
+    return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
 def time_layers(
@@ -114,30 +86,21 @@ def time_layers(
     repeats: int = 30,
     before: Callable[[], None] = lambda: None,
 ) -> Answer:
-    """Host time of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
+    """Host times of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
 
-    Args:
-        forward: runs all layers on hidden states.
-        shape: of the hidden states.
-        layers: how many there are.
-        repeats: timed rounds.
-        before: called before each round.
+    `forward` runs all layers on hidden states of `shape`; `before` is called before each round.
     """
     hidden = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(hidden) * 1e-3
 
     def sample() -> dict[str, float]:
         before()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        out = forward(hidden)
-        forward_done = time.perf_counter()
-        torch.cuda.synchronize()
-        backward_start = time.perf_counter()
-        torch.autograd.backward(out, grad)
-        return {"forward": forward_done - start, "backward": time.perf_counter() - backward_start}
+        outs: list[Tensor] = []
+        forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
+        backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
+        return {"forward": forward_seconds, "backward": backward_seconds}
 
-    answer: Answer = spreads(sample, repeats=repeats, divisor=layers)
+    answer: Answer = phases_us(sample, repeats=repeats, divisor=layers)
     return answer
 
 
@@ -163,9 +126,6 @@ def eager_times(
     return time_layers(partial(_run_layers, layers, arguments), shape, len(layers), before=before)
 
 
-# -- torch.cuda.make_graphed_callables ------------------------------------------------------------
-
-
 class _OneTensor(nn.Module):
     """A Megatron layer that takes and gives one tensor."""
 
@@ -182,8 +142,7 @@ class _OneTensor(nn.Module):
 def torchs_graphs(options: ModelOptions) -> Answer:
     """Captures Megatron's layers with `torch.cuda.make_graphed_callables`, and times them.
 
-    Returns:
-        `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
+    Answers `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
     """
     # On a side stream: gradient accumulators of the current one cannot be captured on another.
     trainer = made_quickly(DenseTrainer, options, beside=True)
@@ -215,12 +174,8 @@ def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: M
     return {**times, "seconds": seconds, "graphs": 2 * len(layers)}
 
 
-# -- Megatron's cuda_graph_impl="local" -----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
-    """Collects the seconds and the number of graphs that Megatron creates."""
+def _watched(found: list[tuple[float, int]]) -> Any:
+    """Collects the seconds and the number of graphs that Megatron creates, inside the context."""
     from megatron.core.transformer import cuda_graphs
 
     record: Any = cuda_graphs._CudagraphGlobalRecord
@@ -236,27 +191,21 @@ def _watched_creation(found: list[tuple[float, int]]) -> Iterator[None]:
             found.append((time.perf_counter() - start, graphs))
         return stats
 
-    record.create_cudagraphs = classmethod(create)
-    try:
-        yield
-    finally:
-        record.create_cudagraphs = original
+    return mock.patch.object(record, "create_cudagraphs", classmethod(create))
 
 
 def megatrons_graphs(options: ModelOptions) -> Answer:
     """Trains with Megatron's own graphs of layers until they replay, and times them.
 
-    Only one model of a process can have them, and they change the process's streams.
-
-    Returns:
-        `forward` and `backward`, `seconds` of the capture, and `graphs`.
+    Only one model of a process can have them, and they change the process's streams. Answers as
+    `torchs_graphs()`.
     """
     prepare_megatrons_graphs(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
     trainer = made_quickly(DenseTrainer, options, config=config)
     packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
     created: list[tuple[float, int]] = []
-    with _watched_creation(created):
+    with _watched(created):
         for _ in range(2):
             trainer.forward_backward(packs)
     if not created:
@@ -265,23 +214,13 @@ def megatrons_graphs(options: ModelOptions) -> Answer:
     return {**eager_times(trainer, packs), "seconds": seconds, "graphs": graphs}
 
 
-# -- Transformer Engine's make_graphed_callables --------------------------------------------------
-
-
 def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
     import transformer_engine.pytorch as te
 
+    shape = (options.hidden, 4 * options.hidden, options.heads)
+    more = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
     return tuple(
-        te.TransformerLayer(
-            options.hidden,
-            4 * options.hidden,
-            options.heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            layer_number=index + 1,
-            self_attn_mask_type="causal",
-            params_dtype=torch.bfloat16,
-        ).cuda()
+        te.TransformerLayer(*shape, layer_number=index + 1, params_dtype=torch.bfloat16, **more).cuda()
         for index in range(options.layers)
     )
 

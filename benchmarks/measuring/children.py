@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a part of a benchmark in a process of its own, and reads the JSON that it prints."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# What a measurement answers, as JSON; with `error`, in one short line, where it failed.
+Answer = dict[str, Any]
+
+
+def described(error: BaseException) -> str:
+    """The first error of a chain in one short line: what followed it says less."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def caught(measure: Callable[[], Answer]) -> Answer:
+    """What a rival's measurement answers; where it raises, `{"error": ...}`."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"error": described(error)}
+    finally:
+        gc.collect()
+
+
+def tell(key: str, measure: Callable[[], float]) -> None:
+    """In a rivals' process: measures, and prints the microseconds, or the error, at once."""
+    print(json.dumps({key: caught(lambda: {"us": measure()})}), flush=True)
+
+
+def try_part(
+    module: str, *arguments: str, timeout: float = 300, environment: Mapping[str, str] | None = None
+) -> Answer:
+    """Runs `python -m MODULE ARGUMENTS` to its end; out of time, it is killed with all that it started.
+
+    `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers all
+    objects that the process printed, one a line, as one; with `error` where it failed or printed none.
+    """
+    what = " ".join([module, *arguments])
+    print("$ python -m", what, flush=True)
+    command = [sys.executable, "-m", module, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+    ):
+        # A session of its own, so that whatever it starts can be ended with it.
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=log, start_new_session=True)
+        how = f"was killed: took over {timeout} s"
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = f"ended with {process.wait(timeout)}"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        log.seek(0)
+        answer, logged = _objects_of(out.read()), log.read()
+    if process.returncode == 0 and answer:
+        print(f"{what}: {str(answer)[:250]}", flush=True)
+        return answer
+    last = [line for line in logged.splitlines() if line.strip()][-1:]
+    why = "printed no answer" if process.returncode == 0 else f"{how}: {' '.join(last)}"[:200]
+    print(f"{what}: {why}\n{logged[-6000:]}", file=sys.stderr, flush=True)
+    return {**answer, "error": why}
+
+
+def measure_part(module: str, *arguments: str, **how: Any) -> Answer:
+    """As `try_part()`, of ours. Raises `RuntimeError` if it fails, with the first error of its log."""
+    answer = try_part(module, *arguments, **how)
+    if "error" in answer:
+        raise RuntimeError(f"{' '.join([module, *arguments])}: {answer['error']}")
+    return answer
+
+
+def told(answer: Answer, key: str) -> Answer:
+    """What a process that tells as it goes told of `key`, or why it did not."""
+    found: Answer = answer.get(key) or {"error": f"not measured: {answer.get('error', 'it was left out')}"}
+    return found
+
+
+def _objects_of(out: str) -> Answer:
+    answer: Answer = {}
+    for line in out.splitlines():
+        with contextlib.suppress(ValueError):  # others print, too
+            found = json.loads(line)
+            answer |= found if isinstance(found, dict) else {}
+    return answer

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times callables: on the host while the launch queue has room, and on the GPU, its cache warm or cold."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
+_FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less than a tenth of a second
+
+Call = Callable[[], object]
+
+
+def host_seconds(call: Call) -> float:
+    """Host time of `call`, which only enqueues; the device is idle before, so that no full launch queue
+    holds the host up."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def host_us(call: Call, *, repeats: int = 50, warm_up: int = 5) -> list[float]:
+    """`host_seconds()` of each of `repeats` calls, in microseconds."""
+    times = [host_seconds(call) * 1e6 for _ in range(warm_up + repeats)]
+    torch.cuda.synchronize()
+    return times[warm_up:]
+
+
+def wall_ms(call: Call) -> float:
+    """Time until `call` has returned and the device, idle before, has done it all."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def phases_us(
+    sample: Callable[[], dict[str, float]], *, repeats: int, warm_up: int = 5, divisor: float = 1
+) -> dict[str, list[float]]:
+    """Repeats `sample`, which answers the seconds of each of its phases; the microseconds of each phase."""
+    rounds = [sample() for _ in range(warm_up + repeats)][warm_up:]
+    return {phase: [each[phase] * 1e6 / divisor for each in rounds] for phase in rounds[0]}
+
+
+@functools.cache
+def _other_data() -> Tensor:
+    return torch.zeros(_CACHE_BYTES // 4, device="cuda")
+
+
+def flush_cache() -> None:
+    """Enqueues a read of more than the second-level cache holds: it leaves nothing there to be written."""
+    torch.sum(_other_data())
+
+
+def device_us(
+    calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
+) -> list[list[float]]:
+    """GPU time of what each of `calls` enqueues, between two events on the current stream; in turns.
+
+    With `cold`, other data are read before each call, until the second-level cache holds nothing else; a
+    warm call runs once more before. The events lie behind a sleep of the device that outlasts the host's
+    work. Raises `RuntimeError` if a call waits for the device.
+    """
+    sleep = _FIRST_SLEEP
+
+    def one(call: Call) -> float:
+        nonlocal sleep
+        while sleep <= _LONGEST_SLEEP:
+            flush_cache() if cold else call()  # or its own data would be cold after another call
+            # Keeps the device busy while the host enqueues, so that launches wait for nothing.
+            torch.cuda._sleep(sleep)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            in_time = not start.query()
+            end.synchronize()
+            if in_time:
+                return float(start.elapsed_time(end)) * 1e3
+            sleep *= 2
+        raise RuntimeError("the host took longer than the device can be kept waiting: does the call wait?")
+
+    rounds = [[one(call) for call in calls] for _ in range(warm_up + repeats)]
+    return [list(times) for times in zip(*rounds[warm_up:], strict=True)]
+
+
+def copy_of(num_bytes: int) -> Call:
+    """What copies `num_bytes` from device memory to device memory: random ones, since equal ones may be
+    compressed on their way."""
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def outside_bytes() -> int:
+    """Device memory in use that torch's allocator does not hold, of every process."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What benchmarks train on: models, packs and documents."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reaches into what the plugin captured: the one place of the benchmarks that knows its insides."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.measuring.launch_bare import BareLoop
+from megagraph.bank.chain import Chain
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
+from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.patch.rope import wrap_rope
+
+
+def graphs_of(trainer: Trainer) -> Any:
+    """The plugin's graphs of a trainer's model."""
+    plugin = installed_plugin()
+    assert plugin is not None
+    return plugin.graphs_of_model(trainer.chunk)
+
+
+def bare_loops(chain: Chain, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]:
+    """Launch the forwards, and the backwards, that were captured for a variant into a slot."""
+    forward, backward = chain.core.raw_graph_execs(chain.variants[key], slot)
+    return BareLoop(forward), BareLoop(backward)
+
+
+def bare_step(trainer: Trainer) -> BareLoop:
+    """Launches forwards and backwards of a micro-batch, where one variant was captured.
+
+    Raises:
+        RuntimeError: where none was.
+    """
+    chain = graphs_of(trainer).block.chain
+    (variant,) = chain.variants.values()  # one capacity, training only
+    forward, backward = chain.core.raw_graph_execs(variant, 0)
+    if not forward or not backward:
+        raise RuntimeError("no graphs were captured")
+    return BareLoop([*forward, *reversed(backward)])
+
+
+class Replays:
+    """The captured layers of a trainer, without the model around them.
+
+    Args:
+        trainer: its layers are captured for training.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.chain: Chain = graphs_of(trainer).block.chain
+        variants: list[Any] = list(self.chain.variants)
+        self.key = next(key for key in variants if key[1].grad)
+        tokens = self.key[0].tokens
+        shape = (tokens, 1, trainer.options.hidden)
+        self._leaf = torch.randn(shape, device=trainer.device, dtype=torch.bfloat16, requires_grad=True)
+        self.hidden = self._leaf.clone()  # the gradient of a leaf would be cloned
+        self.grad = torch.randn_like(self._leaf) * 1e-3
+        self._offsets = torch.tensor([0, tokens], dtype=torch.int32, device=trainer.device)
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """One of the largest capacity, in which the chain replays. Raises `RuntimeError` where it cannot."""
+        with self.chain.micro_batch(self.key, [self._offsets]) as reason:
+            if reason is not None:
+                raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
+            yield
+
+
+@contextlib.contextmanager
+def our_rope() -> Iterator[None]:
+    """Our RoPE of packs in unpatched attention: Megatron's reads offsets on the host."""
+    seam = seams.ATTENTION_ROPE
+    with mock.patch.object(seam.owner(), seam.name, wrap_rope(seam.function())):
+        yield

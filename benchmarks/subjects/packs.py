@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models and packs that benchmarks measure."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagraph.demo.documents import Document, load_documents
+from megagraph.demo.lengths import lognormal_lengths
+from megagraph.demo.packers import Pack, stream_packs
+from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.trainer import ModelOptions
+
+MICRO_BATCHES = 4
+
+
+def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) -> ModelOptions:
+    """A model in bfloat16 on packs of `tokens`."""
+    return ModelOptions(layers=layers, hidden=hidden, heads=hidden // head_dim, max_tokens=tokens, bf16=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one stream of packs."""
+
+    name: str
+    model: ModelOptions
+    max_packed_seqs: tuple[int, ...]  # documents of each capacity; some packs hold more
+    mean_length: int | None  # of the lognormal document lengths, in tokens; None for real documents
+    longest: int | None = None  # of the lognormal document lengths; by default a whole pack's
+    multiple: int = 1  # of which each lognormal length is one, so that ranks can share a pack's rows
+
+    def steps(self, count: int) -> list[list[Pack]]:
+        """The packs of each of the first `count` steps; the same at every call."""
+        packs = stream_packs(self._documents(), self.model.max_tokens)
+        return [list(itertools.islice(packs, MICRO_BATCHES)) for _ in range(count)]
+
+    def _documents(self) -> Iterator[Document]:
+        limit = self.model.max_tokens
+        if self.mean_length is None:
+            return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
+        bounds = {"minimum": limit // 64, "maximum": self.longest or limit}
+        lengths = lognormal_lengths(20_000, mean=self.mean_length, sigma=1.5, seed=7, **bounds)
+        generator = torch.Generator().manual_seed(11)
+        return (
+            Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
+            for i, length in enumerate((lengths // self.multiple * self.multiple).tolist())
+        )
+
+
+_LARGE = model_options(1024, layers=24, tokens=8192)
+_SMALL = model_options(512, layers=24, tokens=2048)
+_CASES = (
+    Case(name="lognormal", model=_LARGE, max_packed_seqs=(8, 20), mean_length=1024),
+    Case(name="documents", model=_LARGE, max_packed_seqs=(32, 64), mean_length=None),
+    Case(name="host-limited", model=_SMALL, max_packed_seqs=(8, 20), mean_length=256),
+)
+CASES = {case.name: case for case in _CASES}
+
+
+def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
+    """Offsets of lognormal documents that fill `tokens` rows, int32 [documents + 1]; always the same."""
+    mean = tokens // documents
+    lengths = lognormal_lengths(
+        documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7
+    )
+    ends = lengths.cumsum(0).double() / int(lengths.sum()) * tokens
+    offsets = torch.cat([torch.zeros(1, dtype=torch.float64), ends]).round().to(torch.int32)
+    assert int(offsets[-1]) == tokens and int(offsets.diff().min()) > 0, offsets
+    return offsets.to(device)
+
+
+def filled(pack: Pack, tokens: int) -> Pack:
+    """The pack with one more document that fills it up to `tokens`, or itself where it is full."""
+    missing = tokens - pack.num_tokens
+    if missing == 0:
+        return pack
+    further = torch.arange(missing) % 256
+    return Pack(
+        tokens=torch.cat([pack.tokens, further]),
+        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens.new_tensor([tokens])]),
+        max_seqlen=max(pack.max_seqlen, missing),
+    )
+
+
+def a_pack(tokens: int) -> Pack:
+    """Three documents that fill a pack."""
+    ends = torch.tensor([0, tokens // 2, tokens * 3 // 4, tokens], dtype=torch.int32)
+    return Pack(tokens=torch.arange(tokens) % 256, cu_seqlens=ends, max_seqlen=tokens // 2)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of real size on real ranks: the bits of eager in every step, and processes that end by themselves.
+
+With a folder in the variable OUT, the figures are written there as real_hosts.json.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megatron_rig as rig
+import pytest
+from torch import distributed
+from worlds import World
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
+
+from benchmarks.measuring.figures import comparison_of
+from benchmarks.measuring.publish import publish
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import install
+from benchmarks.subjects.packs import Case, model_options
+from megagraph import megatron
+from megagraph.demo.compare import compare_steps
+from megagraph.demo.trainer import ModelOptions, Trainer
+
+pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+NUM_EXITS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One model on one arrangement of ranks; `num_seqs` documents at most, so that some packs are eager.
+
+    Transformer Engine's deterministic attention of packs takes 128 bytes of memory for each
+    document * head * longest**2.
+    """
+
+    model: ModelOptions
+    ranks: int = 1
+    transformer_engine: bool = False
+    transformer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    steps: int = 40
+    num_seqs: int = 20
+    longest: int = 1024
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each layer, and see the same packs."""
+        size: int = self.transformer.get("tensor_model_parallel_size", 1)
+        return size
+
+
+_SHARED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 5_000_000}
+_GATHER = {**_BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
+_SMALL = model_options(1024, layers=8, tokens=4096)
+_TE = {"transformer_engine": True, "steps": 104}
+JOBS = {
+    "Transformer Engine, 12 layers of hidden 1024": Job(
+        model=model_options(1024, layers=12, tokens=4096), **_TE
+    ),
+    "Transformer Engine, 4 layers of hidden 4096": Job(
+        model=model_options(4096, layers=4, tokens=2048), longest=512, **_TE
+    ),
+    "TP=2 with SP": Job(model=_SMALL, ranks=2, transformer=_SHARED),
+    "TP=2 with SP, Transformer Engine": Job(
+        model=_SMALL, ranks=2, transformer=_SHARED, transformer_engine=True
+    ),
+    **{
+        name: Job(model=_SMALL, ranks=2, ddp=ddp, num_seqs=12)
+        for name, ddp in {
+            "DP=2": {},
+            "DP=2, overlap_grad_reduce": _BUCKETS,
+            "DP=2, distributed optimizer": {"use_distributed_optimizer": True},
+            "DP=2, overlap_param_gather": _GATHER,
+            "DP=2, align_param_gather": {**_GATHER, "align_param_gather": True},
+        }.items()
+    },
+}
+# Short: what is looked at is how it ends.
+EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8)
+
+
+def compare(job: Job) -> dict[str, Any]:
+    """On each rank: trains eager and graphed from the same weights and compares every bit."""
+    tokens, longest = job.model.max_tokens, min(job.longest, job.model.max_tokens)
+    counts = (8, job.num_seqs)
+    install(cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=tokens, max_seqlen=longest)
+    spec = rig.te_layer_spec() if job.transformer_engine else None
+    config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
+    eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
+    case = Case(
+        name="packs",
+        model=job.model,
+        max_packed_seqs=counts,
+        mean_length=tokens // 8,
+        longest=longest,
+        multiple=job.tensor_parallel,
+    )
+    groups = job.ranks // job.tensor_parallel
+    packs = case.steps(job.steps * groups)[distributed.get_rank() // job.tensor_parallel :: groups]
+    return dataclasses.asdict(compare_steps(eager, graphed, packs)) | {"report": megatron.reports()[-1]}
+
+
+@dataclass
+class Measured:
+    """What was compared, and the figures of it."""
+
+    figures: list[Figure] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Measured]:
+    """Of all jobs, written at the end where OUT names a folder."""
+    found = Measured()
+    yield found
+    if found.figures and "OUT" in os.environ:
+        publish(Path(os.environ["OUT"], "real_hosts.json"), found.figures, comparison_of(found.answers))
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, World]]:
+    """By number of ranks. They end by themselves, and well."""
+    made: dict[int, World] = {}
+    yield made
+    assert {size: world.close() for size, world in made.items()} == {size: [0] * size for size in made}
+
+
+def _needs(ranks: int) -> Any:
+    return pytest.mark.multi_gpu if ranks > 1 else pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
+def test_bits(name: str, worlds: dict[int, World], measured: Measured) -> None:
+    job = JOBS[name]
+    if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    world = worlds.get(job.ranks) or worlds.setdefault(job.ranks, World(job.ranks))
+    ranks = world.run(compare, tensor_parallel=job.tensor_parallel, job=job)
+    reports = [rank["report"] for rank in ranks]
+    differences = [text for rank in ranks for text in rank["differences"]]
+    replays, calls = (sum(report[key] for report in reports) for key in ("replays", "calls"))
+    measured.answers.append({"differences": differences, "steps": job.steps, "reports": reports})
+    what = f"losses and gradients that differ from eager's in {job.steps} steps"
+    measured.figures += [
+        Figure(name=f"{name}: {what}", value=len(differences), unit="tensors", bar=0),
+        Figure(name=f"{name}: share of layer calls replayed", value=replays / calls, unit="1"),
+    ]
+    assert differences == []
+    assert replays > calls / 2 and not any(report["failures"] for report in reports)
+
+
+@pytest.mark.multi_gpu
+def test_processes_with_nccl_in_their_graphs_end_well(measured: Measured) -> None:
+    codes = []
+    for _ in range(NUM_EXITS):
+        world = World(2)
+        world.run(compare, tensor_parallel=2, job=EXIT)
+        codes.append(world.close())
+    well = codes.count([0, 0])
+    name = f"runs with NCCL in their graphs that end well, of {NUM_EXITS}"
+    measured.figures.append(Figure(name=name, value=well, unit="runs", bar=NUM_EXITS, better="higher"))
+    assert well == NUM_EXITS, codes
