@@ -26,6 +26,7 @@ __all__ = [
     "PackedSequences",
     "TailConvention",
     "canonical_fields",
+    "has_own_cp_group",
     "offsets_rules",
     "pack_shape",
 ]
@@ -124,6 +125,12 @@ def pack_shape(
         longest = tokens * cp_size if longest is None or on_device else int(longest)
     num_seqs = params.cu_seqlens_q.numel() - 1 + tail.extra_seqs
     return PackShape(tokens, num_seqs, longest if longest > 1 else 1, cp_size)
+
+
+def has_own_cp_group(params: PackedSequences) -> bool:
+    """Whether a pack names the context-parallel ranks that share it, instead of leaving it to the model."""
+    cp_size = getattr(params, "local_cp_size", None)
+    return getattr(params, "cp_group", None) is not None or (cp_size is not None and cp_size > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

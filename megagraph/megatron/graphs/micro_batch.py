@@ -35,6 +35,18 @@ def _fields_of(params_type: type[Any]) -> frozenset[str]:
     return frozenset(inspect.signature(params_type).parameters)
 
 
+def copy_foreign_attributes(given: Any, made: Any) -> None:
+    """Hands on what others have set on a pack beside the fields of its class.
+
+    Args:
+        given: the pack as it was given.
+        made: the pack that stands for it.
+    """
+    known = _fields_of(type(given))
+    if len(given.__dict__) > len(known):
+        made.__dict__.update({name: value for name, value in given.__dict__.items() if name not in known})
+
+
 def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
     """`PackedSeqParams` of these fields, less those that the release does not have."""
     known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
@@ -122,7 +134,9 @@ class MicroBatch:
 
     def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
         fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
-        return new_params(type(self.params), fields)
+        params = new_params(type(self.params), fields)
+        copy_foreign_attributes(self.params, params)
+        return params
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""

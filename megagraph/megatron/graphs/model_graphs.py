@@ -25,7 +25,7 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.layer import LayerLoop
-from megagraph.packs.packing import PackForm, pack_shape
+from megagraph.packs.packing import PackForm, has_own_cp_group, pack_shape
 
 __all__ = ["ModelGraphs"]
 
@@ -106,8 +106,10 @@ class ModelGraphs:
         shape = None if params is None else pack_shape(params, tokens, self._tail)
         if shape is None:
             return _NO_PACK_METADATA
+        if has_own_cp_group(params):
+            return EagerReason.CP_SIZE_NOT_CAPTURED
         form = PackForm.of(params)
-        if form is None:
+        if form is None or torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
         if not self._capacities:
             self._observed.add(shape)

@@ -51,6 +51,11 @@ class ForwardWrappers:
                 get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
             )
             added_rows = 0
+            if isinstance(batch, MicroBatch) and (
+                get("attention_mask") is not None or get("extra_block_kwargs") is not None
+            ):
+                # A mask fits the rows that were given; other arguments may ask the block for other results.
+                batch = EagerReason.SIGNATURE_CHANGED
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
                 if added_rows and (hidden_states is not None or get("output_processor") is not None):
@@ -174,7 +179,7 @@ class _StackLoop:
 # Of a model's arguments those that its wrapper reads in every call.
 _READ = (
     *("input_ids", "decoder_input", "packed_seq_params"),
-    *("inference_context", "inference_params", "output_processor"),
+    *("inference_context", "inference_params", "output_processor", "attention_mask", "extra_block_kwargs"),
 )
 
 

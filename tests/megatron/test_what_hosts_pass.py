@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hosts pass to a model beside a plain pack is kept, or the call runs eager as it was given."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, step
+from torch import Tensor, distributed
+
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+ONE = Micro(lengths=(9, 20))
+
+
+def trained(install: Install, **changes: Any) -> Trainer:
+    """A model whose training and forward-only kinds are captured."""
+    install(**changes)
+    trainer = Trainer(OPTIONS)
+    for _ in range(3):
+        step(trainer, [ONE], update=False)
+        with torch.no_grad():
+            forward(trainer.model, ONE, trainer.device)
+    return trainer
+
+
+def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
+    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in ONE.row_lists())
+    given = {"attention_mask": None, "labels": labels, **arguments}
+    return trainer.chunk(
+        input_ids=tokens,
+        position_ids=positions,
+        packed_seq_params=ONE.params(trainer.device) if params is None else params,
+        **given,
+    )
+
+
+def new_eager_calls(trainer: Trainer, before: dict[str, Any]) -> dict[str, int]:
+    after = report_of(trainer)["eager"]
+    found = {reason: count - before["eager"].get(reason, 0) for reason, count in after.items()}
+    return {reason: count for reason, count in found.items() if count}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) -> None:
+    """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
+    trainer = trained(install, mode=mode)
+    before = report_of(trainer)
+    mask = torch.zeros(1, 1, ONE.physical, ONE.physical, dtype=torch.bool, device=trainer.device)
+    seen: list[Any] = []
+
+    def look(_block: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["attention_mask"])
+
+    handle = trainer.chunk.decoder.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        call(trainer, attention_mask=mask)
+    handle.remove()
+    assert [given is mask for given in seen] == [True]
+    assert new_eager_calls(trainer, before) == {"SIGNATURE_CHANGED": LAYERS}
+
+
+@pytest.mark.parametrize("field", ["local_cp_size", "cp_group"])
+def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(install: Install, field: str) -> None:
+    """Bug: both fields were dropped, so that a rank attended to its own share of the pack alone."""
+    trainer = trained(install)
+    before = report_of(trainer)
+    given = 2 if field == "local_cp_size" else distributed.group.WORLD
+    params = dataclasses.replace(ONE.params(trainer.device), **{field: given})
+    with torch.no_grad():
+        if field == "local_cp_size":
+            with pytest.raises(ValueError, match="expected local_cp_size 1, got 2"):
+                call(trainer, params=params)
+        else:
+            call(trainer, params=params)
+    assert new_eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
+
+
+def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: Install) -> None:
+    """Bug: the canonical pack was made of the class's fields alone."""
+    trainer = trained(install)
+    before = report_of(trainer)["replays"]
+    params = ONE.params(trainer.device)
+    params.seq_lens = [9, 20]
+    seen: list[Any] = []
+
+    def look(_block: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["packed_seq_params"])
+
+    trainer.chunk.decoder.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        call(trainer, params=params)
+    assert report_of(trainer)["replays"] == before + LAYERS
+    assert seen[0] is not params and seen[0].seq_lens == [9, 20]
+
+
+def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
+    """Bug: it shared graphs with no_grad(), whose buffers are no inference tensors."""
+    trainer = trained(install)
+    before = report_of(trainer)
+    with torch.no_grad():
+        expected = call(trainer).clone()
+    with torch.inference_mode():
+        out = call(trainer)
+    assert torch.equal(out, expected)
+    assert new_eager_calls(trainer, before) == {"SIGNATURE_CHANGED": LAYERS}
+
+
+def test_layers_that_a_caller_wants_to_see_run_eager(install: Install) -> None:
+    """Bug: `extract_layer_indices` ended in an AttributeError."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    forward_of_block = inspect.unwrap(TransformerBlock.forward)
+    if "extract_layer_indices" not in inspect.signature(forward_of_block).parameters:
+        pytest.skip("this release of megatron-core has no extract_layer_indices")
+    install()
+    pair = Pair()
+    pair.step(ONE, times=4)
+    before = report_of(pair.graphed)
+    seen: list[list[Tensor]] = []
+    for trainer in pair.both:
+        found: list[Tensor] = []
+
+        def keep(_block: Any, _args: Any, out: Any, found: list[Tensor] = found) -> Any:
+            if isinstance(out, tuple):
+                found += [out[0], *out[1]]
+                return out[0]
+            return out
+
+        trainer.chunk.decoder.register_forward_hook(keep)
+        with torch.no_grad():
+            call(trainer, extra_block_kwargs={"extract_layer_indices": {0}})
+        seen.append(found)
+    eager, graphed = seen
+    assert len(eager) == len(graphed) == 2
+    assert all(map(torch.equal, eager, graphed))
+    assert new_eager_calls(pair.graphed, before) == {"SIGNATURE_CHANGED": LAYERS}
