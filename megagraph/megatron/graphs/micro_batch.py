@@ -42,7 +42,7 @@ def copy_foreign_attributes(given: Any, made: Any) -> None:
         given: the pack as it was given.
         made: the pack that stands for it.
     """
-    known = _fields_of(type(given))
+    known = _fields_of(type(given))  # type: ignore[arg-type]  # a class is hashable
     if len(given.__dict__) > len(known):
         made.__dict__.update({name: value for name, value in given.__dict__.items() if name not in known})
 

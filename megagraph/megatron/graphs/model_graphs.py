@@ -61,6 +61,7 @@ class ModelGraphs:
         self.peers = Peers(model)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
         self._refusal: Refusal | None = None
+        self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp))
         if self._refusal is None:
             for capacity in self._capacities:
@@ -83,7 +84,7 @@ class ModelGraphs:
         if refusal is not None:
             sentence = f"stays eager ({refusal.reason.name}): {refusal.sentence}"
             log.warning(sentence)
-            self.block.failures.append(f"{self.name} {sentence}")
+            self._failures.append(f"{self.name} {sentence}")
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class ModelGraphs:
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        counters = self.counters()
+        counters, figures = self.counters(), self.block.figures()
         valid = self.block.valid_tokens()
         return {
             "model": self.name,
@@ -300,5 +301,6 @@ class ModelGraphs:
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": [dataclasses.asdict(capacity) for capacity in self._capacities],
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
-            **self.block.figures(),
+            **figures,
+            "failures": [*self._failures, *figures["failures"]],
         }
