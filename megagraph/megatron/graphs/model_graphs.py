@@ -107,20 +107,19 @@ class ModelGraphs:
         shape = None if params is None else pack_shape(params, tokens, self._tail)
         if shape is None:
             return _NO_PACK_METADATA
-        if has_own_cp_group(params):
-            return EagerReason.CP_SIZE_NOT_CAPTURED
         form = PackForm.of(params)
         if form is None or torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
-        if not self._capacities:
-            self._observed.add(shape)
-            self._note(params, Kind(form, torch.is_grad_enabled(), training))
-            return _WARMING_UP
-        capacity = decide(shape, {shape.cp_size: self._capacities})
-        if isinstance(capacity, EagerReason):
+        capacity = decide(shape, {shape.cp_size: self._capacities}) if self._capacities else _WARMING_UP
+        if isinstance(capacity, EagerReason) and capacity is not _WARMING_UP:
             return capacity
+        if has_own_cp_group(params):
+            return EagerReason.CP_SIZE_NOT_CAPTURED
         kind = Kind(form, torch.is_grad_enabled(), training)
         self._note(params, kind)
+        if isinstance(capacity, EagerReason):  # capacities are still to be learned
+            self._observed.add(shape)
+            return capacity
         reason = self._why_not_now(kind, is_skipped)
         return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self.peers.shards_sequence)
 
