@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import PackShape, decide
+from megagraph.decide.dispatch import Capacity, PackShape, decide
 from megagraph.decide.due import DueKinds
 from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
@@ -110,16 +110,19 @@ class ModelGraphs:
         form = PackForm.of(params)
         if form is None or torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
-        capacity = decide(shape, {shape.cp_size: self._capacities}) if self._capacities else _WARMING_UP
-        if isinstance(capacity, EagerReason) and capacity is not _WARMING_UP:
-            return capacity
+        capacity: Capacity | None = None  # while capacities are still to be learned
+        if self._capacities:
+            found = decide(shape, {shape.cp_size: self._capacities})
+            if isinstance(found, EagerReason):
+                return found
+            capacity = found
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
         kind = Kind(form, torch.is_grad_enabled(), training)
         self._note(params, kind)
-        if isinstance(capacity, EagerReason):  # capacities are still to be learned
+        if capacity is None:
             self._observed.add(shape)
-            return capacity
+            return _WARMING_UP
         reason = self._why_not_now(kind, is_skipped)
         return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self.peers.shards_sequence)
 
