@@ -156,7 +156,16 @@ def _move_main_grads(trainer: Trainer) -> list[torch.Tensor]:
     return old
 
 
-@pytest.mark.parametrize("move", [_move_weights, _move_main_grads])
+def _move_main_grads_in_place(trainer: Trainer) -> list[torch.Tensor]:
+    """Gives every main gradient other memory; the tensors, and all else, stay the same objects."""
+    old = [param.main_grad.detach() for param in trainer.chunk.parameters()]
+    for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
+        param.main_grad.data = torch.zeros_like(grad)
+        grad.fill_(float("nan"))
+    return old
+
+
+@pytest.mark.parametrize("move", [_move_weights, _move_main_grads, _move_main_grads_in_place])
 @pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
 def test_moved_memory_is_never_replayed_and_is_captured_again(
     move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, install: Install
