@@ -173,7 +173,7 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     """One step runs eager, unless the host has said that it moves memory."""
     install()
     pair = Pair()
-    pair.step(ONE, TWO, times=2)
+    pair.step(ONE, TWO, times=3)  # from the second replayed step on, a hash alone is compared
     if is_suspended:
         megagraph.suspend()
     held = [move(trainer) for trainer in pair.both]
@@ -191,7 +191,7 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     report = pair.report()
     moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * LAYERS}
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **moved}
-    assert report["replays"] == (2 + 6) * LAYERS - sum(moved.values())
+    assert report["replays"] == (4 + 6) * LAYERS - sum(moved.values())
     assert len(held[0]) == len(held[1])
 
 
