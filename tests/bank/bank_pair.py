@@ -90,7 +90,8 @@ def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
         accumulator = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
         def add(*_: object, param: Any = param) -> None:
-            if param.grad is not None and not param.grad_added_to_main_grad:
+            is_zeroed = getattr(param, "zero_out_wgrad", False)
+            if param.grad is not None and (not param.grad_added_to_main_grad or is_zeroed):
                 param.main_grad.add_(param.grad)
             param.grad = None
 

@@ -10,6 +10,7 @@ import torch
 from bank_pair import WIDTH, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
+from megagraph.bank.rng import RngSources
 from megagraph.decide.reasons import EagerReason
 
 
@@ -177,3 +178,40 @@ def check_draws(pair: Pair, tracker: Tracker) -> None:
         assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
         pair.check_state()
         del out
+
+
+@pytest.mark.parametrize("graph_safe", [True, False], ids=["generator", "saved state"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_draw_is_unsafe_where_no_graph_can_advance_the_stream(graph_safe: bool, which: int) -> None:
+    trackers = [Tracker("cpu", graph_safe=graph_safe) for _ in range(2)]
+    sources = RngSources(torch.device("cpu"), trackers)
+    before = sources.snapshot()
+    assert not sources.drew_unsafely(before)
+    with trackers[which].fork() as generator:
+        torch.rand(3, generator=generator)
+    assert sources.drew_unsafely(before) == (not graph_safe)
+    sources.restore(before)
+    assert not sources.drew_unsafely(before)
+
+
+def test_one_stream_of_several_that_has_moved_is_enough() -> None:
+    tracker = Tracker("cpu", graph_safe=False)
+    for name in ("first", "last"):
+        tracker.states = {name: rng_states("cpu")[0], **tracker.states, f"{name} too": rng_states("cpu")[0]}
+    sources = RngSources(torch.device("cpu"), [tracker])
+    for name in tracker.states:
+        before = sources.snapshot()
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(3)
+            tracker.states[name] = torch.get_rng_state()
+        assert sources.drew_unsafely(before), name
+
+
+@pytest.mark.parametrize(("name", "is_unsafe"), [("cpu", False), ("meta", True)])
+def test_a_draw_on_the_host_is_safe_only_where_the_host_runs_the_replays(name: str, is_unsafe: bool) -> None:
+    """The meta device stands for one whose replays run no Python."""
+    sources = RngSources(torch.device(name))
+    before = sources.snapshot()
+    assert not sources.drew_unsafely(before)
+    torch.rand(3)
+    assert sources.drew_unsafely(before) == is_unsafe

@@ -177,7 +177,9 @@ def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
 
 
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "dtype": lambda x: x.double(),
+    # No wider than the buffer: staged in spite of its dtype, it would overrun nothing, and show here.
+    "dtype": lambda x: x.half(),
+    "dtype of the same size": lambda x: x.to(torch.int32),
     "fewer rows": lambda x: x[:-1],
     "more rows": lambda x: torch.cat([x, x]),
     "width": lambda x: x[:, :-1].contiguous(),
@@ -267,6 +269,24 @@ def test_changed_numeric_settings_run_eager_and_are_named(device: str) -> None:
         torch.set_float32_matmul_precision("highest")
     assert pair.step() is None
     assert pair.eager_calls() == {"NUMERICS_CHANGED": 9}
+
+
+def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> None:
+    """Graphs that were captured under bfloat16 would replay its roundings under float16."""
+    pair = Pair(device, blocks())
+
+    def autocast(dtype: torch.dtype) -> torch.autocast:
+        return torch.autocast(device, dtype, cache_enabled=False)
+
+    with autocast(torch.bfloat16):
+        pair.capture()
+    with autocast(torch.float16):
+        assert pair.chain.core.changed_setting(pair.chain.variants["train"]) == "autocast dtype"
+        assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
+    assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
+    with autocast(torch.bfloat16):
+        assert pair.forward().reason is None
+    assert pair.eager_calls() == {"NUMERICS_CHANGED": 2 * 3}
 
 
 def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device: str) -> None:

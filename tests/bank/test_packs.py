@@ -162,6 +162,43 @@ def test_metadata_of_micro_batches_in_flight_is_kept_apart(device: str) -> None:
         assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
 
 
+class _ScaleByLength(torch.autograd.Function):
+    """Multiplies a gradient by the length of the first document, read while the backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        ctx.cu_seqlens = cu_seqlens
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.cu_seqlens[1], None
+
+
+class ReadsInBackward(nn.Module):
+    """As attention does: its backward reads the offsets again."""
+
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        out: Tensor = _ScaleByLength.apply(hidden, cu_seqlens)
+        return out
+
+
+def test_a_backward_reads_the_metadata_of_its_own_micro_batch(device: str) -> None:
+    """The second forward stages other offsets before the first backward has read its own."""
+    layers: list[nn.Module] = [ReadsInBackward(), ReadsInBackward()]
+    bank, chain = chain_of(device, layers, num_slots=2)
+    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+    flights = []
+    for first in (2, 3):
+        x = torch.ones(6, WIDTH, device=device).requires_grad_()
+        with chain.micro_batch("train", [offsets([first, 6 - first], device)]) as reason:
+            assert reason is None
+            flights.append((x, chain(x), first))
+    for x, out, first in flights:
+        out.backward(torch.ones_like(out))
+        assert_same_bits(x.grad, torch.full_like(x, first**2), "gradient of the input")
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import torch
@@ -13,7 +15,11 @@ from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph.bank import capture
+from megagraph.bank.bank import Bank
+from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import ModelOptions, Trainer, transformer_config
+from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.parallel.tensor import Peers
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 3
@@ -167,6 +173,72 @@ def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor
     return [loss.cpu() for loss in left.losses], {name: grad.cpu() for name, grad in left.grads.items()}
 
 
+def agreements() -> list[bool]:
+    """What the ranks of a tensor-parallel group agree on: the same, what each alone says, and again."""
+    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=False)
+    peers = Peers(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    rank = distributed.get_rank()
+    return [peers.agree_on(what) for what in ("the same", f"of rank {rank}", "", "x" * rank, "the same")]
+
+
+@contextlib.contextmanager
+def _regrouped(trainer: Trainer, index: int) -> Iterator[None]:
+    """Every rank makes Megatron's groups anew before a step, in which graphs are captured anew."""
+    from megatron.core import parallel_state
+
+    if index == TAMPERED_STEP:
+        (before,) = megagraph.reports()
+        parallel_state.destroy_model_parallel()
+        (after,) = megagraph.reports()
+        assert before["graphs"] > 0 and after["graphs"] == 0
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    yield
+
+
+def regroup(*, transformer: dict[str, Any]) -> dict[str, Any]:
+    """As `train_pair()`, with other process groups from some step on."""
+    return train_pair(transformer=transformer, around=_regrouped)
+
+
+def given_hidden_states(*, transformer: dict[str, Any]) -> dict[str, Any]:
+    """A pack below its capacity and one that fills it, as the decoder's input in place of token ids.
+
+    Returns:
+        The report. Losses and gradients have been compared with those of Megatron without the plugin.
+    """
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(OPTIONS, config=transformer)
+    packs = [rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1)]
+    for _ in range(2):
+        rig.step(trainer, packs, update=False)
+
+    def run(micro: rig.Micro) -> list[Tensor]:
+        tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())
+        with torch.no_grad():
+            hidden = trainer.chunk.embedding(input_ids=tokens, position_ids=positions)
+        hidden = hidden.detach().requires_grad_()
+        trainer.model.zero_grad_buffer()
+        losses = trainer.chunk(
+            input_ids=None,
+            position_ids=positions,
+            attention_mask=None,
+            decoder_input=hidden,
+            labels=labels,
+            packed_seq_params=micro.params(trainer.device),
+        )
+        assert losses.shape == (1, micro.physical)
+        losses.sum().backward()
+        return [losses.detach(), hidden.grad, *rig.grads(trainer.chunk).values()]
+
+    found = [run(micro) for micro in packs]
+    (report,) = megagraph.reports()
+    megagraph.uninstall()
+    for micro, ours in zip(packs, found, strict=True):
+        for one, other in zip(ours, run(micro), strict=True):
+            torch.testing.assert_close(one, other)
+    return report
+
+
 # -- what one rank alone does ----------------------------------------------------------------------
 
 
@@ -188,6 +260,15 @@ def _fails(*args: Any) -> None:
     raise RuntimeError("this rank gives up")
 
 
+_capture = Bank.capture
+
+
+def _seals_less(bank: Bank, *args: Any) -> None:
+    """Loses the graphs of a layer, and tells nobody."""
+    _capture(bank, *args)
+    bank.chains[0].keep_eager(1, EagerReason.CAPTURE_FAILED)
+
+
 @contextlib.contextmanager
 def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     """Does `how` to rank 0 alone."""
@@ -203,6 +284,13 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     elif how == "address" and index == TAMPERED_STEP:
         layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
         yield
+    elif how == "hold" and index == 1:
+        # The step whose boundary captures.
+        with mock.patch.object(BlockBank, "is_idle", lambda block: False):
+            yield
+    elif how == "sealed" and index == 1:
+        with mock.patch.object(Bank, "capture", _seals_less):
+            yield
     elif how == "skip" and index == TAMPERED_STEP:
         with megagraph.disable_cuda_graphs_this_step():
             yield
@@ -229,3 +317,33 @@ def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
         return train_pair(transformer=transformer, around=partial(_tamper, how))
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
+
+
+# -- what ranks do to one another ------------------------------------------------------------------
+
+
+def rank_of_each() -> int:
+    """Its own rank, of all ranks that answer."""
+    found = [torch.zeros(1) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, torch.tensor([float(distributed.get_rank())]), group=_gloo())
+    assert [int(rank) for rank in found] == list(range(distributed.get_world_size()))
+    return distributed.get_rank()
+
+
+def _gloo() -> Any:
+    return distributed.new_group(backend="gloo")
+
+
+def waits_alone(*, rank: int) -> None:
+    """One rank enters a collective that no other enters."""
+    group = _gloo()
+    if distributed.get_rank() == rank:
+        distributed.all_reduce(torch.zeros(1), group=group)
+
+
+def fails_alone(*, rank: int) -> None:
+    """One rank raises while the others wait for it."""
+    group = _gloo()
+    if distributed.get_rank() == rank:
+        raise RuntimeError("of this rank alone")
+    distributed.all_reduce(torch.zeros(1), group=group)

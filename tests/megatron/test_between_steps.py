@@ -156,7 +156,16 @@ def _move_main_grads(trainer: Trainer) -> list[torch.Tensor]:
     return old
 
 
-@pytest.mark.parametrize("move", [_move_weights, _move_main_grads])
+def _move_main_grads_in_place(trainer: Trainer) -> list[torch.Tensor]:
+    """Gives every main gradient other memory; the tensors, and all else, stay the same objects."""
+    old = [param.main_grad.detach() for param in trainer.chunk.parameters()]
+    for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
+        param.main_grad.data = torch.zeros_like(grad)
+        grad.fill_(float("nan"))
+    return old
+
+
+@pytest.mark.parametrize("move", [_move_weights, _move_main_grads, _move_main_grads_in_place])
 @pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
 def test_moved_memory_is_never_replayed_and_is_captured_again(
     move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, install: Install
@@ -164,7 +173,7 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     """One step runs eager, unless the host has said that it moves memory."""
     install()
     pair = Pair()
-    pair.step(ONE, TWO, times=2)
+    pair.step(ONE, TWO, times=3)  # from the second replayed step on, a hash alone is compared
     if is_suspended:
         megagraph.suspend()
     held = [move(trainer) for trainer in pair.both]
@@ -182,7 +191,7 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     report = pair.report()
     moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * LAYERS}
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **moved}
-    assert report["replays"] == (2 + 6) * LAYERS - sum(moved.values())
+    assert report["replays"] == (4 + 6) * LAYERS - sum(moved.values())
     assert len(held[0]) == len(held[1])
 
 

@@ -6,11 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, assert_same_run, graph_config, train, weights
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Pair,
+    Step,
+    assert_same,
+    assert_same_run,
+    graph_config,
+    report_of,
+    step,
+    train,
+    weights,
+)
 from torch import Tensor, nn
 
 import megagraph
 from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -202,3 +216,44 @@ def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: 
     assert eager["replays"] == 0
     assert graphed["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
     assert graphed["replays"] == (1 + 2) * LAYERS
+
+
+def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up(change_models: Change) -> None:
+    """Megatron reduces a bucket when as many parameters are ready as in the first step.
+
+    A graph delivers no gradient of such a parameter; without a word of it the reduction never begins.
+    """
+    uses = [True]
+
+    def scaled(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        mlp = model.decoder.layers[0].mlp
+        mlp.scale = scale = nn.Parameter(torch.full((), 1.5))
+        inner = mlp.forward
+
+        def forward(*arguments: Any, **further: Any) -> tuple[Tensor, Tensor | None]:
+            out, bias = inner(*arguments, **further)
+            return (out * scale if uses[0] else out), bias
+
+        mlp.forward = forward
+
+    change_models(scaled)
+
+    def run(**ddp: Any) -> tuple[list[Step], dict[str, Any]]:
+        megagraph.install(graph_config())
+        trainer = Trainer(OPTIONS, ddp=ddp)
+        found = []
+        for index in range(4):
+            uses[0] = index == 0  # in the warm-up, by which Megatron counts, and never again
+            found.append(step(trainer, [ONE, TWO], eager=not ddp))
+        report = report_of(trainer)
+        megagraph.uninstall()
+        return found, report
+
+    graphed, report = run(overlap_grad_reduce=True)
+    eager, _ = run()  # which cannot overlap here: its own hooks would not report the parameter
+    for index, (one, other) in enumerate(zip(graphed, eager, strict=True)):
+        assert_same(one, other, f"step {index}:")
+    assert graphed[0].grads["decoder.layers.0.mlp.scale"].any()
+    assert not graphed[-1].grads["decoder.layers.0.mlp.scale"].any()
+    assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import Micro, Pair
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, step
+from rl_rig import frozen_model
 from torch import Tensor
 
+import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
@@ -85,3 +87,95 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(
     for trainer in pair.both:
         _call_inside(trainer, nothing)
     pair.step(MICRO)
+
+
+OTHER = Micro(lengths=(5, 30), seed=1)
+
+
+def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(
+    install: Callable[..., GraphConfig],
+) -> None:
+    install()
+    pair = Pair()
+    pair.step(MICRO, times=2)
+    eager, graphed = (
+        _call_inside(trainer, lambda chunk: forward(chunk, OTHER, torch.device("cpu"))[0])
+        for trainer in pair.both
+    )
+    counted = pair.report()
+    pair.step(MICRO, times=3)
+    assert len(graphed) == 3 and all(map(torch.equal, graphed, eager))
+    after = pair.report()
+    # The inner ones are a kind of their own, captured after the first.
+    assert after["replays"] - counted["replays"] == (3 + 2) * LAYERS
+    assert after["eager"]["WARMING_UP"] - counted["eager"]["WARMING_UP"] == LAYERS
+
+
+@pytest.mark.parametrize("before", ["a forward", "a forward that raised"])
+def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(
+    before: str, install: Callable[..., GraphConfig]
+) -> None:
+    def call(trainer: Trainer) -> Tensor:
+        """Rows without a pack, as many as no micro-batch had."""
+        hidden = torch.randn(7, 1, OPTIONS.hidden, generator=torch.Generator().manual_seed(3))
+        rotary = trainer.chunk.rotary_pos_emb(7)
+        with torch.no_grad():
+            out: Tensor = trainer.chunk.decoder(hidden, None, rotary_pos_emb=rotary)
+        return out
+
+    def broken(*_: object) -> None:
+        raise ArithmeticError("an injected failure")
+
+    install()
+    pair = Pair()
+    pair.step(MICRO, times=2)
+    megagraph.uninstall()
+    expected = call(pair.graphed)
+    install()
+    trainer = pair.graphed
+    for _ in range(2):
+        step(trainer, [MICRO], update=False)
+    (report,) = megagraph.reports()
+    assert report["replays"] == LAYERS
+    with torch.no_grad():
+        if before == "a forward that raised":
+            handle = trainer.chunk.embedding.register_forward_hook(broken)
+            with pytest.raises(ArithmeticError):
+                forward(trainer.model, MICRO, trainer.device)
+            handle.remove()
+        else:
+            forward(trainer.model, MICRO, trainer.device)
+    (counted,) = megagraph.reports()
+    assert torch.equal(call(trainer), expected)
+    (after,) = megagraph.reports()
+    assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"])
+
+
+def test_a_frozen_model_inside_anothers_step_never_replays_moved_weights(
+    install: Callable[..., GraphConfig],
+) -> None:
+    """Its addresses are looked at there too, although only its own steps capture."""
+
+    def infer(called: Any) -> Tensor:
+        with torch.no_grad():
+            return forward(called, OTHER, torch.device("cpu"))[0]
+
+    install()
+    trainer = Trainer(OPTIONS)
+    frozen, called = frozen_model(seed=3)
+    for _ in range(2):
+        step(trainer, [MICRO])
+        expected = infer(called)
+    answers = _call_inside(trainer, lambda chunk: infer(called))
+    step(trainer, [MICRO])
+    assert megagraph.reports()[1]["replays"] == 2 * LAYERS
+    held = [param.data for param in frozen.parameters()]
+    for param in frozen.parameters():
+        param.data = param.data.clone()
+    for old in held:
+        old.fill_(float("nan"))
+    step(trainer, [MICRO])
+    assert len(answers) == 2 and all(torch.equal(answer, expected) for answer in answers)
+    report = megagraph.reports()[1]
+    assert report["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": LAYERS}
+    assert report["replays"] == 2 * LAYERS

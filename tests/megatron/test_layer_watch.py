@@ -12,10 +12,12 @@ from megatron_rig import OPTIONS, Micro, report_of, step
 from torch import nn
 
 from megagraph import _C
+from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.watch.addresses import AddressWatch
 
 pytestmark = pytest.mark.megatron
 
@@ -33,6 +35,11 @@ def _replace_main_grad(layer: Any) -> None:
     weight.main_grad = weight.main_grad.clone()
 
 
+def _move_main_grad(layer: Any) -> None:
+    main_grad = layer.mlp.linear_fc1.weight.main_grad
+    main_grad.data = main_grad.data.clone()
+
+
 def _move(layer: Any) -> None:
     layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
 
@@ -45,6 +52,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], EagerReason]] = {
     "moved weight": (_move, EagerReason.ADDRESS_MOVED),
     "other weight": (_replace_weight, EagerReason.ADDRESS_MOVED),
     "other main_grad": (_replace_main_grad, EagerReason.ADDRESS_MOVED),
+    "moved main_grad": (_move_main_grad, EagerReason.ADDRESS_MOVED),
     "frozen weight": (
         lambda layer: layer.mlp.linear_fc1.weight.requires_grad_(False),
         EagerReason.PARAMETERS_CHANGED,
@@ -109,6 +117,21 @@ def test_a_buffer_that_is_replaced_is_noticed(install: Install) -> None:
     mlp.table = torch.zeros(3, device=trainer.device)
     step(trainer, [ONE], update=False)
     assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == 2
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "main_grad"])
+def test_memory_that_is_away_is_missed_where_graphs_would_read_it(what: str) -> None:
+    """Asked of the watch itself: a capture that read such memory would crash."""
+    module = nn.Linear(3, 3)
+    for param in module.parameters():
+        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    module.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    watch = AddressWatch([SiteSpec(name="layer", module=module)])
+    assert watch.has_memory(grad=False) and watch.has_memory(grad=True)
+    freed: Any = module.weight.main_grad if what == "main_grad" else getattr(module, what)
+    freed.untyped_storage().resize_(0)
+    assert not watch.has_memory(grad=True)
+    assert watch.has_memory(grad=False) == (what == "main_grad")
 
 
 def test_the_hash_is_of_modules_that_are_there() -> None:

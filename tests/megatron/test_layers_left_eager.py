@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import Micro, Pair, assert_same_run, graph_config, report_of, step, train
+from megatron_rig import OPTIONS, Micro, Pair, assert_same_run, graph_config, report_of, step, train
 from torch import Tensor, nn
 
 import megagraph
@@ -98,6 +98,31 @@ def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
     assert report["replays"] == 2 * 2
+
+
+@pytest.mark.parametrize("owner", ["embedding.word_embeddings", "output_layer"])
+def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays_eager(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both add to one gradient, in an order of their own; a graph would move the layer's part."""
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel.__init__
+
+    def tied(model: Any, *args: object, **kwargs: object) -> None:
+        original(model, *args, **kwargs)
+        model.decoder.layers[1].mlp.linear_fc1.weight = model.get_submodule(owner).weight
+
+    monkeypatch.setattr(GPTModel, "__init__", tied)
+    # As many words as the MLP has rows.
+    changes = {"layers": LAYERS, "vocab": 4 * OPTIONS.hidden}
+    runs = [train(graph_config(), [[ONE, TWO]] * 3, eager=eager, **changes) for eager in (False, True)]
+    assert_same_run(*runs)
+    report = runs[0].report
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
+    assert report["replays"] == 2 * 2 * (LAYERS - 1)
+    (failure,) = report["failures"]
+    assert "layer 1" in failure and "linear_fc1.weight is used elsewhere too" in failure
 
 
 def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:

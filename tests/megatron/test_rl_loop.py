@@ -3,12 +3,25 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, graph_config
-from rl_rig import BANK, Loop, Offload, assert_same_rounds, fits, frozen_model, log_probs, rollouts, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, graph_config
+from rl_rig import (
+    BANK,
+    Loop,
+    Offload,
+    Round,
+    assert_same_rounds,
+    fits,
+    frozen_model,
+    log_probs,
+    rollouts,
+    train,
+)
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -115,26 +128,69 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None
 
     Their absence also counted as a moved address, so that log-probability passes lost their graphs.
     """
-    megagraph.install(graph_config(capacities=BANK))
-    trainer, offload = Trainer(OPTIONS), Offload()
     packs = rollouts(0, mini_batches=1)[0]
-    other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
-    for _ in range(2):
-        train(trainer, packs, other, other)
-        log_probs(trainer.model, packs)
-    (before,) = megagraph.reports()
-    offload.gradients(trainer.model)
-    for _ in range(2):
-        log_probs(trainer.model, packs)
-    (after,) = megagraph.reports()
-    assert after["replays"] - before["replays"] == 2 * _fitting([packs]) * LAYERS
+    calls = _fitting([packs]) * LAYERS
+
+    def run(mode: str) -> tuple[Round, list[dict[str, Any]], bool]:
+        """What all passes left, the reports, and whether the gradients came back to another address."""
+        megagraph.install(graph_config(capacities=BANK, mode=mode))
+        trainer, offload = Trainer(OPTIONS), Offload()
+        left, reports = Round(), []
+        other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
+
+        def train_once() -> None:
+            left.losses.extend(train(trainer, packs, other, other))
+            left.grads.append(grads(trainer.chunk))
+
+        for _ in range(2):
+            train_once()
+            left.old += log_probs(trainer.model, packs)
+        reports += megagraph.reports()
+        before = _addresses(trainer)
+        offload.gradients(trainer.model)
+        for _ in range(2):
+            left.old += log_probs(trainer.model, packs)
+        reports += megagraph.reports()
+        offload.gradients_back(trainer.model)
+        has_moved = _addresses(trainer) != before
+        for _ in range(2):
+            train_once()
+        reports += megagraph.reports()
+        megagraph.uninstall()
+        return left, reports, has_moved
+
+    graphed, (before, after, back), has_moved = run("graph")
+    assert_same_rounds([graphed], [run("eager")[0]])
+    assert after["replays"] - before["replays"] == 2 * calls
     assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
-    offload.gradients_back(trainer.model)
-    train(trainer, packs, other, other)
-    (back,) = megagraph.reports()
-    moved = back["eager"].get("ADDRESS_MOVED", 0)
-    assert moved in (0, _fitting([packs]) * LAYERS)
-    assert back["replays"] - after["replays"] == _fitting([packs]) * LAYERS - moved
+    assert back["eager"].get("ADDRESS_MOVED", 0) == calls * has_moved
+    assert back["replays"] - after["replays"] == 2 * calls - calls * has_moved
+
+
+def _addresses(trainer: Trainer) -> list[int]:
+    return [grad.data_ptr() for _name, grad in trainer.named_main_grads()]
+
+
+def test_a_training_forward_while_only_gradients_are_away_runs_eager() -> None:
+    """Its backward would add to where they were; they may come back elsewhere before it runs."""
+    megagraph.install(graph_config())
+    micro = Micro(lengths=(9, 20))
+    pair = Pair()
+    pair.step(micro, times=2)
+    found = []
+    for trainer in pair.both:
+        offload = Offload()
+        with megagraph.disable_cuda_graphs_this_step() if trainer is pair.eager else nullcontext():
+            offload.gradients(trainer.model)
+            losses, _ = forward(trainer.model, micro, trainer.device)
+            offload.gradients_back(trainer.model)
+            losses.sum().backward()
+        found.append(Step(losses=[losses.detach()], grads=grads(trainer.chunk)))
+        del losses
+    assert_same(*found)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": LAYERS}
+    pair.step(micro, times=3)
+    assert pair.report()["replays"] >= (1 + 2) * LAYERS
 
 
 def test_a_first_capture_while_gradients_are_away_leaves_training_for_later() -> None:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import parallel_jobs
 import pytest
+from torch import distributed
 from worlds import World
+
+from megagraph.megatron.parallel.tensor import Peers
 
 pytestmark = pytest.mark.megatron
 
@@ -60,6 +64,12 @@ def test_evaluation_between_steps(world2: World) -> None:
         ("group", {}, {}),
         ("hook", {"FOREIGN_HOOK": CALLS - STEP_CALLS}, {"GROUP_DISAGREED": CALLS - STEP_CALLS}),
         ("address", {"ADDRESS_MOVED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
+        # Different graphs in the end: none is used.
+        (
+            "sealed",
+            {"GROUP_DISAGREED": 2 * (CALLS - STEP_CALLS)},
+            {"GROUP_DISAGREED": 2 * (CALLS - STEP_CALLS)},
+        ),
         ("skip", {"DISABLED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
         ("suspend", {"SUSPENDED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
     ],
@@ -72,3 +82,66 @@ def test_what_one_rank_cannot_do_none_does(
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, transformer=TENSOR_PARALLEL)
     for report, expected in zip(reports, (here, there), strict=True):
         assert eager_calls(report) == {name: count // 2 for name, count in expected.items()}
+
+
+def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
+    """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
+    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how="hold", transformer=TENSOR_PARALLEL)
+    for report in reports:
+        assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["failures"] == []
+
+
+def test_ranks_agree_only_on_what_all_of_them_say(world2: World) -> None:
+    for answers in world2.run(parallel_jobs.agreements, tensor_parallel=2):
+        assert answers == [True, False, True, False, True]
+
+
+def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2: World) -> None:
+    for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, transformer=TENSOR_PARALLEL):
+        assert eager_calls(report) == {} and report["failures"] == []
+        assert report["graphs"] == 2 * LAYERS
+
+
+def test_hidden_states_that_the_caller_gives_are_not_padded_beside_their_row_lists(world2: World) -> None:
+    """Under sequence parallelism, where packs are padded before the embedding, which such a call has not."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+    reports = world2.run(parallel_jobs.given_hidden_states, tensor_parallel=2, transformer=transformer)
+    for report in reports:
+        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": LAYERS}
+        assert report["replays"] == (2 + 1) * LAYERS  # the pack that fills its capacity replays
+
+
+class _Groups:
+    """A model of so many tensor-parallel ranks, with its group where it says so."""
+
+    def __init__(self, size: int, group: object) -> None:
+        self.config = SimpleNamespace(tensor_model_parallel_size=size, sequence_parallel=False)
+        self.pg_collection = SimpleNamespace(tp=group)
+
+
+def test_graphs_hold_collectives_of_their_own_group_and_of_no_other() -> None:
+    group, other = object(), object()
+    peers, alone = Peers(_Groups(2, group)), Peers(_Groups(1, group))  # type: ignore[arg-type]
+    assert peers.use(group) and peers.use(None) and not peers.use(other)
+    assert not alone.use(group) and not alone.use(None)
+    peers.leave()
+    assert not peers.use(group) and peers.use(None)
+
+
+def test_ranks_that_have_left_their_group_ask_each_other_in_another(
+    process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def new_group(ranks: object, **options: object) -> object:
+        made.append(options["backend"])
+        return distributed.group.WORLD
+
+    peers = Peers(_Groups(2, distributed.group.WORLD))  # type: ignore[arg-type]
+    monkeypatch.setattr(distributed, "new_group", new_group)
+    monkeypatch.setattr(distributed, "all_reduce", lambda *args, **options: None)
+    assert peers.exchange([3, 4]) == peers.exchange([3, 4]) == [3, 4]
+    assert made == ["gloo"]
+    peers.leave()
+    peers.exchange([1])
+    assert made == ["gloo"] * 2

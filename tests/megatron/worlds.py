@@ -2,28 +2,36 @@
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
 Over gloo on the CPU, over NCCL on as many GPUs. Core's imports take seconds, hence one set of processes for
-each number of ranks and session.
+each number of ranks and session. Ranks that wait for one another for ever are a failure that says where.
 """
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import os
+import signal
 import socket
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, multiprocessing
 
-TIMEOUT_SECONDS = 240
+START_SECONDS = 240  # imports, on a machine that does other things too
+TIMEOUT_SECONDS = 50  # of one function, which takes ten on such a machine
+GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
 
 
 def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
+    stacks = open(_stacks_of(stderr), "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read when an attention module is made
@@ -41,6 +49,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     from megagraph.demo.cpu import megatron_on_cpu
 
     with megatron_on_cpu():
+        pipe.send((True, "ready"))
         while (job := pipe.recv()) is not None:
             module, name, tensor_parallel, arguments = job
             try:
@@ -65,6 +74,36 @@ def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]
         parallel_state.destroy_model_parallel()
 
 
+def _stacks_of(log: str) -> str:
+    return f"{log}.stacks"
+
+
+class _Rank(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+    log: str
+
+    def stacks(self) -> str:
+        """Where its threads are just now, as the rank itself writes it down."""
+        path = _stacks_of(self.log)
+        pid = self.process.pid
+        if pid is None or not os.path.exists(path):
+            return "it has not even started"
+        os.kill(pid, signal.SIGUSR1)
+        deadline, size = time.monotonic() + GRACE_SECONDS, 0
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            before, size = size, os.path.getsize(path)
+            if 0 < before == size:
+                break
+        return _end_of(path, 6000)
+
+
+def _end_of(path: str, characters: int) -> str:
+    with open(path, encoding="utf-8", errors="replace") as written:
+        return written.read()[-characters:]
+
+
 class World:
     """Some ranks.
 
@@ -79,54 +118,88 @@ class World:
     def _start(self) -> None:
         size = self.size
         self._is_broken = False
+        self._has_started = False
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._logs = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
-        self._ranks = []
+        self._ranks: list[_Rank] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
             process = context.Process(target=_serve, args=(rank, size, port, log, theirs), daemon=True)
             process.start()
-            self._ranks.append((process, ours, log))
+            theirs.close()  # so that the end of the process is the end of the pipe
+            self._ranks.append(_Rank(process, ours, log))
 
-    def run(self, function: Callable[..., Any], *, tensor_parallel: int = 1, **arguments: Any) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        tensor_parallel: int = 1,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        **arguments: Any,
+    ) -> list[Any]:
         """Calls a function of a module of this folder on every rank; returns what each answers.
 
         Raises:
-            AssertionError: with the traceback and the log of each rank that failed.
+            AssertionError: with the traceback and the log of each rank that failed or died, and the stacks
+                of each that has not answered in time.
         """
         if self._is_broken:
             self.close()
             self._start()
-        for _, pipe, _ in self._ranks:
-            pipe.send((function.__module__, function.__name__, tensor_parallel, arguments))
-        answers, failures = [], []
-        for rank, (_, pipe, log) in enumerate(self._ranks):
-            succeeded, answer = False, "no answer"
-            with contextlib.suppress(EOFError):  # it died
-                if pipe.poll(0 if self._is_broken else TIMEOUT_SECONDS):
+        if not self._has_started:
+            self._answers(START_SECONDS)
+            self._has_started = True
+        for rank in self._ranks:
+            rank.pipe.send((function.__module__, function.__name__, tensor_parallel, arguments))
+        return self._answers(timeout_seconds)
+
+    def _answers(self, seconds: float) -> list[Any]:
+        """What every rank answers, in their order."""
+        start = time.monotonic()
+        deadline = start + seconds
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {rank.pipe: index for index, rank in enumerate(self._ranks)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                assert isinstance(pipe, Connection)
+                index = waiting.pop(pipe)
+                try:
                     succeeded, answer = pipe.recv()
-            answers.append(answer)
-            if not succeeded:
-                self._is_broken = True
-                with open(log, encoding="utf-8") as written:
-                    failures.append(f"rank {rank}: {answer}\n{written.read()[-2000:]}")
-        assert not failures, "\n".join(failures)
-        return answers
+                except EOFError:
+                    self._ranks[index].process.join(GRACE_SECONDS)
+                    succeeded, answer = False, f"died, exit code {self._ranks[index].process.exitcode}"
+                if succeeded:
+                    answers[index] = answer
+                else:
+                    failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        waited = time.monotonic() - start
+        for index in waiting.values():
+            stacks = self._ranks[index].stacks()
+            failures[index] = f"rank {index}: no answer after {waited:.0f} s. It is at:\n{stacks}"
+        if failures:
+            self._is_broken = True
+            late = sorted(waiting.values())
+            summary = f"answered: ranks {sorted(answers)}; did not answer in time: ranks {late}"
+            raise AssertionError("\n".join([summary, *(failures[index] for index in sorted(failures))]))
+        return [answers[index] for index in range(self.size)]
 
     def close(self) -> list[int | None]:
         """Ends every rank. Returns their exit codes, None for one that had to be killed."""
         codes: list[int | None] = []
-        for _, pipe, _ in self._ranks:
+        for rank in self._ranks:
             with contextlib.suppress(OSError):  # it is gone already
-                pipe.send(None)
-        for process, _, _ in self._ranks:
-            process.join(1 if self._is_broken else 60)
-            codes.append(process.exitcode)
-            if process.exitcode is None:
-                process.kill()
+                rank.pipe.send(None)
+        for rank in self._ranks:
+            rank.process.join(1 if self._is_broken else 60)
+            codes.append(rank.process.exitcode)
+            if rank.process.exitcode is None:
+                rank.process.kill()
+                rank.process.join(GRACE_SECONDS)
         self._logs.cleanup()
         return codes

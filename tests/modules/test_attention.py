@@ -112,7 +112,11 @@ def test_an_argument_of_the_constructor_that_it_lacks_is_refused(
 
 
 def test_the_arguments_dropout_goes_before_the_configs() -> None:
-    attention(config=config(attention_dropout=0.1), attention_dropout=0.0)
+    with pytest.raises(ValueError, match=r"expected attention_dropout 0, got 0\.1"):
+        attention(config=config(attention_dropout=0.1))
+    overruled = attention(config=config(attention_dropout=0.1), attention_dropout=0.0)
+    given = (*inputs(8, 1), None)
+    assert torch.equal(overruled(*given), attention()(*given))
 
 
 @pytest.mark.parametrize("pack", [None, pack_of([3, 5])])

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a micro-batch that belong to no document: what leaves the block there, and what comes back."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, forward, grads
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+MICRO = Micro(lengths=(9, 20), tail=7)
+END = sum(MICRO.lengths)
+
+
+def _through_the_block(trainer: Trainer, filler: float, *, eager: bool) -> tuple[Tensor, Step]:
+    """One pass whose gradient is `filler` past the pack's end; what the block gave and what it left."""
+    outputs: list[Tensor] = []
+    handle = trainer.chunk.decoder.register_forward_hook(lambda _module, _args, out: outputs.append(out))
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+        losses, _ = forward(trainer.model, MICRO, trainer.device)
+        (out,) = outputs
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+        grad[END:] = filler
+        torch.autograd.backward(out, grad)
+    handle.remove()
+    left = Step(losses=[losses.detach()], grads=grads(trainer.chunk))
+    return out.detach().clone(), left
+
+
+def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(
+    install: Callable[..., GraphConfig],
+) -> None:
+    install()
+    pair = Pair()
+    for trainer in pair.both:
+        with torch.no_grad():
+            # What was zero before the last norm is not zero after it.
+            trainer.chunk.decoder.final_layernorm.bias.fill_(0.5)
+            for layer in trainer.chunk.decoder.layers:
+                layer.mlp.linear_fc2.bias.fill_(0.25)
+        trainer.optimizer.reload_model_params()
+    pair.step(MICRO, times=2)
+    found = []
+    for trainer in pair.both:
+        for filler in (0.0, float("nan")):
+            out, left = _through_the_block(trainer, filler, eager=trainer is pair.eager)
+            assert out.shape[0] == MICRO.physical
+            assert out[:END].any() and torch.equal(out[END:], torch.zeros_like(out[END:]))
+            found.append((out, left))
+    for out, left in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert_same(left, found[0][1])
+    assert pair.report()["replays"] == (1 + 2) * LAYERS

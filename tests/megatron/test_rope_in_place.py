@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in place of Megatron's RoPE: which calls go to our op, in which layout, which to Megatron."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megagraph.megatron.patch.rope import wrap_rope
+from megagraph.modules import RotaryTables
+from megagraph.packs.ops import RopeLayout
+
+NAN = float("nan")
+ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset
+SCALE = 1.2079
+
+
+class Rank:
+    """Stands in for a context-parallel process group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class Megatrons:
+    """Megatron's function, by the signature of a release. Doubles what it is given, and notes how."""
+
+    def __init__(self, *, newer: bool) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+        def older(
+            t: Tensor,
+            freqs: Tensor,
+            config: Any,
+            cu_seqlens: Tensor | None = None,
+            mscale: float = 1.0,
+            cp_group: Any = None,
+        ) -> Tensor:
+            self.calls.append({"cu_seqlens": cu_seqlens, "mscale": mscale, "cp_group": cp_group})
+            out = t * 2
+            if cu_seqlens is not None:
+                out = out + self.tail(t, NAN)  # what a kernel leaves there that does not write it
+            return out
+
+        def with_mla(*args: Any, mla_rotary_interleaved: bool = False, **kwargs: Any) -> Tensor:
+            out = older(*args, **kwargs)
+            self.calls[-1]["mla_rotary_interleaved"] = mla_rotary_interleaved
+            return out
+
+        self.function: Callable[..., Any] = with_mla if newer else older
+
+    @staticmethod
+    def tail(t: Tensor, filler: float) -> Tensor:
+        out = torch.zeros_like(t)
+        out[ENDS[-1] :] = filler
+        return out
+
+
+def config(**changes: bool) -> Any:
+    fields = {"apply_rope_fusion": False, "rotary_interleaved": False, "multi_latent_attention": False}
+    return SimpleNamespace(**(fields | changes))
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, D] that are NaN past the last offset, frequencies, offsets."""
+    generator = torch.Generator().manual_seed(0)
+    t = torch.randn(TOKENS, HEADS, WIDTH, generator=generator)
+    t[ENDS[-1] :] = NAN
+    freqs = torch.randn(TOKENS, 1, 1, WIDTH, generator=generator)
+    return t, freqs, torch.tensor(ENDS, dtype=torch.int32)
+
+
+LAYOUTS: list[tuple[bool, dict[str, bool], RopeLayout]] = [
+    (False, {}, "neox"),
+    (True, {}, "neox"),
+    (False, {"rotary_interleaved": True}, "interleaved"),
+    (True, {"rotary_interleaved": True}, "interleaved"),
+    (False, {"multi_latent_attention": True}, "mla_interleaved"),
+    # Later releases say so in the call, not in the config.
+    (True, {"multi_latent_attention": True}, "neox"),
+]
+
+
+@pytest.mark.parametrize(("newer", "changes", "layout"), LAYOUTS)
+def test_a_pack_is_rotated_by_our_op_in_the_layout_of_its_config(
+    newer: bool, changes: dict[str, bool], layout: RopeLayout
+) -> None:
+    megatrons = Megatrons(newer=newer)
+    t, freqs, cu_seqlens = operands()
+    rope = wrap_rope(megatrons.function)
+    out = rope(t, freqs, config(**changes), cu_seqlens, SCALE)
+    assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
+    assert out[: ENDS[-1]].isfinite().all() and not out[ENDS[-1] :].any()
+    assert megatrons.calls == []
+    others = {"neox", "interleaved", "mla_interleaved"} - {layout}
+    for other in others:
+        assert not torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=other, mscale=SCALE))
+
+
+def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:
+    _, freqs, _ = operands()
+    rope = wrap_rope(Megatrons(newer=False).function)
+    cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+    t = torch.randn(6, HEADS, WIDTH)
+    shares = [rope(t, freqs, config(), cu_seqlens, cp_group=Rank(2, rank)) for rank in range(2)]
+    for rank, share in enumerate(shares):
+        expected = RotaryTables().rotate(t, freqs, cu_seqlens, cp_size=2, cp_rank=rank)
+        assert torch.equal(share, expected)
+    assert not torch.equal(*shares)
+
+
+def test_rows_without_a_pack_are_megatrons_own_business() -> None:
+    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    t, freqs, _ = operands()
+    out = wrap_rope(megatrons.function)(t, freqs, config(), None, SCALE, group)
+    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
+    assert megatrons.calls == [{"cu_seqlens": None, "mscale": SCALE, "cp_group": group}]
+
+
+def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
+    megatrons = Megatrons(newer=True)
+    t, freqs, cu_seqlens = operands()
+    rope = wrap_rope(megatrons.function)
+    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True)
+    assert [call["mla_rotary_interleaved"] for call in megatrons.calls] == [True]
+    assert megatrons.calls[0]["cu_seqlens"] is cu_seqlens
+    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=False)
+    assert len(megatrons.calls) == 1
+
+
+def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back() -> None:
+    """It leaves rows past the last offset as it finds them."""
+    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    t, freqs, cu_seqlens = operands()
+    t.requires_grad_()
+    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, group)
+    (call,) = megatrons.calls
+    assert call == {"cu_seqlens": cu_seqlens, "mscale": SCALE, "cp_group": group}
+    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
+    assert torch.equal(out[ENDS[-1] :], torch.zeros_like(out[ENDS[-1] :]))
+    out.backward(torch.ones_like(out) + megatrons.tail(out, NAN))
+    assert t.grad is not None and torch.equal(t.grad, 2 + megatrons.tail(t, -2.0))

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron and Transformer Engine are told of a capture is true while it lasts, and no longer."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megagraph.megatron.graphs import while_capturing
+
+pytestmark = pytest.mark.megatron
+
+
+def _is_told() -> bool:
+    from megatron.core.transformer import cuda_graphs
+
+    told: bool = cuda_graphs.is_graph_capturing()
+    return told
+
+
+def test_megatron_is_told_of_the_whole_capture_and_of_its_end() -> None:
+    assert not _is_told()
+    with while_capturing.capturing():
+        assert _is_told()
+        with while_capturing.capturing():
+            assert _is_told()
+        assert _is_told(), "the inner one has ended the outer one"
+    assert not _is_told()
+
+
+def test_a_capture_that_raises_is_over_for_megatron_too() -> None:
+    with pytest.raises(ArithmeticError), while_capturing.capturing(), while_capturing.capturing():
+        raise ArithmeticError("an injected failure")
+    assert not _is_told()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("is_tes_own", [False, True], ids=["other streams", "streams of its own"])
+def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
+    is_tes_own: bool, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attention refuses any other tracker while its flag is set."""
+    from megatron.core.tensor_parallel import random as streams
+
+    told: list[str] = []
+
+    class CudaRNGStatesTracker:
+        """Of the stand-in for Transformer Engine."""
+
+    graph = SimpleNamespace(
+        set_capture_start=lambda: told.append("start"), set_capture_end=lambda: told.append("end")
+    )
+    engine = SimpleNamespace(CudaRNGStatesTracker=CudaRNGStatesTracker)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", graph)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
+    tracker = CudaRNGStatesTracker() if is_tes_own else object()
+    monkeypatch.setattr(while_capturing, "rng_trackers", lambda: [tracker])
+    monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
+    with contextlib.suppress(ArithmeticError), while_capturing.capturing():
+        assert told == (["start"] if is_tes_own else [])
+        if raises:
+            raise ArithmeticError("an injected failure")
+    assert told == (["start", "end"] if is_tes_own else [])
+
+
+class _Streams:
+    """Megatron's functions that swap random streams, each of which notes its call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, graph_safe: bool) -> None:
+        from megatron.core.tensor_parallel import random as streams
+
+        (self.tracker,) = while_capturing.rng_trackers()
+        self.module: Any = streams
+        self.calls: list[str] = []
+
+        @contextlib.contextmanager
+        def fork(_tracker: Any, name: str = "stream") -> Iterator[None]:
+            self.calls.append(f"fork {name}")
+            yield
+
+        def get_all() -> str:
+            self.calls.append("get")
+            return "states"
+
+        def set_all(*states: Any) -> None:
+            self.calls.append(f"set {len(states)}")
+
+        monkeypatch.setattr(streams.CudaRNGStatesTracker, "fork", fork)
+        monkeypatch.setattr(streams, "_get_all_rng_states", get_all)
+        monkeypatch.setattr(streams, "_set_all_rng_states", set_all)
+        monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: graph_safe)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        self.before = self.now()
+
+    def now(self) -> list[Any]:
+        names = "_get_all_rng_states", "_set_all_rng_states"
+        return [self.module.CudaRNGStatesTracker.fork, *(getattr(self.module, name) for name in names)]
+
+    def use(self) -> tuple[list[str], Any]:
+        """Forks, reads and sets once: what was called, and what was read."""
+        self.calls.clear()
+        with self.module.CudaRNGStatesTracker.fork(self.tracker, "named"):
+            pass
+        states = self.module._get_all_rng_states()
+        self.module._set_all_rng_states(1, 2, 3)
+        return [*self.calls], states
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_random_streams_are_swapped_outside_of_a_stream_capture_only(
+    graph_safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generators are no saved states: those swap inside a capture too."""
+    streams = _Streams(monkeypatch, graph_safe=graph_safe)
+    swapped, fixed = (["fork named", "get", "set 3"], "states"), ([], (None, None, None))
+    is_captured = [False]
+    monkeypatch.setattr(while_capturing, "_in_capture", lambda: is_captured[0])
+    with while_capturing.capturing():
+        assert streams.use() == swapped  # in the warm-up, say
+        is_captured[0] = True
+        assert streams.use() == (swapped if graph_safe else fixed)
+    assert streams.now() == streams.before
+    assert streams.use() == swapped
+
+
+def test_random_streams_are_put_back_after_a_capture_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = _Streams(monkeypatch, graph_safe=False)
+    with pytest.raises(ArithmeticError), while_capturing.capturing():
+        assert streams.now() != streams.before
+        raise ArithmeticError("an injected failure")
+    assert streams.now() == streams.before
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_every_module_gets_its_own_mode_and_flag_of_the_first_micro_batch_back(training: bool) -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
+    module[1].eval()
+    module[1][1].train()
+    module[0].is_first_microbatch, module[1][1].is_first_microbatch = True, False
+    modes = [child.training for child in module.modules()]
+    with pytest.raises(ArithmeticError), while_capturing.in_mode(module, training):
+        assert all(child.training == training for child in module.modules())
+        module[0].is_first_microbatch, module[1][1].is_first_microbatch = False, True
+        raise ArithmeticError("an injected failure")
+    assert [child.training for child in module.modules()] == modes
+    assert module[0].is_first_microbatch and not module[1][1].is_first_microbatch
+    assert not hasattr(module[1][0], "is_first_microbatch")

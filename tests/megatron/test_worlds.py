@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world of ranks that tests run in: whoever fails or waits for ever is named, and soon."""
+
+import time
+from collections.abc import Iterator
+
+import parallel_jobs
+import pytest
+import torch
+from worlds import World
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
+    ),
+]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of a test's own: it is broken afterwards."""
+    world = World(2)
+    yield world
+    world.close()
+
+
+def test_ranks_that_hang_or_fail_are_named_and_the_next_function_runs(world: World) -> None:
+    """Bug: a rank that waited for another was a test of ten minutes, which named no rank."""
+    assert world.run(parallel_jobs.rank_of_each) == [0, 1]
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as hung:
+        world.run(parallel_jobs.waits_alone, rank=1, timeout_seconds=5)
+    assert time.monotonic() - start < 60
+    first, *rest = str(hung.value).splitlines()
+    assert first == "answered: ranks [0]; did not answer in time: ranks [1]"
+    assert rest[0].startswith("rank 1: no answer after 5 s. It is at:")
+    assert any("in waits_alone" in line for line in rest) and any("in all_reduce" in line for line in rest)
+    with pytest.raises(AssertionError, match=r"answered: ranks \[\]; .* ranks \[0\]") as failed:
+        world.run(parallel_jobs.fails_alone, rank=1)
+    assert "rank 1: Traceback" in str(failed.value) and "of this rank alone" in str(failed.value)
+    assert "in fails_alone" in str(failed.value).partition("rank 1:")[0]  # where rank 0 waits for it
