@@ -76,9 +76,11 @@ def install() -> Callable[..., GraphConfig]:
 
 @pytest.fixture(scope="session")
 def world2() -> Iterator[World]:
-    """Two ranks, on two GPUs or over gloo. They end by themselves, and well."""
+    """Two ranks, on two GPUs or over gloo. They end by themselves, and well, unless a test has said more."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     world = World(2)
     yield world
-    assert world.close() == [0, 0]
+    was_broken = world.is_broken
+    codes = world.close()
+    assert was_broken or codes == [0, 0]

@@ -200,45 +200,6 @@ def regroup(*, transformer: dict[str, Any]) -> dict[str, Any]:
     return train_pair(transformer=transformer, around=_regrouped)
 
 
-def given_hidden_states(*, transformer: dict[str, Any]) -> dict[str, Any]:
-    """A pack below its capacity and one that fills it, as the decoder's input in place of token ids.
-
-    Returns:
-        The report. Losses and gradients have been compared with those of Megatron without the plugin.
-    """
-    megagraph.install(rig.graph_config())
-    trainer = Trainer(OPTIONS, config=transformer)
-    packs = [rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1)]
-    for _ in range(2):
-        rig.step(trainer, packs, update=False)
-
-    def run(micro: rig.Micro) -> list[Tensor]:
-        tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())
-        with torch.no_grad():
-            hidden = trainer.chunk.embedding(input_ids=tokens, position_ids=positions)
-        hidden = hidden.detach().requires_grad_()
-        trainer.model.zero_grad_buffer()
-        losses = trainer.chunk(
-            input_ids=None,
-            position_ids=positions,
-            attention_mask=None,
-            decoder_input=hidden,
-            labels=labels,
-            packed_seq_params=micro.params(trainer.device),
-        )
-        assert losses.shape == (1, micro.physical)
-        losses.sum().backward()
-        return [losses.detach(), hidden.grad, *rig.grads(trainer.chunk).values()]
-
-    found = [run(micro) for micro in packs]
-    (report,) = megagraph.reports()
-    megagraph.uninstall()
-    for micro, ours in zip(packs, found, strict=True):
-        for one, other in zip(ours, run(micro), strict=True):
-            torch.testing.assert_close(one, other)
-    return report
-
-
 # -- what one rank alone does ----------------------------------------------------------------------
 
 
@@ -317,33 +278,3 @@ def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
         return train_pair(transformer=transformer, around=partial(_tamper, how))
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
-
-
-# -- what ranks do to one another ------------------------------------------------------------------
-
-
-def rank_of_each() -> int:
-    """Its own rank, of all ranks that answer."""
-    found = [torch.zeros(1) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(found, torch.tensor([float(distributed.get_rank())]), group=_gloo())
-    assert [int(rank) for rank in found] == list(range(distributed.get_world_size()))
-    return distributed.get_rank()
-
-
-def _gloo() -> Any:
-    return distributed.new_group(backend="gloo")
-
-
-def waits_alone(*, rank: int) -> None:
-    """One rank enters a collective that no other enters."""
-    group = _gloo()
-    if distributed.get_rank() == rank:
-        distributed.all_reduce(torch.zeros(1), group=group)
-
-
-def fails_alone(*, rank: int) -> None:
-    """One rank raises while the others wait for it."""
-    group = _gloo()
-    if distributed.get_rank() == rank:
-        raise RuntimeError("of this rank alone")
-    distributed.all_reduce(torch.zeros(1), group=group)

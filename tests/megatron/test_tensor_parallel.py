@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import entry_jobs
 import parallel_jobs
 import pytest
 from torch import distributed
@@ -102,11 +104,15 @@ def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2:
         assert report["graphs"] == 2 * LAYERS
 
 
-def test_hidden_states_that_the_caller_gives_are_not_padded_beside_their_row_lists(world2: World) -> None:
-    """Under sequence parallelism, where packs are padded before the embedding, which such a call has not."""
+@pytest.mark.parametrize("way", entry_jobs.WAYS)
+def test_what_fits_the_given_rows_alone_keeps_them_as_they_were_given(world2: World, way: str) -> None:
+    """Under sequence parallelism packs are padded where the model is entered; beside such an argument not."""
+    from megatron.core.models.gpt import GPTModel
+
+    if way not in inspect.signature(GPTModel.forward).parameters:
+        pytest.skip(f"this megatron-core has no {way}")
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    reports = world2.run(parallel_jobs.given_hidden_states, tensor_parallel=2, transformer=transformer)
-    for report in reports:
+    for report in world2.run(entry_jobs.calls, tensor_parallel=2, way=way, transformer=transformer):
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": LAYERS}
         assert report["replays"] == (2 + 1) * LAYERS  # the pack that fills its capacity replays
 

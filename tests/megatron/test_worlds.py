@@ -4,9 +4,9 @@
 import time
 from collections.abc import Iterator
 
-import parallel_jobs
 import pytest
 import torch
+import waiting_jobs
 from worlds import World
 
 pytestmark = [
@@ -27,16 +27,16 @@ def world() -> Iterator[World]:
 
 def test_ranks_that_hang_or_fail_are_named_and_the_next_function_runs(world: World) -> None:
     """Bug: a rank that waited for another was a test of ten minutes, which named no rank."""
-    assert world.run(parallel_jobs.rank_of_each) == [0, 1]
+    assert world.run(waiting_jobs.rank_of_each) == [0, 1]
     start = time.monotonic()
     with pytest.raises(AssertionError) as hung:
-        world.run(parallel_jobs.waits_alone, rank=1, timeout_seconds=5)
+        world.run(waiting_jobs.waits_alone, rank=1, timeout_seconds=5)
     assert time.monotonic() - start < 60
     first, *rest = str(hung.value).splitlines()
     assert first == "answered: ranks [0]; did not answer in time: ranks [1]"
     assert rest[0].startswith("rank 1: no answer after 5 s. It is at:")
     assert any("in waits_alone" in line for line in rest) and any("in all_reduce" in line for line in rest)
     with pytest.raises(AssertionError, match=r"answered: ranks \[\]; .* ranks \[0\]") as failed:
-        world.run(parallel_jobs.fails_alone, rank=1)
+        world.run(waiting_jobs.fails_alone, rank=1)
     assert "rank 1: Traceback" in str(failed.value) and "of this rank alone" in str(failed.value)
     assert "in fails_alone" in str(failed.value).partition("rank 1:")[0]  # where rank 0 waits for it

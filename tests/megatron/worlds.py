@@ -96,7 +96,7 @@ class _Rank(NamedTuple):
             before, size = size, os.path.getsize(path)
             if 0 < before == size:
                 break
-        return _end_of(path, 6000)
+        return _end_of(path, 20_000)
 
 
 def _end_of(path: str, characters: int) -> str:
@@ -113,11 +113,12 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.is_broken = False  # since the last function; the next one gets other processes
         self._start()
 
     def _start(self) -> None:
         size = self.size
-        self._is_broken = False
+        self.is_broken = False
         self._has_started = False
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -147,7 +148,7 @@ class World:
             AssertionError: with the traceback and the log of each rank that failed or died, and the stacks
                 of each that has not answered in time.
         """
-        if self._is_broken:
+        if self.is_broken:
             self.close()
             self._start()
         if not self._has_started:
@@ -183,7 +184,7 @@ class World:
             stacks = self._ranks[index].stacks()
             failures[index] = f"rank {index}: no answer after {waited:.0f} s. It is at:\n{stacks}"
         if failures:
-            self._is_broken = True
+            self.is_broken = True
             late = sorted(waiting.values())
             summary = f"answered: ranks {sorted(answers)}; did not answer in time: ranks {late}"
             raise AssertionError("\n".join([summary, *(failures[index] for index in sorted(failures))]))
@@ -196,7 +197,7 @@ class World:
             with contextlib.suppress(OSError):  # it is gone already
                 rank.pipe.send(None)
         for rank in self._ranks:
-            rank.process.join(1 if self._is_broken else 60)
+            rank.process.join(1 if self.is_broken else 60)
             codes.append(rank.process.exitcode)
             if rank.process.exitcode is None:
                 rank.process.kill()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run that call a model with something that fits the rows that were given, and no others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import megatron_rig as rig
+import torch
+from parallel_jobs import OPTIONS
+from torch import Tensor
+
+import megagraph
+from megagraph.demo.trainer import Trainer
+
+PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the second fills its capacity
+
+
+def given_hidden_states(chunk: Any, micro: rig.Micro, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """The decoder's input in place of token ids. Returns the losses, and what else has a gradient."""
+    tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
+    with torch.no_grad():
+        hidden = chunk.embedding(input_ids=tokens, position_ids=positions)
+    hidden = hidden.detach().requires_grad_()
+    losses = chunk(
+        input_ids=None,
+        position_ids=positions,
+        attention_mask=None,
+        decoder_input=hidden,
+        labels=labels,
+        packed_seq_params=micro.params(device),
+    )
+    assert losses.shape == (1, micro.physical)
+    return losses, [hidden]
+
+
+def given_output_processor(chunk: Any, micro: rig.Micro, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A function in place of the output layer, which sees this rank's rows of hidden states."""
+    tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
+    out = chunk(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=None,
+        labels=labels,
+        packed_seq_params=micro.params(device),
+        output_processor=lambda hidden_states, **unused: hidden_states.square(),
+    )
+    assert out.shape == (micro.physical // 2, 1, OPTIONS.hidden)
+    return out, []
+
+
+WAYS: dict[str, Callable[..., tuple[Tensor, list[Tensor]]]] = {
+    "decoder_input": given_hidden_states,
+    "output_processor": given_output_processor,
+}
+
+
+def calls(*, way: str, transformer: dict[str, Any]) -> dict[str, Any]:
+    """Calls a model whose graphs have been captured, with a pack below its capacity and one that fills it.
+
+    Returns:
+        The report. What the calls gave and their gradients have been compared with those of Megatron alone.
+    """
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(OPTIONS, config=transformer)
+    for _ in range(2):
+        rig.step(trainer, PACKS, update=False)
+
+    def run(micro: rig.Micro) -> list[Tensor]:
+        trainer.model.zero_grad_buffer()
+        out, leaves = WAYS[way](trainer.chunk, micro, trainer.device)
+        out.sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves), *rig.grads(trainer.chunk).values()]
+
+    found = [run(micro) for micro in PACKS]
+    (report,) = megagraph.reports()
+    megagraph.uninstall()
+    for micro, ours in zip(PACKS, found, strict=True):
+        for one, other in zip(ours, run(micro), strict=True):
+            torch.testing.assert_close(one, other)
+    return report
