@@ -19,7 +19,7 @@ namespace megagraph {
 namespace {
 
 at::Tensor pad_cu_seqlens_meta(const at::Tensor& cu_seqlens, c10::SymInt capacity,
-                               std::optional<c10::SymInt> end) {
+                               std::optional<c10::SymInt> /*end*/) {
   check_cu_seqlens(cu_seqlens, "pad_cu_seqlens");
   const c10::SymInt num_seqs = cu_seqlens.sym_size(0) - 1;
   TORCH_CHECK_VALUE(num_seqs <= capacity, "pad_cu_seqlens: the pack holds ", num_seqs,
