@@ -92,7 +92,7 @@ test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
 
 matrix-%: .venv-torch-%/.ready
 	rm -rf $(<D)/core
-	CFLAGS=-g0 MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
+	CFLAGS="-g0 -DNDEBUG" MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
 	    --build-base $(<D)/build --build-lib $(<D)/core
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(<D)/core) $(<D)/bin/pytest $(PYTEST_FLAGS) \
 	    tests/bank tests/packs tests/megatron/test_stock_core.py

@@ -11,6 +11,16 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
 
+# opcheck of torch 2.15 reads .grad of the copies that it makes of our tensors, and is told off by torch.
+_OPCHECK_WARNING = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.startswith("test_opcheck["):
+            item.add_marker(pytest.mark.filterwarnings(_OPCHECK_WARNING))
+
+
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
