@@ -3,6 +3,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import parallel_jobs
@@ -169,12 +170,15 @@ def test_two_ranks_sum_the_gradients_of_norms_under_sequence_parallelism(world2:
         return world2.run(parallel_jobs.one_step, tensor_parallel=2, sequence_parallel=sequence_parallel)
 
     shared, whole = on_every_rank(True), on_every_rank(False)
+    # On a GPU the model computes in bfloat16, and the two ways add up in another order.
+    close: dict[str, float] = {"rtol": 5e-2, "atol": 2e-3} if torch.cuda.is_available() else {}
     for (losses, grads), (wanted, expected) in zip(shared, whole, strict=True):
         for loss, other in zip(losses, wanted, strict=True):
-            torch.testing.assert_close(loss, other)
+            torch.testing.assert_close(loss, other, **close)
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+            named = partial("{}: {}".format, name)
+            torch.testing.assert_close(grad, expected[name], msg=named, **close)
     ours = [name for name in shared[0][1] if "norm" in name]
     assert len(ours) == 2 * (4 * LAYERS + 1)
     assert all(torch.equal(shared[0][1][name], shared[1][1][name]) for name in ours)

@@ -42,9 +42,8 @@ def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
     )
 
 
-def new_eager_calls(trainer: Trainer, before: dict[str, Any]) -> dict[str, int]:
-    after = report_of(trainer)["eager"]
-    found = {reason: count - before["eager"].get(reason, 0) for reason, count in after.items()}
+def new_eager_calls(after: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
+    found = {reason: count - before["eager"].get(reason, 0) for reason, count in after["eager"].items()}
     return {reason: count for reason, count in found.items() if count}
 
 
@@ -64,7 +63,7 @@ def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) ->
         call(trainer, attention_mask=mask)
     handle.remove()
     assert [given is mask for given in seen] == [True]
-    assert new_eager_calls(trainer, before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert new_eager_calls(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
 @pytest.mark.parametrize("field", ["local_cp_size", "cp_group"])
@@ -80,7 +79,7 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(install: 
                 call(trainer, params=params)
         else:
             call(trainer, params=params)
-    assert new_eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
+    assert new_eager_calls(report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
 
 
 def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: Install) -> None:
@@ -110,7 +109,7 @@ def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
     with torch.inference_mode():
         out = call(trainer)
     assert torch.equal(out, expected)
-    assert new_eager_calls(trainer, before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert new_eager_calls(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
 def test_layers_that_a_caller_wants_to_see_run_eager(install: Install) -> None:
@@ -123,7 +122,7 @@ def test_layers_that_a_caller_wants_to_see_run_eager(install: Install) -> None:
     install()
     pair = Pair()
     pair.step(ONE, times=4)
-    before = report_of(pair.graphed)
+    before = pair.report()
     seen: list[list[Tensor]] = []
     for trainer in pair.both:
         found: list[Tensor] = []
@@ -141,4 +140,4 @@ def test_layers_that_a_caller_wants_to_see_run_eager(install: Install) -> None:
     eager, graphed = seen
     assert len(eager) == len(graphed) == 2
     assert all(map(torch.equal, eager, graphed))
-    assert new_eager_calls(pair.graphed, before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert new_eager_calls(pair.report(), before) == {"SIGNATURE_CHANGED": LAYERS}
