@@ -5,7 +5,6 @@ GPU time is that of a graph of the call, as it runs in training: no host in betw
 turns, and the medians over all turns are compared.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,7 +240,7 @@ def _compare_padded(shape: Shape) -> list[Figure]:
 
 
 def _beside_transformer_engine() -> list[Figure]:
-    answer = try_part("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
+    answer = try_part(__name__, timeout=RIVAL_SECONDS)
     cu_seqlens = RIVAL_SHAPE.offsets(RIVAL_SHAPE.tokens // 1024)
     mine = ours(RIVAL_SHAPE.inputs(), cu_seqlens, int(cu_seqlens.diff().max()))
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
@@ -269,7 +268,8 @@ def measure(measurement: Measurement) -> None:
         measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
 
 
-def _tell_rivals() -> None:
+def answer() -> None:
+    """Tells of each rival."""
     shape, layers = RIVAL_SHAPE, list[Any]()
     cu_seqlens = shape.offsets(shape.tokens // 1024)
     longest = int(cu_seqlens.diff().max())
@@ -296,9 +296,3 @@ def _tell_rivals() -> None:
         "forward and backward",
         lambda: kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))),
     )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["rivals"]:
-        sys.exit("usage: python -m benchmarks.bench_attention rivals")
-    _tell_rivals()

@@ -2,13 +2,12 @@
 """How long the capture of a graph takes and on what, how many nodes a graph has, and what it weighs.
 
 Stacks of 24 layers, with one and with two capacities, and with the progress bar that users see. Ours and
-each rival run in a process of their own (`python -m benchmarks.bench_capture PART`).
+each rival run in a process of their own.
 """
 
 import contextlib
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +49,6 @@ PHASES = {
     "settle": "waiting for the device, freeing memory",
     "collect": "collecting garbage",
 }
-_MODULE = "benchmarks.bench_capture"
 
 
 class _Watch:
@@ -223,13 +221,14 @@ def measure(measurement: Measurement) -> None:
     """Measures ours, and each rival."""
 
     def everything() -> list[Figure]:
-        own = measure_part(_MODULE, "own")
-        return figures_of(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
+        own = measure_part(__name__, "own")
+        return figures_of(own, {name: try_part(__name__, part) for part, (name, _) in RIVALS.items()})
 
     measurement.take("capture", everything)
 
 
-def _answer(part: str) -> None:
+def answer(part: str) -> None:
+    """Ours, or a rival."""
     if part == "own":
         # Without these no progress is drawn where standard error is no terminal.
         os.environ.update(FORCE_COLOR="1", TERM="xterm")
@@ -237,7 +236,3 @@ def _answer(part: str) -> None:
         return
     options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
     answer_rival(lambda: RIVALS[part][1](options))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

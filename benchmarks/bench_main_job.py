@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on a GPU: bits, step time, memory, allocations and synchronisations.
+"""The main job on a GPU: step time, memory, allocations and synchronisations.
 
-Each measurement runs in a process of its own (`python -m benchmarks.bench_main_job CASE WHAT`), so that
-memory is that of one model. Timed runs use neither deterministic algorithms nor filled memory,
-eager and graphed alike; the comparison of bits uses deterministic algorithms.
+Each measurement runs in a process of its own, so that memory is that of one model. Neither deterministic
+algorithms nor filled memory, eager and graphed alike; tests/megatron/test_real_hosts.py compares the bits.
 """
 
-import os
-import sys
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.figures import comparison_of, timed
+from benchmarks.measuring.figures import timed
 from benchmarks.measuring.kernels import device_work
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
@@ -24,38 +21,21 @@ from benchmarks.subjects.hosts import answer_ours, install, walls_ms
 from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case
 from megagraph import megatron
-from megagraph.demo.compare import compare_steps
 from megagraph.demo.trainer import Trainer
 
-COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARMUP_STEPS = 3
 TIMEOUT_SECONDS = 600
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
 MIB = 2**20
 
-_MODULE = "benchmarks.bench_main_job"
 
 # Runtime and driver calls that wait for the device.
 _WAITING = (
     *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
     *("cudaMalloc", "cudaFree"),
 )
-
-
-def measure_bits(case: Case) -> Answer:
-    """Trains eager and graphed from the same weights and compares every bit."""
-    torch.use_deterministic_algorithms(True)
-    eager, graphed = Trainer(case.model), Trainer(case.model)
-    agreement = compare_steps(eager, graphed, case.steps(COMPARED_STEPS))
-    report = megatron.reports()[-1]
-    over = [reason for reason in report["eager"] if reason.startswith(("TOO_", "SEQUENCE_"))]
-    return {
-        "differences": agreement.differences,
-        "steps": agreement.steps,
-        "report": report,
-        "over_capacity": sum(report["eager"][reason] for reason in over) // report["layers"],
-    }
 
 
 def measure_time(case: Case, *, graphs: bool) -> Answer:
@@ -101,7 +81,7 @@ def _measure_replays(trainer: Trainer) -> Answer:
     }
 
 
-def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[Figure]:
+def figures_of(name: str, eager: Answer, graphed: Answer) -> list[Figure]:
     """The figures of one case."""
     report, replays = graphed["report"], graphed["replays"]
 
@@ -117,7 +97,6 @@ def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[
     eager_ms = median(eager["walls_ms"])
     rival = {"bar": eager_ms, "rival": "eager", "rival_value": eager_ms}
     return [
-        figure("packs over the capacity, run eager", bits["over_capacity"], "packs", bar=3, better="higher"),
         timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
         beside("GPU busy share", "busy_share", "1"),
         beside("kernel time of a step", "kernel_ms", "ms", slack=1.01),
@@ -132,32 +111,26 @@ def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[
 
 def measure(measurement: Measurement) -> None:
     """Measures every case."""
-    compared: list[Answer] = []
 
     def measured(name: str) -> list[Figure]:
-        ask = partial(measure_part, _MODULE, name, timeout=TIMEOUT_SECONDS)
-        bits = ask("bits")
-        compared.append({**bits, "reports": [bits["report"]]})
-        return figures_of(name, bits, ask("eager"), ask("graphed"))
+        how: dict[str, Any] = {"timeout": TIMEOUT_SECONDS, "environment": ENVIRONMENT}
+        eager, graphed = (measure_part(__name__, name, what, **how) for what in ("eager", "graphed"))
+        return figures_of(name, eager, graphed)
 
     for name in CASES:
         measurement.take(name, partial(measured, name))
-    measurement.comparison = comparison_of(compared)
 
 
-def _measure(case: Case, what: str) -> Answer:
-    install(
-        cuda_graph_max_packed_seqs=case.max_packed_seqs,
-        max_seqlen_per_dp_cp_rank=case.model.max_tokens,
-        cuda_graph_warmup_steps=WARMUP_STEPS,
-    )
-    return measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
+def answer(name: str, what: str) -> None:
+    """A case, eager or graphed."""
+    case = CASES[name]
 
+    def measured() -> Answer:
+        install(
+            cuda_graph_max_packed_seqs=case.max_packed_seqs,
+            max_seqlen_per_dp_cp_rank=case.model.max_tokens,
+            cuda_graph_warmup_steps=WARMUP_STEPS,
+        )
+        return measure_time(case, graphs=what == "graphed")
 
-def _answer(name: str, what: str) -> None:
-    answer_ours(lambda: _measure(CASES[name], what))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    _answer(*sys.argv[1:])
+    answer_ours(measured)

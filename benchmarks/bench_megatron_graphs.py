@@ -2,13 +2,12 @@
 """Step times beside the graphs that Megatron brings, or what those answer.
 
 On packs as they come, and on canonical packs, whose shapes never change: each rival beside ours on the same
-packs. Every way to run a model has a process of its own (`python -m benchmarks.bench_megatron_graphs MODEL
-WHAT`), deterministic algorithms in all of them alike; fresh memory is not filled while a step is timed.
+packs. Every way to run a model has a process of its own, deterministic algorithms in all of them alike; fresh
+memory is not filled while a step is timed.
 """
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -51,7 +50,6 @@ CASE = Case(
     mean_length=512,
     longest=LONGEST,
 )
-_MODULE = "benchmarks.bench_megatron_graphs"
 
 
 def _trainer(name: str, **transformer: Any) -> Trainer:
@@ -131,10 +129,10 @@ def figures_of(
 
 
 def _times(name: str, packs: str) -> list[Figure]:
-    ask = partial(measure_part, _MODULE, name, timeout=SECONDS, environment=ENVIRONMENT)
+    ask = partial(measure_part, __name__, name, timeout=SECONDS, environment=ENVIRONMENT)
     eager, ours = ask(f"eager{packs}"), ask(f"megagraph{packs}")
     rivals = {
-        kind: try_part(_MODULE, name, kind + packs, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
+        kind: try_part(__name__, name, kind + packs, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
         for kind in MODELS[name]
     }
     return figures_of(name, packs, ours, eager, rivals)
@@ -146,12 +144,9 @@ def measure(measurement: Measurement) -> None:
         measurement.take(f"times of {name}{packs}", partial(_times, name, packs))
 
 
-def _answer(name: str, what: str) -> None:
+def answer(name: str, what: str) -> None:
+    """One way to run a model on some packs."""
     kind, _, packs = what.partition(", ")
     ours = kind in ("eager", "megagraph")
     call = partial(measure_time, name, kind, one_shape=bool(packs))
     answer_ours(call, seeded=True) if ours else answer_rival(call)
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
 
-Each part runs in a process of its own (`python -m benchmarks.bench_memory MODEL WHAT`). Eager and graphed
-steps are padded to the same capacity. Peaks are of torch's allocator, from the start of the process, warm-up
-steps and capture included; no optimizer has made its state, which would hide the difference. What lies
-outside the allocator is the device's used memory less that, so that nothing else may run beside it.
+Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
+torch's allocator, from the start of the process, warm-up steps and capture included; no optimizer has made its
+state, which would hide the difference. What lies outside the allocator is the device's used memory less that,
+so that nothing else may run beside it.
 """
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ WARM_UP_STEPS = 3
 FURTHER_STEPS = 3  # the first of them captures
 MIB = 2**20
 FOUR = "four capacities"
-_MODULE = "benchmarks.bench_memory"
 
 
 def name_of(case: StepCase) -> str:
@@ -120,15 +118,12 @@ def measure(measurement: Measurement) -> None:
 
     def measured(name: str, has_four: bool) -> list[Figure]:
         parts = ("eager", "graphed", *([FOUR] if has_four else []))
-        return figures_of(name, {what: measure_part(_MODULE, name, what) for what in parts})
+        return figures_of(name, {what: measure_part(__name__, name, what) for what in parts})
 
     for name, (_, has_four) in CASES.items():
         measurement.take(name, partial(measured, name, has_four))
 
 
-def _answer(name: str, what: str) -> None:
+def answer(name: str, what: str) -> None:
+    """A model, graphed or eager."""
     answer_ours(lambda: measure_memory(CASES[name][0], what), seeded=True)
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

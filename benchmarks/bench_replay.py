@@ -3,11 +3,10 @@
 
 A stack of 24 layers of 12 parameters, hidden 1024, on packs of 256 tokens: the host is always the limit.
 Times are for each layer of the whole stack, the device idle before each pass, so that no launch waits
-for a full queue. Each part runs in a process of its own (`python -m benchmarks.bench_replay PART`): a
+for a full queue. Each part runs in a process of its own: a
 capture that fails may leave its process useless.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -29,7 +28,6 @@ OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 EAGER_BAR = 2.0  # us a model call
 WITHOUT_ENGINE = "backward without autograd's own call"
-_MODULE = "benchmarks.bench_replay"
 # By part. The rows of these rivals are one unpacked document.
 RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
     "torch_plain": (
@@ -146,24 +144,21 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
 
 def measure(measurement: Measurement) -> None:
     """Measures layers beside everybody else's, banks of many variants, and eager calls."""
-    ask = partial(measure_part, _MODULE)
+    ask = partial(measure_part, __name__)
 
     def layers() -> list[Figure]:
         own = ask("own")
-        return layer_figures(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
+        return layer_figures(own, {name: try_part(__name__, part) for part, (name, _) in RIVALS.items()})
 
     measurement.take("layers", layers)
     measurement.take("banks", lambda: bank_figures(ask("banks")))
     measurement.take("calls", lambda: call_figures(ask("calls")))
 
 
-def _answer(part: str) -> None:
+def answer(part: str) -> None:
+    """A part of ours, or a rival."""
     options = model_options(HIDDEN, layers=rival_layers.LAYERS, tokens=rival_layers.TOKENS)
     if part in PARTS:
         answer_ours(lambda: PARTS[part](options))
     else:
         answer_rival(lambda: RIVALS[part][1](options))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

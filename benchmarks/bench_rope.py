@@ -6,7 +6,6 @@ without the gaps between them: its host may be slower than the GPU.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +84,7 @@ class Inputs:
 
 def measure(measurement: Measurement) -> None:
     """Measures every size of both models, and the rivals at two of them."""
-    answer = try_part("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
+    answer = try_part(__name__, timeout=RIVAL_SECONDS)
     for heads, mib in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB)):
         inputs = Inputs(heads, mib)
         measurement.take(str(inputs), partial(_figures_of, inputs, answer))
@@ -198,7 +197,8 @@ def _compiled(inputs: Inputs) -> Rotation:
     return lambda tensors: compiled(*tensors)
 
 
-def _tell_rivals() -> None:
+def answer() -> None:
+    """Tells of each rival."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -210,9 +210,3 @@ def _tell_rivals() -> None:
         _tell_rival(MEGATRON, inputs, _megatrons)
         _tell_rival(TRANSFORMER_ENGINE, inputs, _transformer_engines)
     _tell_rival(COMPILED, inputs, _compiled)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["rivals"]:
-        sys.exit("usage: python -m benchmarks.bench_rope rivals")
-    _tell_rivals()

@@ -2,10 +2,10 @@
 """Whole training steps on packs: the wall of `forward_backward_func`, its floor, eager and Megatron's graphs.
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
-outside of graphs. Each case runs in a process of its own (`python -m benchmarks.bench_step CASE WHAT`), one
-after another. No deterministic algorithms; Python's cyclic garbage waits while steps are timed; the
-optimizer steps never. Every way to run a step has the same packs. Models are built on a side stream, as
-Megatron-LM does, so that eager adds gradients beside its backward pass.
+outside of graphs. Each case runs in a process of its own, one after another. No deterministic algorithms;
+Python's cyclic garbage waits while steps are timed; the optimizer steps never. Every way to run a step has the
+same packs. Models are built on a side stream, as Megatron-LM does, so that eager adds gradients beside its
+backward pass.
 
 Packs are full: documents of many lengths, the last one cut. So every way to run a step has the same physical
 tokens. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity as
@@ -14,7 +14,6 @@ with our attention and RoPE, which Megatron's local layers need.
 """
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,6 @@ TIMEOUT_SECONDS = 240
 TIMELINE = "hidden 1024, packs of 4096"
 SAME_PACKS = "eager with the plugin, graphs disabled"
 UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
-_MODULE = "benchmarks.bench_step"
 CASES = {
     case.name: case
     for case in (
@@ -123,24 +121,21 @@ def measure(measurement: Measurement) -> None:
     """Measures every case; writes step_timeline.json beside step.json."""
 
     def measured(name: str, case: StepCase) -> list[Figure]:
-        ours = measure_part(_MODULE, name, "ours", timeout=TIMEOUT_SECONDS)
+        ours = measure_part(__name__, name, "ours", timeout=TIMEOUT_SECONDS)
         if name == TIMELINE:
             traced_us = by_step(ours["graphed"], ours["order"])[0] * 1e3  # of the traced packs
             path = measurement.path.with_name("step_timeline.json")
             publish(path, timeline_figures(ours["timeline"], traced_us))
-        rivals = {kind: try_part(_MODULE, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
+        rivals = {kind: try_part(__name__, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
         return figures_of(case, ours, rivals)
 
     for name, case in CASES.items():
         measurement.take(name, partial(measured, name, case))
 
 
-def _answer(name: str, kind: str) -> None:
+def answer(name: str, kind: str) -> None:
+    """Ours of a case, or a rival of it."""
     if kind == "ours":
         answer_ours(lambda: measure_ours(CASES[name]), seeded=True)
     else:
         answer_rival(lambda: measure_rival(CASES[name], kind))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

@@ -2,14 +2,13 @@
 """Makes figures of timings, and sets them beside rivals that may have failed."""
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import sub, truediv
 from typing import Any
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.results import Comparison, Figure
+from benchmarks.measuring.results import Figure
 
 Times = Sequence[float]
 
@@ -60,20 +59,3 @@ def beside_each(
     """One figure beside each of several rivals; the bar, which is one, stands on the first."""
     rows = [beside(figure, rival, answer, read) for rival, answer in rivals.items()]
     return [*rows[:1], *(replace(row, bar=None) for row in rows[1:])]
-
-
-def comparison_of(compared: Sequence[Answer]) -> Comparison | None:
-    """Adds up answers with `differences`, `steps` and the `reports` of every rank; None of none."""
-    if not compared:
-        return None
-    reports = [report for answer in compared for report in answer["reports"]]
-    eager: Counter[str] = Counter()
-    for report in reports:
-        eager.update(report["eager"])
-    return Comparison(
-        bitwise_equal=not any(answer["differences"] for answer in compared),
-        steps=sum(answer["steps"] for answer in compared),
-        calls=sum(report["calls"] for report in reports),
-        replays=sum(report["replays"] for report in reports),
-        eager=dict(eager),
-    )

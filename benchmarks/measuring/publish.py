@@ -56,7 +56,6 @@ class Measurement:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.comparison: Comparison | None = None
         self.figures: list[Figure] = []
         self._failures: list[str] = []
 
@@ -71,6 +70,6 @@ class Measurement:
     def publish(self) -> None:
         """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
         if self.figures:
-            publish(self.path, self.figures, self.comparison)
+            publish(self.path, self.figures)
         if self._failures or not self.figures:
             raise RuntimeError("; ".join(self._failures) or "nothing was measured")
