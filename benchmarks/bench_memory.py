@@ -2,9 +2,9 @@
 """Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
 
 Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
-torch's allocator, from the start of the process, warm-up steps and capture included; no optimizer has made its
-state, which would hide the difference. What lies outside the allocator is the device's used memory less that,
-so that nothing else may run beside it.
+torch's allocator, from the start of the process, warm-up steps and capture included; no optimizer has made
+its state, which would hide the difference. What lies outside the allocator is the device's used memory less
+that, so that nothing else may run beside it.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,7 @@ from benchmarks.measuring.clocks import outside_bytes
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, check_replays, install
-from benchmarks.subjects.own_steps import NUM_SEQS, StepCase
-from benchmarks.subjects.steps import StepTrainer, batch_of
+from benchmarks.subjects.steps import NUM_SEQS, StepCase, StepTrainer, batch_of
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 

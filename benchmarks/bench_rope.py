@@ -28,7 +28,7 @@ DEVICE = "cuda"
 HEAD_DIM = 128
 SMALL_MIB, LARGE_MIB = (8, 16, 32), (64, 160, 320)
 SMALL_BAR, LARGE_BAR = 1.3, 0.92  # times a copy's time; of its bandwidth
-LAYOUTS = {"NeoX": False, "interleaved": True}
+LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleaved"}
 DIRECTIONS = ("forward", "backward")
 # Rivals rotate these, NeoX; the last of the sizes is compiled for.
 RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)
@@ -53,11 +53,6 @@ class Inputs:
         """Rows; a multiple of 16."""
         row_bytes = sum(self.heads) * HEAD_DIM * 2
         return -(-(self.mib << 20) // row_bytes // 16) * 16
-
-    @property
-    def num_bytes(self) -> int:
-        """Of q and k together."""
-        return self.tokens * sum(self.heads) * HEAD_DIM * 2
 
     def offsets(self) -> Tensor:
         """About a document for each 1,024 rows, which fill the pack."""
@@ -92,42 +87,31 @@ def measure(measurement: Measurement) -> None:
 
 def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
     figures: list[Figure] = []
-    cu_seqlens, tensors, copying = inputs.offsets(), inputs.pair(), copy_of(inputs.num_bytes)
-    for cold in (False, True):
-        for (layout, interleaved), direction in itertools.product(LAYOUTS.items(), DIRECTIONS):
-            angles = inputs.angles(interleaved=interleaved).flatten(1)
-            cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-            call = _ours(direction, tensors, cos, sin, cu_seqlens, interleaved)
-            ours, copy = device_us((call, copying), cold=cold)
-            name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
-            if inputs.mib in SMALL_MIB:
-                title = f"{name}: time over a copy's"
-                figures.append(timed_ratio(title, ours, copy, "ratio", bar=SMALL_BAR, floor=1.0))
-                continue
-            title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
-            figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
-            if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
-                rivals = [MEGATRON, TRANSFORMER_ENGINE, *([COMPILED] if inputs.mib == RIVAL_MIB[-1] else [])]
-                figures += beside_each(
-                    replace(figures[-1], name=f"{title}, beside a rival"),
-                    {rival: told(answer, _key(rival, inputs.mib, direction)) for rival in rivals},
-                    partial(_share_of, median(copy)),
-                )
+    cu_seqlens, tensors = inputs.offsets(), inputs.pair()
+    copying = copy_of(inputs.tokens * sum(inputs.heads) * HEAD_DIM * 2)
+    for cold, layout, direction in itertools.product((False, True), LAYOUTS, DIRECTIONS):
+        is_forward, interleaved = direction == "forward", layout == "interleaved"
+        angles = inputs.angles(interleaved=interleaved).flatten(1)
+        how = (tensors, angles.cos().bfloat16(), angles.sin().bfloat16(), cu_seqlens)
+        forward = partial(ops.rope_thd, *how, layout=LAYOUTS[layout])
+        backward = partial(torch.ops.megagraph.rope_thd_backward, *how, interleaved=interleaved)
+        ours, copy = device_us((forward if is_forward else backward, copying), cold=cold)
+        name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
+        if inputs.mib in SMALL_MIB:
+            title = f"{name}: time over a copy's"
+            figures.append(timed_ratio(title, ours, copy, "ratio", bar=SMALL_BAR, floor=1.0))
+            continue
+        title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
+        figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
+        if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
+            rivals = {who: told(answer, _key(who, inputs.mib, direction)) for who in _rivals_at(inputs.mib)}
+            figure = replace(figures[-1], name=f"{title}, beside a rival")
+            figures += beside_each(figure, rivals, partial(_share_of, median(copy)))
     return figures
 
 
 def _share_of(copy_us: float, answer: Answer) -> float:
     return copy_us / float(answer["us"])
-
-
-def _ours(
-    direction: str, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, cu_seqlens: Tensor, interleaved: bool
-) -> Callable[[], object]:
-    if direction == "forward":
-        layout: ops.RopeLayout = "interleaved" if interleaved else "neox"
-        return lambda: ops.rope_thd(tensors, cos, sin, cu_seqlens, layout=layout)
-    backward = torch.ops.megagraph.rope_thd_backward
-    return lambda: backward(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
 
 
 def _key(rival: str, mib: int, direction: str) -> str:
@@ -136,25 +120,6 @@ def _key(rival: str, mib: int, direction: str) -> str:
 
 # Rotates q and k.
 Rotation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
-    """Measures q and k, forward and backward."""
-    leaves, grads = [t.requires_grad_() for t in inputs.pair()], inputs.pair()
-    rotated: list[Tensor] = []
-
-    def forward() -> float:
-        rotate = make(inputs)
-        rotated[:] = rotate(leaves)
-        return kernel_us(lambda: rotate(leaves))
-
-    def backward() -> float:
-        if not rotated:
-            raise RuntimeError("its forward failed")
-        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
-
-    tell(_key(rival, inputs.mib, "forward"), forward)
-    tell(_key(rival, inputs.mib, "backward"), backward)
 
 
 def _megatrons(inputs: Inputs) -> Rotation:
@@ -197,8 +162,13 @@ def _compiled(inputs: Inputs) -> Rotation:
     return lambda tensors: compiled(*tensors)
 
 
+def _rivals_at(mib: int) -> dict[str, Callable[[Inputs], Rotation]]:
+    further = {COMPILED: _compiled} if mib == RIVAL_MIB[-1] else {}
+    return {MEGATRON: _megatrons, TRANSFORMER_ENGINE: _transformer_engines, **further}
+
+
 def answer() -> None:
-    """Tells of each rival."""
+    """Tells of each rival, forward and backward of q and k."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -206,7 +176,23 @@ def answer() -> None:
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.donated_buffer = False
     for mib in RIVAL_MIB:
-        inputs = Inputs(RIVAL_HEADS, mib)
-        _tell_rival(MEGATRON, inputs, _megatrons)
-        _tell_rival(TRANSFORMER_ENGINE, inputs, _transformer_engines)
-    _tell_rival(COMPILED, inputs, _compiled)
+        for rival, make in _rivals_at(mib).items():
+            _tell_rival(rival, Inputs(RIVAL_HEADS, mib), make)
+
+
+def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
+    leaves, grads = [t.requires_grad_() for t in inputs.pair()], inputs.pair()
+    rotated: list[Tensor] = []
+
+    def forward() -> float:
+        rotate = make(inputs)
+        rotated[:] = rotate(leaves)
+        return kernel_us(lambda: rotate(leaves))
+
+    def backward() -> float:
+        if not rotated:
+            raise RuntimeError("its forward failed")
+        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
+
+    tell(_key(rival, inputs.mib, "forward"), forward)
+    tell(_key(rival, inputs.mib, "backward"), backward)

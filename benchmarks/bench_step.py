@@ -3,9 +3,9 @@
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
 outside of graphs. Each case runs in a process of its own, one after another. No deterministic algorithms;
-Python's cyclic garbage waits while steps are timed; the optimizer steps never. Every way to run a step has the
-same packs. Models are built on a side stream, as Megatron-LM does, so that eager adds gradients beside its
-backward pass.
+Python's cyclic garbage waits while steps are timed; the optimizer steps never. Every way to run a step has
+the same packs. Models are built on a side stream, as Megatron-LM does, so that eager adds gradients beside
+its backward pass.
 
 Packs are full: documents of many lengths, the last one cut. So every way to run a step has the same physical
 tokens. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity as
@@ -23,7 +23,7 @@ from benchmarks.measuring.figures import beside_each, ratios, timed
 from benchmarks.measuring.publish import Measurement, publish
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.own_steps import RIVALS, StepCase, measure_ours, measure_rival
+from benchmarks.subjects.steps import RIVALS, StepCase, measure_ours, measure_rival
 
 TIMEOUT_SECONDS = 240
 TIMELINE = "hidden 1024, packs of 4096"

@@ -24,8 +24,9 @@ from benchmarks.measuring.kernels import Work  # noqa: E402
 from benchmarks.measuring.publish import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
 from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import eager_calls, flat_banks, own_steps  # noqa: E402
+from benchmarks.subjects import eager_calls, flat_banks  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
+from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.demo.cpu import megatron_on_cpu  # noqa: E402
 from megagraph.demo.packers import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
@@ -263,10 +264,10 @@ def test_the_packs_of_a_case_are_the_same_every_time_and_some_are_over_its_capac
 
 
 @pytest.mark.parametrize("case", bench_step.CASES.values(), ids=bench_step.CASES.keys())
-def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: own_steps.StepCase) -> None:
+def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase) -> None:
     """Bug: eager was timed on two of four steps."""
     distinct, steps = case.distinct_steps, case.packs()
-    for count in (own_steps.ROUNDS * distinct, own_steps.RIVAL_ROUNDS):
+    for count in (ROUNDS * distinct, RIVAL_ROUNDS):
         assert set(Counter(case.rounds(count)).values()) == {count // distinct}
     with pytest.raises(ValueError, match="share evenly"):
         case.rounds(distinct + 1)

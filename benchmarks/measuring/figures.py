@@ -27,6 +27,11 @@ def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -
     return timed(name, ratios(above, below), unit, value=value, **more)
 
 
+def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
+    """Figures of values and their units, by what they are of."""
+    return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
+
+
 def percentile(times: Times, percent: float) -> float:
     """Between the two samples around it, linearly."""
     ordered = sorted(times)

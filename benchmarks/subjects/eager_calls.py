@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks.measuring.clocks import host_seconds
 from benchmarks.subjects.hosts import install
+from benchmarks.subjects.layers import TOKENS, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
-from benchmarks.subjects.rival_layers import TOKENS, made_quickly
 from megagraph import megatron
 from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import Trainer, packed_seq_params
