@@ -133,7 +133,7 @@ class _Attention(nn.Module):
 
 
 class Captured:
-    """Graphs of an attention in a bank, for `num_seqs` documents; `calls` launch them with one staged pack."""
+    """Graphs of an attention in a bank, for `num_seqs` documents; `calls` launch them on one staged pack."""
 
     def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
         queries, keys, values, grad = inputs

@@ -22,7 +22,7 @@ from benchmarks.measuring.clocks import outside_bytes
 from benchmarks.measuring.figures import beside_each, plain
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival, install
+from benchmarks.subjects.hosts import answer_ours, answer_rival, install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import a_pack, model_options
@@ -141,12 +141,7 @@ def measure_own() -> dict[str, dict[str, Answer]]:
     }
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
-        install(
-            cuda_graph_max_packed_seqs=num_seqs,
-            max_seqlen_per_dp_cp_rank=TOKENS,
-            cuda_graph_warmup_steps=1,
-            progress=shows_progress,
-        )
+        install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)
         try:
             for hidden, trainer in trainers.items():
                 measured[str(hidden)][name] = _capture(trainer, TOKENS)

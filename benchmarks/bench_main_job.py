@@ -17,7 +17,7 @@ from benchmarks.measuring.figures import timed
 from benchmarks.measuring.kernels import device_work
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, install, walls_ms
+from benchmarks.subjects.hosts import answer_ours, install_for, walls_ms
 from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case
 from megagraph import megatron
@@ -126,11 +126,7 @@ def answer(name: str, what: str) -> None:
     case = CASES[name]
 
     def measured() -> Answer:
-        install(
-            cuda_graph_max_packed_seqs=case.max_packed_seqs,
-            max_seqlen_per_dp_cp_rank=case.model.max_tokens,
-            cuda_graph_warmup_steps=WARMUP_STEPS,
-        )
+        install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=WARMUP_STEPS)
         return measure_time(case, graphs=what == "graphed")
 
     answer_ours(measured)

@@ -19,7 +19,7 @@ from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.figures import beside_each, timed
 from benchmarks.measuring.publish import Measurement
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install, walls_ms
+from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install_for, walls_ms
 from benchmarks.subjects.hosts import prepare_megatrons_graphs as prepare
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
@@ -82,11 +82,7 @@ def measure_time(name: str, kind: str, *, one_shape: bool) -> Answer:
         for step in CASE.steps(WARM_UP_STEPS + TIMED_STEPS)
     ]
     if kind in ("eager", "megagraph"):
-        install(
-            cuda_graph_max_packed_seqs=CASE.max_packed_seqs,
-            max_seqlen_per_dp_cp_rank=CASE.model.max_tokens,
-            max_seqlen=LONGEST,
-        )
+        install_for(CASE.model.max_tokens, *CASE.max_packed_seqs, max_seqlen=LONGEST)
         trainer = _trainer(name)
         walls_ms(trainer, steps[:WARM_UP_STEPS], graphs=kind == "megagraph")
     else:

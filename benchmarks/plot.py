@@ -7,7 +7,6 @@ Needs matplotlib (`pip install --group plot`) and no GPU. The same results give 
 import argparse
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,31 +105,26 @@ def _draw_rows(axes: Any, rows: dict[str, list[Figure]]) -> None:
     axes.set_yticks(ticks, ["\n".join(textwrap.wrap(name, 60)) for name in rows])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Draws the named results, by default all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot")
     names = ", ".join(DRAWINGS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {names}; default: all")
     images = Path("docs/images")
     parser.add_argument("--out", type=Path, default=images, help=f"folder, {images} by default")
-    options = parser.parse_args(arguments)
-    for name in options.names:
+    options = parser.parse_args()
+    for name in options.names or DRAWINGS:
         if name not in DRAWINGS:
             parser.error(f"expected one of {names}, got {name!r}")
-    for name in options.names or DRAWINGS:
         source, target = Path(os.environ.get("OUT", RESULTS), f"{name}.json"), options.out / f"{name}.svg"
+        if not source.exists():
+            parser.error(f"{source} is missing: `python -m benchmarks {name}` writes it")
         try:
             draw(name, read_result(source).figures, target)
-        except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-            hint = {
-                FileNotFoundError: f"{source} is missing: `python -m benchmarks {name}` writes it",
-                ModuleNotFoundError: f"drawing needs matplotlib: pip install --group plot ({error})",
-            }
-            print(hint.get(type(error), error), file=sys.stderr)
-            return 2
+        except ModuleNotFoundError as error:
+            parser.error(f"drawing needs matplotlib: pip install --group plot ({error})")
         print(f"wrote {target}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

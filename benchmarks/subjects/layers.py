@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.measuring.clocks import host_seconds, phases_us, wall_ms
 from benchmarks.subjects.flat_banks import Layer
-from benchmarks.subjects.hosts import install, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.hosts import install_for, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack
 from megagraph import megatron
@@ -82,19 +82,23 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
+def _hidden(options: ModelOptions) -> Tensor:
+    shape = (options.max_tokens, 1, options.hidden)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
 def time_layers(
     forward: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...],
-    layers: int,
+    options: ModelOptions,
     *,
     repeats: int = 30,
     before: Callable[[], None] = lambda: None,
 ) -> Answer:
     """Host times of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
 
-    `forward` runs all layers on hidden states of `shape`; `before` is called before each round.
+    `forward` runs all layers; `before` is called before each round.
     """
-    hidden = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    hidden = _hidden(options)
     grad = torch.randn_like(hidden) * 1e-3
 
     def sample() -> dict[str, float]:
@@ -104,14 +108,8 @@ def time_layers(
         backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
         return {"forward": forward_seconds, "backward": backward_seconds}
 
-    answer: Answer = phases_us(sample, repeats=repeats, divisor=layers)
+    answer: Answer = phases_us(sample, repeats=repeats, divisor=options.layers)
     return answer
-
-
-def _run_layers(layers: Sequence[nn.Module], arguments: dict[str, Any], hidden: Tensor) -> Tensor:
-    for layer in layers:
-        hidden, _context = layer(hidden_states=hidden, **arguments)
-    return hidden
 
 
 def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
@@ -126,8 +124,13 @@ def eager_times(
     """A trainer's layers, called one after another as its block does."""
     arguments = layer_arguments(trainer, packs)
     layers = list(trainer.chunk.decoder.layers)
-    shape = (trainer.options.max_tokens, 1, trainer.options.hidden)
-    return time_layers(partial(_run_layers, layers, arguments), shape, len(layers), before=before)
+
+    def run(hidden: Tensor) -> Tensor:
+        for layer in layers:
+            hidden, _context = layer(hidden_states=hidden, **arguments)
+        return hidden
+
+    return time_layers(run, trainer.options, before=before)
 
 
 class _OneTensor(nn.Module):
@@ -135,8 +138,7 @@ class _OneTensor(nn.Module):
 
     def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self.layer = layer
-        self.arguments = arguments
+        self.layer, self.arguments = layer, arguments
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.layer(hidden_states=hidden, **self.arguments)[0]
@@ -144,10 +146,7 @@ class _OneTensor(nn.Module):
 
 
 def torchs_graphs(options: ModelOptions) -> Answer:
-    """Captures Megatron's layers with `torch.cuda.make_graphed_callables`, and times them.
-
-    Answers `forward` and `backward`, `seconds` of the capture with its warm-up, and `graphs`.
-    """
+    """Megatron's layers with `torch.cuda.make_graphed_callables`; its warm-up counts as capture."""
     # On a side stream: gradient accumulators of the current one cannot be captured on another.
     trainer = made_quickly(DenseTrainer, options, beside=True)
     arguments = layer_arguments(trainer, [a_pack(options.max_tokens)])
@@ -164,45 +163,34 @@ def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
 
 
 def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
-    """Captures layers, and times them."""
-    shape = (options.max_tokens, 1, options.hidden)
-    samples = tuple(
-        (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in layers
-    )
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    graphed = make(layers, samples)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    times = time_layers(partial(_run_plain, graphed), shape, len(layers))
-    return {**times, "seconds": seconds, "graphs": 2 * len(layers)}
+    """Captures layers, and times them: `forward`, `backward`, `seconds` of the capture, and `graphs`."""
+    samples, graphed = tuple((_hidden(options),) for _ in layers), list[Any]()
+    capture_ms = wall_ms(lambda: graphed.extend(make(layers, samples)))
+    times = time_layers(partial(_run_plain, graphed), options)
+    return {**times, "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
 
 
 def _watched(found: list[tuple[float, int]]) -> Any:
-    """Collects the seconds and the number of graphs that Megatron creates, inside the context."""
+    """Collects the seconds and the number of graphs that Megatron creates meanwhile."""
     from megatron.core.transformer import cuda_graphs
 
     record: Any = cuda_graphs._CudagraphGlobalRecord
     original = record.__dict__["create_cudagraphs"]
 
     def create(cls: Any) -> Any:
-        graphs = len(cls.cudagraph_record)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        stats = original.__get__(None, cls)()
-        torch.cuda.synchronize()
+        graphs, stats = len(cls.cudagraph_record), list[Any]()
+        capture_ms = wall_ms(lambda: stats.append(original.__get__(None, cls)()))
         if graphs:
-            found.append((time.perf_counter() - start, graphs))
-        return stats
+            found.append((capture_ms / 1e3, graphs))
+        return stats[0]
 
     return mock.patch.object(record, "create_cudagraphs", classmethod(create))
 
 
 def megatrons_graphs(options: ModelOptions) -> Answer:
-    """Trains with Megatron's own graphs of layers until they replay, and times them.
+    """Trains with Megatron's own graphs of layers until they replay, and times them as `_graphed()`.
 
-    Only one model of a process can have them, and they change the process's streams. Answers as
-    `torchs_graphs()`.
+    Only one model of a process can have them, and they change the process's streams.
     """
     prepare_megatrons_graphs(_MICRO_BATCHES)
     config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
@@ -231,9 +219,7 @@ def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
 
 def transformer_engines_eager(options: ModelOptions) -> Answer:
     """Transformer Engine's own layers; unpacked, and with no DDP around them."""
-    layers = _transformer_engines_layers(options)
-    shape = (options.max_tokens, 1, options.hidden)
-    return time_layers(partial(_run_plain, layers), shape, len(layers), repeats=15)
+    return time_layers(partial(_run_plain, _transformer_engines_layers(options)), options, repeats=15)
 
 
 def transformer_engines_graphs(options: ModelOptions) -> Answer:
@@ -254,8 +240,8 @@ def _capture(trainer: Trainer) -> None:
 
 
 def _let_reduce_again(ddp: Any) -> None:
-    """Ends the reductions of a last micro-batch, so that the next one is a last one again."""
-    for group in ddp.bucket_groups:
+    """Ends the reductions of a DDP's last micro-batch, so that the next one is a last one again."""
+    for group in ddp.bucket_groups if ddp else ():
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
@@ -311,10 +297,7 @@ def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
     trainer = made_quickly(Trainer, options, ddp=ddp)
     _capture(trainer)
 
-    def before() -> None:
-        if ddp is not None:
-            _let_reduce_again(trainer.model)
-
+    before = partial(_let_reduce_again, trainer.model if ddp else None)
     graphed = _time_replays(trainer, before)
     before()  # whole steps follow
     with disable_cuda_graphs_this_step():
@@ -327,15 +310,9 @@ def measure_stacks(options: ModelOptions) -> dict[str, Answer]:
 
     The latter with `overlap_grad_reduce`: DDP hears of each gradient, and reduces each full bucket.
     """
-    install(
-        cuda_graph_max_packed_seqs=(8,),
-        max_seqlen_per_dp_cp_rank=options.max_tokens,
-        cuda_graph_warmup_steps=1,
-    )
+    install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
+    ddps = {"stack": None, "last": {"overlap_grad_reduce": True}}
     try:
-        return {
-            "stack": _measure_stack(options, None),
-            "last": _measure_stack(options, {"overlap_grad_reduce": True}),
-        }
+        return {name: _measure_stack(options, ddp) for name, ddp in ddps.items()}
     finally:
         megatron.uninstall()

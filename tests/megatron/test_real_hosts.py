@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not 
 
 from benchmarks.measuring.publish import publish
 from benchmarks.measuring.results import Comparison, Figure
-from benchmarks.subjects.hosts import install
+from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.packs import CASES, Case, model_options
 from megagraph import megatron
 from megagraph.demo.compare import compare_steps
@@ -114,11 +114,7 @@ EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=
 def compare(job: Job) -> dict[str, Any]:
     """On each rank: trains eager and graphed from the same weights and compares every bit."""
     case, tokens = job.case, job.model.max_tokens
-    install(
-        cuda_graph_max_packed_seqs=case.max_packed_seqs,
-        max_seqlen_per_dp_cp_rank=tokens,
-        max_seqlen=case.longest or tokens,
-    )
+    install_for(tokens, *case.max_packed_seqs, max_seqlen=case.longest or tokens)
     spec = rig.te_layer_spec() if job.transformer_engine else None
     config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
     eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
