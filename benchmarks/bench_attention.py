@@ -16,17 +16,15 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import clocks
 from benchmarks.measuring.children import Answer, caught, tell, told, try_part
-from benchmarks.measuring.clocks import Call, device_us
-from benchmarks.measuring.figures import beside, timed
-from benchmarks.measuring.kernels import kernel_us
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import Call, device_us, kernel_us
+from benchmarks.measuring.figures import Measurement, beside, timed
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import on_side_stream
 from benchmarks.subjects.inside import bare_loops
-from benchmarks.subjects.packs import lognormal_offsets
+from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph.bank.sites import MetadataSpec, SiteSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -59,10 +57,9 @@ class Shape:
 
     def inputs(self) -> list[Tensor]:
         """q, k, v and a gradient of the output."""
-        return [
-            torch.randn(self.tokens, heads, self.dim, device=DEVICE, dtype=self.dtype)
-            for heads in (self.heads, self.groups, self.groups, self.heads)
-        ]
+        random = partial(torch.randn, device=DEVICE, dtype=self.dtype)
+        heads = (self.heads, self.groups, self.groups, self.heads)
+        return [random(self.tokens, count, self.dim) for count in heads]
 
     def pack(self, documents: int | None = None) -> tuple[Tensor, int]:
         """Offsets of documents that fill all rows but a short tail, and the longest of them.
@@ -74,16 +71,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape(8192, 16, 16, 64),
-    Shape(8192, 16, 16, 128, torch.float16),
-    Shape(8192, 32, 8, 128),
-    Shape(16384, 16, 4, 64),
-    Shape(16384, 32, 32, 64, torch.float16),
-    Shape(16384, 32, 8, 128),
+    *(Shape(8192, 16, 16, 64), Shape(8192, 16, 16, 128, torch.float16), Shape(8192, 32, 8, 128)),
+    *(Shape(16384, 16, 4, 64), Shape(16384, 32, 32, 64, torch.float16), Shape(16384, 32, 8, 128)),
 )
-HOST_SHAPES = (SHAPES[0], SHAPES[2])
-PADDED_SHAPES = (SHAPES[0], SHAPES[-1])
-RIVAL_SHAPE = SHAPES[-1]
+HOST_SHAPES, PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[2]), (SHAPES[0], SHAPES[-1]), SHAPES[-1]
 
 
 def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
@@ -138,19 +129,11 @@ class Captured:
     def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
         queries, keys, values, grad = inputs
         bank = Bank(str(queries.device))
-        site = SiteSpec(name="attention", module=_Attention(keys, values, max_seqlen))
-        chain = bank.add_chain([site])
-        example = ops.pad_cu_seqlens(cu_seqlens, num_seqs)
-        variant = VariantSpec(
-            key="pack",
-            training=True,
-            rows=queries.size(0),
-            row_shape=tuple(queries.shape[1:]),
-            dtype=queries.dtype,
-            metadata={"cu_seqlens": MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=0)},
-            arguments=lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]},
-        )
-        bank.capture({chain: [variant]})
+        chain = bank.add_chain([SiteSpec(name="attention", module=_Attention(keys, values, max_seqlen))])
+        example, kind = ops.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
+        metadata = {"cu_seqlens": MetadataSpec(kind=kind, example=example, source=0)}
+        arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
+        bank.capture({chain: [variant_of(queries, metadata=metadata, **arguments)]})
         leaf = queries.clone().requires_grad_()
         with torch.enable_grad(), chain.micro_batch("pack", [cu_seqlens]) as reason:
             if reason is not None:

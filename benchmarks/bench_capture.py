@@ -19,8 +19,7 @@ from unittest import mock
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.clocks import outside_bytes
-from benchmarks.measuring.figures import beside_each, plain
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, beside_each, plain
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, answer_rival, install_for
 from benchmarks.subjects.inside import graphs_of
@@ -135,10 +134,8 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
 
 def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
-    trainers = {
-        hidden: made_quickly(Trainer, model_options(hidden, layers=LAYERS, tokens=TOKENS))
-        for hidden in HIDDEN
-    }
+    options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
+    trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
         install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)

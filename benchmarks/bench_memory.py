@@ -9,16 +9,15 @@ that, so that nothing else may run beside it.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.measuring.children import Answer, measure_part
 from benchmarks.measuring.clocks import outside_bytes
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, plain
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, check_replays, install
-from benchmarks.subjects.steps import NUM_SEQS, StepCase, StepTrainer, batch_of
+from benchmarks.subjects.steps import NUM_SEQS, StepCase, StepTrainer, batch_of, step_case
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 
@@ -28,18 +27,10 @@ MIB = 2**20
 FOUR = "four capacities"
 
 
-def name_of(case: StepCase) -> str:
-    """For tables."""
-    return f"hidden {case.hidden}, {case.layers} layers, packs of {case.tokens}"
-
-
 # By name; whether also measured with three smaller capacities beside the large one.
 CASES = {
-    name_of(case): (case, has_four)
-    for case, has_four in (
-        (StepCase(hidden=1024, layers=24, tokens=8192), True),
-        (StepCase(hidden=4096, layers=24, tokens=8192), False),
-    )
+    f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), has_four)
+    for hidden, has_four in {1024: True, 4096: False}.items()
 }
 
 
@@ -56,7 +47,7 @@ def measure_memory(case: StepCase, what: str) -> Answer:
     install(capacities=capacities(case, what), cuda_graph_warmup_steps=WARM_UP_STEPS)
     graphs = what != "eager"
     trainer = StepTrainer(case.model, beside=False)
-    packs = case.lognormal(WARM_UP_STEPS + FURTHER_STEPS)
+    packs = case.steps(WARM_UP_STEPS + FURTHER_STEPS)
     steps = [[batch_of(pack, trainer.device) for pack in step] for step in packs]
     for batches in steps[:WARM_UP_STEPS]:
         trainer.wall_ms(batches, graphs=graphs)
@@ -68,42 +59,38 @@ def measure_memory(case: StepCase, what: str) -> Answer:
         return {"reserved": reserved}
     report = megatron.reports()[-1]
     check_replays(report)
-    return {
-        "reserved": reserved,
-        "outside_before": outside_before,
-        "outside": outside_bytes(),
-        "graphs": report["graphs"],
-        "pools": report["pool_bytes"],
-    }
+    outside = {"outside_before": outside_before, "outside": outside_bytes()}
+    return {"reserved": reserved, **outside, "graphs": report["graphs"], "pools": report["pool_bytes"]}
 
 
 def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     """The figures of one model, from what its processes answered."""
     graphed, of_eager = answers["graphed"], answers["eager"]["reserved"]
 
-    def figure(what: str, value: float, unit: str = "MiB", **more: Any) -> Figure:
-        return Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
-
     def executables(answer: Answer) -> int:
         return int(answer["outside"] - answer["outside_before"])
 
     def beside(what: str, value: float, rival: str, its: float, slack: float | None = None) -> Figure:
         bar = None if slack is None else slack * its / MIB
-        return figure(what, value / MIB, bar=bar, rival=rival, rival_value=its / MIB)
+        title, value, its = f"{name}: {what}", value / MIB, its / MIB
+        return Figure(name=title, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
+    outside = "executables, outside the allocator"
     whole = "device memory in all, executables and CUDA's own included"
     figures = [
         beside(peak, graphed["reserved"], same, of_eager, 1.05),
         beside(whole, graphed["reserved"] + graphed["outside"], same, of_eager + graphed["outside_before"]),
-        figure("graphs", graphed["graphs"], "graphs"),
-        figure("executables, outside the allocator", executables(graphed) / MIB),
-        figure("executables, for each graph", executables(graphed) / graphed["graphs"] / 1024, "KiB"),
-        figure("pools of the graphs", graphed["pools"] / MIB),
     ]
+    values = {
+        "graphs": (graphed["graphs"], "graphs"),
+        outside: (executables(graphed) / MIB, "MiB"),
+        "executables, for each graph": (executables(graphed) / graphed["graphs"] / 1024, "KiB"),
+        "pools of the graphs": (graphed["pools"] / MIB, "MiB"),
+    }
+    figures += plain(name, values)
     if FOUR in answers:
         four, one = answers[FOUR], "the largest capacity alone"
-        outside = "executables, outside the allocator"
         figures += [
             beside(f"{FOUR}, {peak}", four["reserved"], one, graphed["reserved"], 1.10),
             beside(f"{FOUR}, pools of the graphs", four["pools"], one, graphed["pools"], 1.10),

@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import beside_each, differences, timed, timed_ratio
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, beside_each, differences, timed, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects import eager_calls, flat_banks, layers
 from benchmarks.subjects.hosts import answer_ours, answer_rival

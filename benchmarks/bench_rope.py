@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rope_thd` against a device copy of the same bytes, and against other ways to rotate a pack.
 
-Ours and the copy are timed alike, in turns, between events. A rival counts the time of its kernels only,
-without the gaps between them: its host may be slower than the GPU.
+Ours and the copy are timed alike, in turns, between events. Of a rival only the kernels count, without the
+gaps between them: its host may be slower than the GPU.
 """
 
 import itertools
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.children import Answer, tell, told, try_part
-from benchmarks.measuring.clocks import copy_of, device_us
-from benchmarks.measuring.figures import beside_each, timed_ratio
-from benchmarks.measuring.kernels import kernel_us
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import copy_of, device_us, kernel_us
+from benchmarks.measuring.figures import Measurement, beside_each, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
@@ -60,10 +58,8 @@ class Inputs:
 
     def pair(self) -> list[Tensor]:
         """Random q and k, [T, heads, 128]."""
-        return [
-            torch.randn(self.tokens, heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-            for heads in self.heads
-        ]
+        random = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        return [random(self.tokens, heads, HEAD_DIM) for heads in self.heads]
 
     def angles(self, *, interleaved: bool) -> Tensor:
         """Of each position of the longest document and one more, [positions, 1, 1, 128] in float32.
@@ -134,15 +130,9 @@ def _megatrons(inputs: Inputs) -> Rotation:
 def _transformer_engines(inputs: Inputs) -> Rotation:
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
-
-    def rotate(t: Tensor) -> Tensor:
-        out: Tensor = apply_rotary_pos_emb(
-            t, angles, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens, cp_size=1, cp_rank=0
-        )
-        return out
-
-    return lambda tensors: [rotate(t) for t in tensors]
+    angles, pack = inputs.angles(interleaved=False), {"tensor_format": "thd", "cu_seqlens": inputs.offsets()}
+    rotate = partial(apply_rotary_pos_emb, fused=True, **pack, cp_size=1, cp_rank=0)
+    return lambda tensors: [rotate(t, angles) for t in tensors]
 
 
 def _compiled(inputs: Inputs) -> Rotation:
@@ -181,8 +171,7 @@ def answer() -> None:
 
 
 def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
-    leaves, grads = [t.requires_grad_() for t in inputs.pair()], inputs.pair()
-    rotated: list[Tensor] = []
+    leaves, grads, rotated = [t.requires_grad_() for t in inputs.pair()], inputs.pair(), list[Tensor]()
 
     def forward() -> float:
         rotate = make(inputs)

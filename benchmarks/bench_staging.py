@@ -12,11 +12,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.figures import timed
-from benchmarks.measuring.kernels import Work, device_work, times_of
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import Work, device_work, times_of
+from benchmarks.measuring.figures import Measurement, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.packs import lognormal_offsets
+from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C, Bank, VariantSpec
 from megagraph.bank.sites import MetadataSpec
 
@@ -74,15 +73,8 @@ class Staged:
             mask, positions = zeros(dtype=torch.bool), zeros(dtype=torch.int32)
             metadata["mask"] = MetadataSpec(kind=kinds.MASK, example=mask, source=-1)
             metadata["positions"] = MetadataSpec(kind=kinds.COPY, example=positions, source=2)
-        return VariantSpec(
-            key="pack",
-            training=False,
-            rows=self.hidden[0],
-            row_shape=self.hidden[1:],
-            dtype=torch.bfloat16,
-            metadata=metadata,
-            end_source=1,
-        )
+        hidden = torch.empty(self.hidden, dtype=torch.bfloat16, device="meta")
+        return variant_of(hidden, training=False, metadata=metadata, end_source=1)
 
 
 def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
@@ -103,8 +95,7 @@ def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
 
     try:
         work = device_work(micro_batch, repeats=REPEATS, cold=cold)
-        counters = bank.counters()
-        if counters["replays"] != counters["calls"]:
+        if (counters := bank.counters())["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
         return work
     finally:
@@ -135,9 +126,8 @@ def _measure_launches() -> list[Figure]:
 def _measure_hidden(tokens: int, width: int) -> list[Figure]:
     staged = Staged(documents=64, tokens=tokens, hidden=(tokens, 1, width))
     source = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
+    target, figures = torch.empty_like(source), []
     what = f"hidden states of {tokens} x {width} with {TAIL} rows zeroed, and metadata"
-    figures = []
     for cold in (False, True):
         copied = device_work(lambda: target.copy_(source), repeats=REPEATS, cold=cold)
         copy_us = median(times_of(copied, COPY))

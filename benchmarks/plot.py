@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.measuring.publish import RESULTS
+from benchmarks.measuring.figures import RESULTS
 from benchmarks.measuring.results import Figure, read_result
 
 OURS = "megagraph"
@@ -47,11 +47,7 @@ def rows_of(drawing: Drawing, figures: Sequence[Figure]) -> dict[str, list[Figur
 
 
 def draw(name: str, figures: Sequence[Figure], path: Path) -> None:
-    """Draws one result as a bar chart, a group of bars for each figure.
-
-    Raises:
-        ValueError: where none of its figures is to be drawn.
-    """
+    """Draws one result as bars, a group for each figure. Raises `ValueError` where there is none to draw."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -66,8 +62,7 @@ def draw(name: str, figures: Sequence[Figure], path: Path) -> None:
         bars = sum(2 + sum(each.rival is not None for each in row) for row in rows.values())
         figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.24 * bars), layout="constrained")
         _draw_rows(axes, rows)
-        axes.set_title(drawing.title)
-        axes.set_xlabel(drawing.unit)
+        axes.set(title=drawing.title, xlabel=drawing.unit)
         axes.margins(x=0.12, y=0.01)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 # What a measurement answers, as JSON; with `error`, in one short line, where it failed.
@@ -56,10 +57,8 @@ def try_part(
     command = ["-m", "benchmarks.measuring.children", module, *arguments]
     print("$ python", shlex.join(command), flush=True)
     variables = {**os.environ, **(environment or {})}
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as out,
-        tempfile.TemporaryFile("w+", errors="replace") as log,
-    ):
+    a_file = partial(tempfile.TemporaryFile, "w+", errors="replace")
+    with a_file() as out, a_file() as log:
         # A session of its own, so that whatever it starts can be ended with it.
         process = subprocess.Popen(
             [sys.executable, *command], env=variables, stdout=out, stderr=log, start_new_session=True
@@ -78,8 +77,8 @@ def try_part(
     if process.returncode == 0 and answer:
         print(f"{what}: {str(answer)[:250]}", flush=True)
         return answer
-    last = [line for line in logged.splitlines() if line.strip()][-1:]
-    why = "printed no answer" if process.returncode == 0 else f"{how}: {' '.join(last)}"[:200]
+    last = " ".join([line for line in logged.splitlines() if line.strip()][-1:])
+    why = "printed no answer" if process.returncode == 0 else f"{how}: {last}"[:200]
     print(f"{what}: {why}\n{logged[-6000:]}", file=sys.stderr, flush=True)
     return {**answer, "error": why}
 

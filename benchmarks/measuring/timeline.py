@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for."""
 
-import bisect
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,18 +82,15 @@ class Timeline:
         if not inner:
             return "outside of the schedule"
         start, end, name = inner[-1]
-        around = _AROUND_GRAPHS.get(name)
-        if around is None:
+        if name not in _AROUND_GRAPHS:
             return _NAMES.get(name, name)
-        launches = self._graph_launches
-        first, last = bisect.bisect_left(launches, start), bisect.bisect_right(launches, end) - 1
+        before, within, after = _AROUND_GRAPHS[name]
+        launches = [at for at in self._graph_launches if start <= at <= end]
         if work.graph is not None:
-            return around[1]
-        if first > last:  # ran eager
+            return within
+        if not launches:  # ran eager
             return name
-        if work.launched < launches[first]:
-            return around[0]
-        return around[2] if work.launched > launches[last] else around[1]
+        return before if work.launched < launches[0] else after if work.launched > launches[-1] else within
 
     @functools.cached_property
     def _graph_launches(self) -> list[float]:
@@ -120,11 +116,7 @@ def _covered(work: Iterable[Work]) -> float:
 
 
 def read_timeline(trace: Mapping[str, Any]) -> Timeline:
-    """The last step of a trace in Chrome's format, taken inside `named_phases()`.
-
-    Raises:
-        ValueError: where it holds no step.
-    """
+    """The last step of a Chrome trace of `named_phases()`. Raises `ValueError` where it holds no step."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     named = [each for each in events if each.get("cat") == "user_annotation" and _PHASE in each["name"]]
     phases = sorted(

@@ -7,6 +7,7 @@ states. A real call scatters by a hundred microseconds, in which what is asked f
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,10 +60,8 @@ def _idle_models() -> Iterator[None]:
     def return_input(self: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    with (
-        mock.patch.object(GPTModel, "forward", call_block),
-        mock.patch.object(TransformerBlock, "forward", return_input),
-    ):
+    block = mock.patch.object(TransformerBlock, "forward", return_input)
+    with mock.patch.object(GPTModel, "forward", call_block), block:
         yield
 
 
@@ -116,10 +115,9 @@ def measure_calls() -> dict[str, dict[str, list[float]]]:
     kinds = [*CASES.values(), *dict.fromkeys(unpatched.values())]
     times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
     with _idle_models():
-        for index in range(ROUNDS):
-            start = index % len(kinds)
-            for kind in kinds[start:] + kinds[:start]:
-                times[kind] += trainer.one_round(kind)
+        for index, offset in itertools.product(range(ROUNDS), range(len(kinds))):
+            kind = kinds[(index + offset) % len(kinds)]
+            times[kind] += trainer.one_round(kind)
     return {
         name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()
     }

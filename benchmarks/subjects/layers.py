@@ -58,26 +58,20 @@ class DenseTrainer(Trainer):
         tokens = next(packs).tokens.unsqueeze(0).to(self.device)
         positions = torch.arange(tokens.size(1), device=self.device).unsqueeze(0)
         losses = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
-        return losses, _mean
-
-
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach().clone()}
+        return losses, lambda losses: (loss := losses.float().mean(), {"loss": loss.detach().clone()})
 
 
 def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
-    layer = trainer.chunk.decoder.layers[0]
-    kind: Any = type(layer)
-    original, found = kind.__call__, dict[str, Any]()
+    layer, found = trainer.chunk.decoder.layers[0], dict[str, Any]()
+    original = type(layer).__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is layer:
             found.update(kwargs)
         return original(self, *args, **kwargs)
 
-    with mock.patch.object(kind, "__call__", call):
+    with mock.patch.object(type(layer), "__call__", call):
         trainer.forward_backward(packs)
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
@@ -108,8 +102,7 @@ def time_layers(
         backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
         return {"forward": forward_seconds, "backward": backward_seconds}
 
-    answer: Answer = phases_us(sample, repeats=repeats, divisor=options.layers)
-    return answer
+    return dict(phases_us(sample, repeats=repeats, divisor=options.layers))
 
 
 def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
@@ -156,10 +149,8 @@ def torchs_graphs(options: ModelOptions) -> Answer:
 
 def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
     """As `torchs_graphs()`, of plain modules with as many parameters, their gradients in `.grad`."""
-    layers = tuple(
-        Layer(options.hidden, options.heads).to("cuda", torch.bfloat16) for _ in range(options.layers)
-    )
-    return _graphed(torch.cuda.make_graphed_callables, layers, options)
+    layers = (Layer(options.hidden, options.heads).to("cuda", torch.bfloat16) for _ in range(options.layers))
+    return _graphed(torch.cuda.make_graphed_callables, tuple(layers), options)
 
 
 def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
@@ -251,10 +242,8 @@ def _let_reduce_again(ddp: Any) -> None:
 def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
-    Phases: `forward` and `backward` of all layers; `bare forward` and `bare backward`, the same graphs
-    launched by a loop in C; `around`, the micro-batch's begin and end; `engine`, a backward pass
-    of a single node that does nothing; `backward without engine`, of each backward less the engine's
-    time beside it.
+    `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end; `engine`: a
+    backward pass of a single node that does nothing, and the time without that of it beside each backward.
     """
     replays = Replays(trainer)
     chain, hidden, grad = replays.chain, replays.hidden, replays.grad
@@ -286,17 +275,16 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
 
     report = graphs_of(trainer).report
     counted = report()["replays"]
-    answer: Answer = phases_us(sample, repeats=ROUNDS)
+    answer = phases_us(sample, repeats=ROUNDS)
     counted = report()["replays"] - counted
     if counted < ROUNDS * layers:
         raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {counted}")
-    return answer
+    return dict(answer)
 
 
 def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
     trainer = made_quickly(Trainer, options, ddp=ddp)
     _capture(trainer)
-
     before = partial(_let_reduce_again, trainer.model if ddp else None)
     graphed = _time_replays(trainer, before)
     before()  # whole steps follow

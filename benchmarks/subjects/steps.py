@@ -24,8 +24,7 @@ from torch.nn import functional
 from torch.profiler import profile, record_function
 
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import wall_ms
-from benchmarks.measuring.kernels import ACTIVITIES
+from benchmarks.measuring.clocks import ACTIVITIES, wall_ms
 from benchmarks.measuring.timeline import Timeline, read_timeline
 from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import bare_step, our_rope
@@ -38,8 +37,7 @@ from megagraph.megatron import disable_cuda_graphs_this_step
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
 WARM_UP_STEPS = 3
-ROUNDS = 5  # of each distinct step of a small model
-LARGE_ROUNDS = 2
+ROUNDS, LARGE_ROUNDS = 5, 2  # of each distinct step of a small model, of a large one
 UNPATCHED_ROUNDS = 2  # before ours, and as many after it; of a large model half
 RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
 RIVAL_WARM_UP_STEPS, RIVAL_ROUNDS = 6, 12
@@ -67,8 +65,7 @@ class StepTrainer(Trainer):
     """A model that runs whole steps.
 
     With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
-    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `transformer` are
-    further fields of its config.
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once.
     """
 
     def __init__(
@@ -170,23 +167,20 @@ def named_phases(trainer: StepTrainer) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCase:
+class StepCase(Case):
     """A model on packs whose whole training steps are timed."""
 
-    layers: int
-    hidden: int
-    tokens: int  # of a pack
     rivals: tuple[str, ...] = ()  # of `RIVALS`, beside it
 
     @property
-    def name(self) -> str:
-        """For tables."""
-        return f"hidden {self.hidden}, packs of {self.tokens}"
+    def tokens(self) -> int:
+        """Of a pack."""
+        return self.model.max_tokens
 
     @property
     def is_small(self) -> bool:
         """Whether the floor is its bar, else eager."""
-        return self.hidden <= 1024
+        return self.model.hidden <= 1024
 
     @property
     def distinct_steps(self) -> int:
@@ -194,21 +188,9 @@ class StepCase:
         return 3 if self.is_small else 4
 
     @property
-    def model(self) -> ModelOptions:
-        """Its shape: heads of 64, of 128 in large models."""
-        head_dim = 64 if self.is_small else 128
-        return model_options(self.hidden, layers=self.layers, tokens=self.tokens, head_dim=head_dim)
-
-    @property
     def capacity(self) -> Capacity:
         """The only one."""
         return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
-
-    def lognormal(self, steps: int) -> list[list[Pack]]:
-        """The packs of some steps."""
-        return Case(
-            name=self.name, model=self.model, max_packed_seqs=(NUM_SEQS,), mean_length=self.tokens // 8
-        ).steps(steps)
 
     def packs(self) -> list[list[Pack]]:
         """The packs of each distinct step, the same for every way to run it, and full.
@@ -216,7 +198,7 @@ class StepCase:
         A small model's step has one pack several times: graphs that are launched again, without staging,
         then do the work of the whole step.
         """
-        steps = [[filled(pack, self.tokens) for pack in step] for step in self.lognormal(self.distinct_steps)]
+        steps = [[filled(pack, self.tokens) for pack in step] for step in self.steps(self.distinct_steps)]
         return [[step[0]] * MICRO_BATCHES for step in steps] if self.is_small else steps
 
     def batches(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:
@@ -229,6 +211,13 @@ class StepCase:
         if count % self.distinct_steps:
             raise ValueError(f"expected rounds that {self.distinct_steps} steps share evenly, got {count}")
         return [index % self.distinct_steps for index in range(count)]
+
+
+def step_case(hidden: int, *, layers: int, tokens: int, rivals: Sequence[str] = ()) -> StepCase:
+    """Lognormal documents that all fit; heads of 64, of 128 in large models."""
+    model = model_options(hidden, layers=layers, tokens=tokens, head_dim=64 if hidden <= 1024 else 128)
+    name, packs = f"hidden {hidden}, packs of {tokens}", {"mean_length": tokens // 8}
+    return StepCase(name=name, model=model, max_packed_seqs=(NUM_SEQS,), **packs, rivals=tuple(rivals))
 
 
 def measure_ours(case: StepCase) -> Answer:
@@ -305,17 +294,12 @@ def _trace(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
 def measure_rival(case: StepCase, kind: str) -> Answer:
     """Walls of steps in ms, with our attention and RoPE kernels: Megatron's RoPE reads offsets on the host.
 
-    Packs are padded to one shape. Leaves graphs behind that hold the process group: its destruction may
-    wait for them for ever.
+    Packs are padded to one shape.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     prepare_megatrons_graphs(MICRO_BATCHES)
-    is_full = kind == "full_iteration"
-
-    def wrap(schedule: Callable[..., Any]) -> Any:
-        return FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=2)
-
+    is_full, wrap = kind == "full_iteration", partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2)
     steps = case.batches(torch.device("cuda"), canonical=True)
     with our_rope():
         # Megatron's local graphs choose a stream themselves while the model is built.

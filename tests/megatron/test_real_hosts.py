@@ -17,14 +17,18 @@ from typing import Any
 
 import megatron_rig as rig
 import pytest
+import torch
 from torch import distributed
+from torch.profiler import profile
 from worlds import World
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
-from benchmarks.measuring.publish import publish
+from benchmarks.measuring.clocks import ACTIVITIES
+from benchmarks.measuring.figures import publish
 from benchmarks.measuring.results import Comparison, Figure
 from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case, model_options
 from megagraph import megatron
 from megagraph.demo.compare import compare_steps
@@ -33,6 +37,7 @@ from megagraph.demo.trainer import ModelOptions, Trainer
 
 pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 NUM_EXITS = 10
+REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
 TIMEOUT_SECONDS = 540
 
 
@@ -111,6 +116,37 @@ JOBS = {
 EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8)
 
 
+# Runtime and driver calls that wait for the device.
+WAITING = (
+    *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
+    *("cudaMalloc", "cudaFree"),
+)
+
+
+def replay_costs(trainer: Trainer) -> dict[str, int]:
+    """Allocations and synchronisations of captured layers alone, forward and backward."""
+    replays = Replays(trainer)
+    trainer.model.zero_grad_buffer()
+
+    def replay() -> None:
+        with replays.micro_batch():
+            out = replays.chain(replays.hidden)
+        torch.autograd.grad(out, replays.hidden, replays.grad)
+
+    replay()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with profile(activities=ACTIVITIES) as trace:
+        for _ in range(REPLAYED_MICRO_BATCHES):
+            replay()
+    waiting = [event.name for event in trace.events() if any(name in event.name for name in WAITING)]
+    return {
+        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.chain.sites),
+        "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
+        "synchronisations": len(waiting) - 1,  # the profiler itself waits once, when it stops
+    }
+
+
 def compare(job: Job) -> dict[str, Any]:
     """On each rank: trains eager and graphed from the same weights and compares every bit."""
     case, tokens = job.case, job.model.max_tokens
@@ -119,7 +155,8 @@ def compare(job: Job) -> dict[str, Any]:
     config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
     eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
     agreement = compare_steps(eager, graphed, job.packs(distributed.get_rank()))
-    return dataclasses.asdict(agreement) | {"report": megatron.reports()[-1]}
+    answer = dataclasses.asdict(agreement) | {"report": megatron.reports()[-1]}
+    return answer if job.main_case is None else answer | replay_costs(graphed)
 
 
 def comparison_of(compared: Sequence[dict[str, Any]]) -> Comparison:
@@ -189,6 +226,10 @@ def test_bits(
         over = sum(n for why, n in reports[0]["eager"].items() if why.startswith(("TOO_", "SEQUENCE_")))
         title, packs = f"{name}: packs over the capacity, run eager", over // reports[0]["layers"]
         measured.figures.append(Figure(name=title, value=packs, unit="packs", bar=3, better="higher"))
+        for what, unit in {"allocations": "allocations", "synchronisations": "calls"}.items():
+            title = f"{name}: {what} in {ranks[0]['replays']} replays"
+            measured.figures.append(Figure(name=title, value=ranks[0][what], unit=unit, bar=0))
+        assert ranks[0]["allocations"] == ranks[0]["synchronisations"] == 0
     assert differences == []
     assert replays > calls / 2 and not any(report["failures"] for report in reports)
 
