@@ -25,8 +25,6 @@ WARM_UP_STEPS = 3
 FURTHER_STEPS = 3  # the first of them captures
 MIB = 2**20
 FOUR = "four capacities"
-
-
 # By name; whether also measured with three smaller capacities beside the large one.
 CASES = {
     f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), has_four)
@@ -49,10 +47,9 @@ def measure_memory(case: StepCase, what: str) -> Answer:
     trainer = StepTrainer(case.model, beside=False)
     packs = case.steps(WARM_UP_STEPS + FURTHER_STEPS)
     steps = [[batch_of(pack, trainer.device) for pack in step] for step in packs]
-    for batches in steps[:WARM_UP_STEPS]:
-        trainer.wall_ms(batches, graphs=graphs)
-    outside_before = outside_bytes()
-    for batches in steps[WARM_UP_STEPS:]:
+    for index, batches in enumerate(steps):
+        if index == WARM_UP_STEPS:
+            outside_before = outside_bytes()
         trainer.wall_ms(batches, graphs=graphs)
     reserved = torch.cuda.max_memory_reserved()
     if not graphs:

@@ -76,11 +76,17 @@ class _TimedTrainer(Trainer):
         tokens = pack.tokens.unsqueeze(0).to(self.device)
         hidden = torch.zeros(pack.num_tokens, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
         params = packed_seq_params(pack.cu_seqlens.to(self.device), pack.max_seqlen)
-        how = {"attention_mask": None, "labels": tokens, "packed_seq_params": params if self.packed else None}
+        given = params if self.packed else None
 
         def calls() -> None:
             for _ in range(CALLS):
-                model(input_ids=tokens, position_ids=hidden, **how)
+                model(
+                    input_ids=tokens,
+                    position_ids=hidden,
+                    attention_mask=None,
+                    labels=tokens,
+                    packed_seq_params=given,
+                )
 
         self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
         return tokens.float()

@@ -15,7 +15,7 @@ from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds
 from benchmarks.measuring.figures import differences
 from benchmarks.subjects.inside import bare_loops
-from benchmarks.subjects.packs import variant_of
+from benchmarks.subjects.packs import hidden_states, variant_of
 from megagraph import Bank
 
 # Name to (variants, slots).
@@ -24,8 +24,6 @@ SITES = 12  # 64 variants of them are 1,536 graphs
 MICRO_BATCHES = 16  # of each bank in a round
 WARM_UP, ROUNDS = 4, 12  # in the first each of 64 variants has its first replay, then each three
 _PHASES = ("forward", "backward", "engine", "bare forward", "bare backward")
-
-Times = dict[str, list[float]]
 
 
 class Layer(nn.Module):
@@ -43,8 +41,7 @@ class Layer(nn.Module):
         q, k, v = self.qkv(self.attention_norm(rows)).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
         rows = rows + self.out(attended[0].transpose(0, 1).flatten(1))
-        rows = rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))
-        out: Tensor = rows.view_as(hidden)
+        out: Tensor = (rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))).view_as(hidden)
         return out
 
 
@@ -60,11 +57,10 @@ class _Measured:
     def __init__(self, layers: Sequence[Layer], variants: int, slots: int, hidden: Tensor) -> None:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
-        self.times: Times = {phase: [] for phase in _PHASES}
+        self.times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         self._bank = Bank(hidden.device)
         self._chain = self._bank.add_chain(layers, num_slots=slots)
-        specs = [variant_of(hidden, key=key) for key in range(variants)]
-        self._bank.capture({self._chain: specs})
+        self._bank.capture({self._chain: [variant_of(hidden, key=key) for key in range(variants)]})
         if self._bank.failures:
             raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
         places = [(key, slot) for key in range(variants) for slot in range(slots)]
@@ -115,9 +111,7 @@ def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answe
     for param in itertools.chain.from_iterable(layer.parameters() for layer in layers):
         # The float32 gradient that Megatron's DDP would give it.
         param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-    shape = (tokens, 1, hidden_size)
-    leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    hidden = leaf.clone()  # the gradient of a leaf would be cloned
+    hidden = hidden_states(tokens, hidden_size).clone()  # the gradient of a leaf would be cloned
     banks = [_Measured(layers, variants, slots, hidden) for variants, slots in BANKS.values()]
     for index in range(WARM_UP + ROUNDS):
         if index == WARM_UP:

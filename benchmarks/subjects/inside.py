@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.subjects.packs import hidden_states
 from megagraph.bank.chain import Chain
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
@@ -46,8 +47,7 @@ class Replays:
         self.chain: Chain = graphs_of(trainer).block.chain
         self.key: Any = next(key for key in list[Any](self.chain.variants) if key[1].grad)
         tokens = self.key[0].tokens
-        shape = (tokens, 1, trainer.options.hidden)
-        leaf = torch.randn(shape, device=trainer.device, dtype=torch.bfloat16, requires_grad=True)
+        leaf = hidden_states(tokens, trainer.options.hidden)
         self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
         self.grad = torch.randn_like(leaf) * 1e-3
         self._offsets = torch.tensor([0, tokens], dtype=torch.int32, device=trainer.device)

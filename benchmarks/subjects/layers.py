@@ -21,7 +21,7 @@ from benchmarks.measuring.clocks import host_seconds, phases_us, wall_ms
 from benchmarks.subjects.flat_banks import Layer
 from benchmarks.subjects.hosts import install_for, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
-from benchmarks.subjects.packs import a_pack
+from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph import megatron
 from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
@@ -76,11 +76,6 @@ def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "hidden_states"}
 
 
-def _hidden(options: ModelOptions) -> Tensor:
-    shape = (options.max_tokens, 1, options.hidden)
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-
 def time_layers(
     forward: Callable[[Tensor], Tensor],
     options: ModelOptions,
@@ -92,7 +87,7 @@ def time_layers(
 
     `forward` runs all layers; `before` is called before each round.
     """
-    hidden = _hidden(options)
+    hidden = hidden_states(options.max_tokens, options.hidden)
     grad = torch.randn_like(hidden) * 1e-3
 
     def sample() -> dict[str, float]:
@@ -155,7 +150,8 @@ def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
 
 def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
     """Captures layers, and times them: `forward`, `backward`, `seconds` of the capture, and `graphs`."""
-    samples, graphed = tuple((_hidden(options),) for _ in layers), list[Any]()
+    shape, graphed = (options.max_tokens, options.hidden), list[Any]()
+    samples = tuple((hidden_states(*shape),) for _ in layers)
     capture_ms = wall_ms(lambda: graphed.extend(make(layers, samples)))
     times = time_layers(partial(_run_plain, graphed), options)
     return {**times, "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}

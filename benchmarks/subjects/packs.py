@@ -94,6 +94,11 @@ def a_pack(tokens: int) -> Pack:
     return Pack(tokens=torch.arange(tokens) % 256, cu_seqlens=ends, max_seqlen=tokens // 2)
 
 
+def hidden_states(tokens: int, width: int) -> Tensor:
+    """Random ones of a pack, [tokens, 1, width], whose gradient is wanted."""
+    return torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
 def variant_of(hidden: Tensor, *, key: Hashable = "pack", training: bool = True, **more: Any) -> VariantSpec:
     """What a bank captures for rows like those of `hidden`."""
     shape: dict[str, Any] = {"rows": hidden.size(0), "row_shape": tuple(hidden.shape[1:])}

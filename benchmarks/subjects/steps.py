@@ -272,11 +272,9 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
     if all(work.graph is None for work in first.work):
         raise RuntimeError("the trace of a graphed step has no graphs")
     return {
-        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare},
+        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare, "timeline": first.rows_us()},
         "outside_ms": [timeline.eager_span_us() / 1e3 for timeline in traced] if case.is_small else [],
-        "busy_ms": first.busy_us() / 1e3,
-        "kernels_ms": first.kernels_us() / 1e3,
-        "timeline": first.rows_us(),
+        **{"busy_ms": first.busy_us() / 1e3, "kernels_ms": first.kernels_us() / 1e3},
     }
 
 
