@@ -3,10 +3,10 @@
 
 - `bench_NAME.py` is benchmark NAME: what it compares, with its bars. `__main__.py` lists the names.
 - `plot.py` draws the results.
-- `measuring/`: clocks, kernels, bare launches, timelines, processes, figures, the written file.
+- `measuring/`: clocks, bare launches, timelines, processes, figures, the written file.
 - `subjects/`: models and packs, steps, layers, ours and others'. Only `subjects/inside.py` knows the plugin's
   insides.
 
-Whatever would disturb something else is measured in a process of its own, as `python -m MODULE PART`,
-which prints its answer as JSON.
+Whatever would disturb something else is measured in a process of its own, where `measuring/children.py` calls
+`answer()` of the benchmark; it prints what was measured as JSON.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring.publish import RESULTS, Measurement
+from benchmarks.measuring.figures import RESULTS, Measurement
 
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")

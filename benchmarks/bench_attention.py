@@ -5,9 +5,8 @@ GPU time is that of a graph of the call, as it runs in training: no host in betw
 turns, and the medians over all turns are compared.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring import clocks
-from benchmarks.measuring.children import caught, tell, told, try_part
-from benchmarks.measuring.clocks import Call
-from benchmarks.measuring.figures import beside, timed
-from benchmarks.measuring.kernels import kernel_us
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.children import Answer, caught, tell, told, try_part
+from benchmarks.measuring.clocks import Call, device_us, kernel_us
+from benchmarks.measuring.figures import Measurement, beside, timed
 from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import on_side_stream
 from benchmarks.subjects.inside import bare_loops
-from benchmarks.subjects.packs import lognormal_offsets
+from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
+from megagraph.bank.sites import MetadataSpec, SiteSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -59,27 +57,24 @@ class Shape:
 
     def inputs(self) -> list[Tensor]:
         """q, k, v and a gradient of the output."""
-        return [
-            torch.randn(self.tokens, heads, self.dim, device=DEVICE, dtype=self.dtype)
-            for heads in (self.heads, self.groups, self.groups, self.heads)
-        ]
+        random = partial(torch.randn, device=DEVICE, dtype=self.dtype)
+        heads = (self.heads, self.groups, self.groups, self.heads)
+        return [random(self.tokens, count, self.dim) for count in heads]
 
-    def offsets(self, documents: int) -> Tensor:
-        """Documents that fill all rows but a short tail."""
-        return lognormal_offsets(self.tokens - TAIL, documents, device=DEVICE)
+    def pack(self, documents: int | None = None) -> tuple[Tensor, int]:
+        """Offsets of documents that fill all rows but a short tail, and the longest of them.
+
+        By default a document for each 1,024 rows.
+        """
+        offsets = lognormal_offsets(self.tokens - TAIL, documents or self.tokens // 1024, device=DEVICE)
+        return offsets, int(offsets.diff().max())
 
 
 SHAPES = (
-    Shape(8192, 16, 16, 64),
-    Shape(8192, 16, 16, 128, torch.float16),
-    Shape(8192, 32, 8, 128),
-    Shape(16384, 16, 4, 64),
-    Shape(16384, 32, 32, 64, torch.float16),
-    Shape(16384, 32, 8, 128),
+    *(Shape(8192, 16, 16, 64), Shape(8192, 16, 16, 128, torch.float16), Shape(8192, 32, 8, 128)),
+    *(Shape(16384, 16, 4, 64), Shape(16384, 32, 32, 64, torch.float16), Shape(16384, 32, 8, 128)),
 )
-HOST_SHAPES = (SHAPES[0], SHAPES[2])
-PADDED_SHAPES = (SHAPES[0], SHAPES[-1])
-RIVAL_SHAPE = SHAPES[-1]
+HOST_SHAPES, PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[2]), (SHAPES[0], SHAPES[-1]), SHAPES[-1]
 
 
 def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
@@ -94,9 +89,7 @@ def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str
 def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
     """ATen's forward and backward, which leave the tail unwritten."""
     q, k, v, grad = inputs
-    scale = q.size(2) ** -0.5
-    ends = (cu_seqlens, cu_seqlens, longest, longest, 0.0, True)
-
+    scale, ends = q.size(2) ** -0.5, (cu_seqlens, cu_seqlens, longest, longest, 0.0, True)
     attend = torch.ops.aten._flash_attention_forward.default
     forward = partial(attend, q, k, v, *ends, False, scale=scale)
     out, lse, state, unused, _ = forward()
@@ -107,12 +100,9 @@ def atens(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[st
 
 def recorded(call: Call) -> Call:
     """What replays a CUDA graph of `call`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with on_side_stream():
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -134,50 +124,24 @@ class _Attention(nn.Module):
 
 
 class Captured:
-    """Graphs of one attention in a bank, for `num_seqs` documents, that have staged one pack.
-
-    `calls` launch them as they are staged.
-    """
+    """Graphs of an attention in a bank, for `num_seqs` documents; `calls` launch them on one staged pack."""
 
     def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
         queries, keys, values, grad = inputs
-        module = _Attention(keys, values, max_seqlen)
         bank = Bank(str(queries.device))
-        chain = bank.add_chain([SiteSpec(name="attention", module=module)])
-        example = ops.pad_cu_seqlens(cu_seqlens, num_seqs)
-        variant = VariantSpec(
-            key="pack",
-            training=True,
-            rows=queries.size(0),
-            row_shape=tuple(queries.shape[1:]),
-            dtype=queries.dtype,
-            metadata={"cu_seqlens": MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=0)},
-            arguments=lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]},
-        )
-        bank.capture({chain: [variant]})
+        chain = bank.add_chain([SiteSpec(name="attention", module=_Attention(keys, values, max_seqlen))])
+        example, kind = ops.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
+        metadata = {"cu_seqlens": MetadataSpec(kind=kind, example=example, source=0)}
+        arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
+        bank.capture({chain: [variant_of(queries, metadata=metadata, **arguments)]})
         leaf = queries.clone().requires_grad_()
         with torch.enable_grad(), chain.micro_batch("pack", [cu_seqlens]) as reason:
             if reason is not None:
                 raise RuntimeError(f"expected a replay, got {reason.name}")
             out = chain(leaf)
         out.backward(grad)
-        self._kept = bank, chain, module
+        self._kept = bank, chain
         self.calls = dict(zip(DIRECTIONS, bare_loops(chain, "pack"), strict=True))
-
-
-def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
-    """GPU time of each call in a graph, in turns."""
-    return _device_us([recorded(call) for call in calls])
-
-
-def _device_us(calls: Sequence[Call]) -> list[list[float]]:
-    """GPU time of what each call enqueues, in turns."""
-    return _in_turns(lambda call: clocks.device_us([call], repeats=5, warm_up=1)[0], calls)
-
-
-def host_us(calls: Sequence[Call]) -> list[list[float]]:
-    """Host time of each call, in turns."""
-    return _in_turns(lambda call: clocks.host_us(call, repeats=20, warm_up=2), calls)
 
 
 def _in_turns(measure: Callable[[Call], Sequence[float]], calls: Sequence[Call]) -> list[list[float]]:
@@ -186,23 +150,30 @@ def _in_turns(measure: Callable[[Call], Sequence[float]], calls: Sequence[Call])
     return [list(times) for times in zip(*rounds, strict=True)]
 
 
+# GPU time of what each call enqueues, and its host time.
+_device_us: Measure = partial(_in_turns, lambda call: device_us([call], repeats=5, warm_up=1)[0])
+host_us: Measure = partial(_in_turns, partial(clocks.host_us, repeats=20, warm_up=2))
+
+
+def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
+    """GPU time of each call in a graph, in turns."""
+    return _device_us([recorded(call) for call in calls])
+
+
 def _compare(shape: Shape, what: str, measure: Measure) -> list[Figure]:
-    cu_seqlens = shape.offsets(shape.tokens // 1024)
-    inputs, longest = shape.inputs(), int(cu_seqlens.diff().max())
-    mine = ours(inputs, cu_seqlens, longest)
+    (cu_seqlens, longest), inputs = shape.pack(), shape.inputs()
+    mine, figures = ours(inputs, cu_seqlens, longest), []
 
-    return [
-        _beside_aten(f"{shape}, {name}: {what}", call, lambda: atens(inputs, cu_seqlens, longest), measure)
-        for name, call in mine.items()
-    ]
+    def both(direction: str) -> Answer:
+        return {"us": measure((mine[direction], atens(inputs, cu_seqlens, longest)[direction]))}
 
-
-def _beside_aten(name: str, call: Call, theirs: Callable[[], dict[str, Call]], measure: Measure) -> Figure:
-    direction = name.partition(":")[0].rpartition(", ")[2]
-    answer = caught(lambda: {"us": measure((call, theirs()[direction]))})
-    us, *other = answer.get("us") or measure((call,))  # where the rival failed, ours alone
-    bar = BAR * median(other[0]) if other else None
-    return beside(timed(name, us, "us", bar=bar), ATEN, answer, lambda _: median(other[0]))
+    for direction, call in mine.items():
+        answer = caught(partial(both, direction))
+        us, *other = answer.get("us") or measure((call,))  # where the rival failed, ours alone
+        bar = BAR * median(other[0]) if other else None
+        figure = timed(f"{shape}, {direction}: {what}", us, "us", bar=bar)
+        figures.append(beside(figure, ATEN, answer, lambda of: median(of["us"][1])))
+    return figures
 
 
 def _compare_padded(shape: Shape) -> list[Figure]:
@@ -210,51 +181,42 @@ def _compare_padded(shape: Shape) -> list[Figure]:
 
     The capacity's documents are as long as the longest one, or as the whole pack.
     """
-    tight, inputs = shape.offsets(USED), shape.inputs()
-    longest = int(tight.diff().max())
+    (tight, longest), inputs, figures = shape.pack(USED), shape.inputs(), list[Figure]()
     alone = Captured(inputs, tight, USED, longest)
-    figures = []
+
+    def fixed(max_seqlen: int, direction: str) -> Answer:
+        """What the slots cost in a graph whose grids stay as they were captured."""
+        calls = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
+        return {"us": median(gpu_us((calls[direction],))[0])}
+
     for max_seqlen in (longest, shape.tokens):
         many = Captured(inputs, tight, CAPACITY, max_seqlen)
         for direction in many.calls:
             us, tight_us = _device_us((many.calls[direction], alone.calls[direction]))
-            title = f"{CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
-            figure = timed(
-                f"{shape}, {direction}: GPU time of {title}",
-                us,
-                "us",
-                bar=PADDING_BAR * median(tight_us),
-                rival=f"{USED} document slots, max_seqlen {longest}",
-                rival_value=median(tight_us),
-            )
-            # What the slots cost in a graph whose grids stay as they were captured.
-            try:
-                fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
-                (aten_us,) = gpu_us((fixed[direction],))
-            except RuntimeError as error:
-                print(f"{shape}, {ATEN} on padded offsets: {error}", flush=True)
-                figures.append(figure)
-                continue
-            name = f"{figure.name}, beside ATen alone"
-            figures += [figure, timed(name, us, "us", rival=ATEN, rival_value=median(aten_us))]
+            title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
+            rival, its = f"{USED} document slots, max_seqlen {longest}", median(tight_us)
+            figure = timed(f"{shape}, {direction}: {title}", us, "us", bar=PADDING_BAR * its)
+            figures.append(replace(figure, rival=rival, rival_value=its))
+            answer = caught(partial(fixed, max_seqlen, direction))
+            figure = replace(figure, name=f"{figure.name}, beside ATen alone", bar=None)
+            figures.append(beside(figure, ATEN, answer, _us_of))
     return figures
 
 
+def _us_of(answer: Answer) -> float:
+    return float(answer["us"])
+
+
 def _beside_transformer_engine() -> list[Figure]:
-    answer = try_part("benchmarks.bench_attention", "rivals", timeout=RIVAL_SECONDS)
-    cu_seqlens = RIVAL_SHAPE.offsets(RIVAL_SHAPE.tokens // 1024)
-    mine = ours(RIVAL_SHAPE.inputs(), cu_seqlens, int(cu_seqlens.diff().max()))
+    answer = try_part(__name__, timeout=RIVAL_SECONDS)
+    mine = ours(RIVAL_SHAPE.inputs(), *RIVAL_SHAPE.pack())
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
-    return [
-        beside(
-            timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us"),
-            TRANSFORMER_ENGINE,
-            told(answer, name),
-            lambda of: float(of["us"]),
-        )
-        for name, us in {"forward": forward, "forward and backward": both}.items()
-    ]
+    figures = []
+    for name, us in {"forward": forward, "forward and backward": both}.items():
+        figure = timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us")
+        figures.append(beside(figure, TRANSFORMER_ENGINE, told(answer, name), _us_of))
+    return figures
 
 
 def measure(measurement: Measurement) -> None:
@@ -269,10 +231,10 @@ def measure(measurement: Measurement) -> None:
         measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
 
 
-def _tell_rivals() -> None:
+def answer() -> None:
+    """Tells of each rival."""
     shape, layers = RIVAL_SHAPE, list[Any]()
-    cu_seqlens = shape.offsets(shape.tokens // 1024)
-    longest = int(cu_seqlens.diff().max())
+    cu_seqlens, longest = shape.pack()
     *leaves, grad = shape.inputs()
     for leaf in leaves:
         leaf.requires_grad_()
@@ -291,14 +253,8 @@ def _tell_rivals() -> None:
         with torch.no_grad():
             return kernel_us(attend)
 
+    def both() -> object:
+        return torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))
+
     tell("forward", forward)
-    tell(
-        "forward and backward",
-        lambda: kernel_us(lambda: torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))),
-    )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["rivals"]:
-        sys.exit("usage: python -m benchmarks.bench_attention rivals")
-    _tell_rivals()
+    tell("forward and backward", lambda: kernel_us(both))

@@ -2,29 +2,29 @@
 """How long the capture of a graph takes and on what, how many nodes a graph has, and what it weighs.
 
 Stacks of 24 layers, with one and with two capacities, and with the progress bar that users see. Ours and
-each rival run in a process of their own (`python -m benchmarks.bench_capture PART`).
+each rival run in a process of their own.
 """
 
 import contextlib
 import gc
+import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.clocks import outside_bytes
-from benchmarks.measuring.figures import beside_each
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, beside_each, plain
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival, install
+from benchmarks.subjects.hosts import answer_ours, answer_rival, install_for
 from benchmarks.subjects.inside import graphs_of
+from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import a_pack, model_options
-from benchmarks.subjects.rival_layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from megagraph import _C, megatron
 from megagraph.bank.backends import CudaBackend
 from megagraph.bank.bank import Bank
@@ -50,18 +50,16 @@ PHASES = {
     "settle": "waiting for the device, freeing memory",
     "collect": "collecting garbage",
 }
-_MODULE = "benchmarks.bench_capture"
 
 
 class _Watch:
     """Seconds by phase, nodes of every graph, and device memory around a capture."""
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
+        self.passes = itertools.cycle([0] * layers + [1] * layers)  # of each variant all forwards come first
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.nodes: list[list[int]] = [[], []]  # of forwards, of backwards
         self.own_bytes = 0
-        self._recorded = 0
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -71,24 +69,10 @@ class _Watch:
         finally:
             self.seconds[phase] += time.perf_counter() - start
 
-    def next_pass(self) -> int:
-        """0 for a forward, 1 for a backward: of each variant all forwards come first."""
-        self._recorded += 1
-        return (self._recorded - 1) // self._layers % 2
-
-    def answer(self) -> Answer:
-        """Everything, as JSON."""
-        return {
-            "seconds": self.seconds,
-            "nodes": [sum(nodes) / max(1, len(nodes)) for nodes in self.nodes],
-            "all_nodes": sum(map(sum, self.nodes)),
-            "own_bytes": self.own_bytes,
-        }
-
 
 def _watched_capture(watch: _Watch, capture: Any) -> SimpleNamespace:
     """Times one graph's capture; stands in for `_C.CudaCapture`."""
-    of, begun = watch.next_pass(), [0.0]
+    of, begun = next(watch.passes), [0.0]
 
     def begin() -> None:
         with watch.timed("begin"):
@@ -110,13 +94,6 @@ def _watched(watch: _Watch) -> Iterator[None]:
     """Watches the captures inside."""
     capture_type, settle, capture = _C.CudaCapture, CudaBackend.settle, Bank.capture
 
-    def in_phase(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            with watch.timed(phase):
-                return call(*args)
-
-        return watched
-
     def watched_bank(self: Bank, *args: Any, **kwargs: Any) -> None:
         settle(self.backend)  # type: ignore[arg-type]  # a CUDA bank's
         before = outside_bytes()
@@ -125,9 +102,9 @@ def _watched(watch: _Watch) -> Iterator[None]:
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (_C, "CudaCapture", lambda *args: _watched_capture(watch, capture_type(*args))),
-        (CapturePlan, "warm_up", in_phase("warm up", CapturePlan.warm_up)),
-        (gc, "collect", in_phase("collect", gc.collect)),
-        (CudaBackend, "settle", in_phase("settle", settle)),
+        (CapturePlan, "warm_up", watch.timed("warm up")(CapturePlan.warm_up)),
+        (gc, "collect", watch.timed("collect")(gc.collect)),
+        (CudaBackend, "settle", watch.timed("settle")(settle)),
         (Bank, "capture", watched_bank),
     )
     with contextlib.ExitStack() as stack:
@@ -147,23 +124,21 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
     expected = 2 * report["layers"] * len(report["capacities"])
     if report["failures"] or report["graphs"] != expected:
         raise RuntimeError(f"expected {expected} graphs, got {report}")
-    return {"graphs": report["graphs"], "capture_seconds": report["capture_seconds"], **watch.answer()}
+    return {
+        **{"graphs": report["graphs"], "capture_seconds": report["capture_seconds"]},
+        **{"seconds": watch.seconds, "own_bytes": watch.own_bytes},
+        "nodes": [sum(nodes) / max(1, len(nodes)) for nodes in watch.nodes],
+        "all_nodes": sum(map(sum, watch.nodes)),
+    }
 
 
 def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
-    trainers = {
-        hidden: made_quickly(Trainer, model_options(hidden, layers=LAYERS, tokens=TOKENS))
-        for hidden in HIDDEN
-    }
+    options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
+    trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
     for name, (num_seqs, shows_progress) in CAPACITIES.items():
-        install(
-            cuda_graph_max_packed_seqs=num_seqs,
-            max_seqlen_per_dp_cp_rank=TOKENS,
-            cuda_graph_warmup_steps=1,
-            progress=shows_progress,
-        )
+        install_for(TOKENS, *num_seqs, cuda_graph_warmup_steps=1, progress=shows_progress)
         try:
             for hidden, trainer in trainers.items():
                 measured[str(hidden)][name] = _capture(trainer, TOKENS)
@@ -172,9 +147,9 @@ def measure_own() -> dict[str, dict[str, Answer]]:
     return measured
 
 
-RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
-    "torch": ("torch.cuda.make_graphed_callables", torchs_graphs),
-    "local": ("Megatron's graphs, local", megatrons_graphs),
+RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
+    "torch.cuda.make_graphed_callables": torchs_graphs,
+    "Megatron's graphs, local": megatrons_graphs,
 }
 
 
@@ -183,61 +158,46 @@ def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> 
     figures: list[Figure] = []
     for hidden, by_capacities in own.items():
         for name, answer in by_capacities.items():
-            where = f"hidden {hidden}, {name}"
-            value = 1e3 * answer["capture_seconds"] / answer["graphs"]
-            figure = Figure(name=f"{where}: capture", value=value, unit="ms a graph", bar=BAR_MS)
-            figures += (
-                beside_each(figure, rivals, lambda of: 1e3 * float(of["seconds"]) / int(of["graphs"]))
-                if int(hidden) == RIVALS_HIDDEN
-                else [figure]
-            )
-            figures += _split(where, answer)
+            where, seconds = f"hidden {hidden}, {name}", answer["capture_seconds"]
+            scale = 1e3 / answer["graphs"]
+            figure = Figure(name=f"{where}: capture", value=scale * seconds, unit="ms a graph", bar=BAR_MS)
+            beside = rivals if int(hidden) == RIVALS_HIDDEN else {}
+            rows = beside_each(figure, beside, lambda of: 1e3 * float(of["seconds"]) / int(of["graphs"]))
+            figures += rows or [figure]
+            parts = {what: answer["seconds"][phase] for phase, what in PHASES.items()}
+            parts["the rest"] = seconds - sum(parts.values())
+            figures += plain(where, {f"of it {p}": (scale * of, "ms a graph") for p, of in parts.items()})
         figures += _weights(f"hidden {hidden}", by_capacities["1 capacity"])
     return figures
-
-
-def _split(where: str, answer: Answer) -> list[Figure]:
-    """Where the time goes, in ms of the whole capture divided by its graphs."""
-    scale = 1e3 / answer["graphs"]
-    rest = answer["capture_seconds"] - sum(answer["seconds"].values())
-    parts = {what: answer["seconds"][phase] for phase, what in PHASES.items()} | {"the rest": rest}
-    return [
-        Figure(name=f"{where}: of it {what}", value=scale * seconds, unit="ms a graph")
-        for what, seconds in parts.items()
-    ]
 
 
 def _weights(where: str, answer: Answer) -> list[Figure]:
     """Nodes, and what executables take outside of the allocator: only the first capture shows that."""
     (forward, backward), kib = answer["nodes"], answer["own_bytes"] / 2**10
-    weights = (
-        ("nodes of a forward graph", forward, "nodes"),
-        ("nodes of a backward graph", backward, "nodes"),
-        ("executables' own memory", kib / answer["graphs"], "KiB a graph"),
-        ("executables' own memory, by node", kib / max(1, answer["all_nodes"]), "KiB a node"),
-    )
-    return [Figure(name=f"{where}: {what}", value=value, unit=unit) for what, value, unit in weights]
+    weights = {
+        "nodes of a forward graph": (forward, "nodes"),
+        "nodes of a backward graph": (backward, "nodes"),
+        "executables' own memory": (kib / answer["graphs"], "KiB a graph"),
+        "executables' own memory, by node": (kib / max(1, answer["all_nodes"]), "KiB a node"),
+    }
+    return plain(where, weights)
 
 
 def measure(measurement: Measurement) -> None:
     """Measures ours, and each rival."""
 
     def everything() -> list[Figure]:
-        own = measure_part(_MODULE, "own")
-        return figures_of(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
+        own = measure_part(__name__, "own")
+        return figures_of(own, {name: try_part(__name__, name) for name in RIVALS})
 
     measurement.take("capture", everything)
 
 
-def _answer(part: str) -> None:
+def answer(part: str) -> None:
+    """Ours, or a rival."""
     if part == "own":
         # Without these no progress is drawn where standard error is no terminal.
         os.environ.update(FORCE_COLOR="1", TERM="xterm")
         answer_ours(measure_own)
-        return
-    options = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
-    answer_rival(lambda: RIVALS[part][1](options))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    else:
+        answer_rival(partial(RIVALS[part], model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)))

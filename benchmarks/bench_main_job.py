@@ -1,65 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on a GPU: bits, step time, memory, allocations and synchronisations.
+"""The main job on a GPU: step time and memory.
 
-Each measurement runs in a process of its own (`python -m benchmarks.bench_main_job CASE WHAT`), so that
-memory is that of one model. Timed runs use neither deterministic algorithms nor filled memory,
-eager and graphed alike; the comparison of bits uses deterministic algorithms.
+Each measurement runs in a process of its own, so that memory is that of one model. Neither deterministic
+algorithms nor filled memory, eager and graphed alike; tests/megatron/test_real_hosts.py compares the bits,
+and counts allocations and synchronisations.
 """
 
-import os
-import sys
 from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.figures import comparison_of, timed
-from benchmarks.measuring.kernels import device_work
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import device_work
+from benchmarks.measuring.figures import Measurement, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, install, walls_ms
-from benchmarks.subjects.inside import Replays
+from benchmarks.subjects.hosts import answer_ours, install_for, walls_ms
 from benchmarks.subjects.packs import CASES, Case
 from megagraph import megatron
-from megagraph.demo.compare import compare_steps
 from megagraph.demo.trainer import Trainer
 
-COMPARED_STEPS = 104
 TIMED_STEPS = 20
 WARMUP_STEPS = 3
 TIMEOUT_SECONDS = 600
-REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 MIB = 2**20
-
-_MODULE = "benchmarks.bench_main_job"
-
-# Runtime and driver calls that wait for the device.
-_WAITING = (
-    *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
-    *("cudaMalloc", "cudaFree"),
-)
-
-
-def measure_bits(case: Case) -> Answer:
-    """Trains eager and graphed from the same weights and compares every bit."""
-    torch.use_deterministic_algorithms(True)
-    eager, graphed = Trainer(case.model), Trainer(case.model)
-    agreement = compare_steps(eager, graphed, case.steps(COMPARED_STEPS))
-    report = megatron.reports()[-1]
-    over = [reason for reason in report["eager"] if reason.startswith(("TOO_", "SEQUENCE_"))]
-    return {
-        "differences": agreement.differences,
-        "steps": agreement.steps,
-        "report": report,
-        "over_capacity": sum(report["eager"][reason] for reason in over) // report["layers"],
-    }
 
 
 def measure_time(case: Case, *, graphs: bool) -> Answer:
     """Step times, memory and GPU time of one model."""
+    install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=WARMUP_STEPS)
     trainer = Trainer(case.model)
     steps = case.steps(WARMUP_STEPS + 3 + TIMED_STEPS)
     fitting = [[pack for pack in step if pack.num_seqs <= max(case.max_packed_seqs)] for step in steps]
@@ -73,37 +42,12 @@ def measure_time(case: Case, *, graphs: bool) -> Answer:
     return {
         **{"walls_ms": walls, "reserved_bytes": reserved, "reserved_with_eager_bytes": most},
         **{"report": report, "kernel_ms": kernel_ms, "busy_share": kernel_ms / wall_ms},
-        **(_measure_replays(trainer) if graphs else {}),
     }
 
 
-def _measure_replays(trainer: Trainer) -> Answer:
-    """Allocations and waits of the plugin alone: captured layers, forward and backward."""
-    replays = Replays(trainer)
-    trainer.model.zero_grad_buffer()
-
-    def replay() -> None:
-        with replays.micro_batch():
-            out = replays.chain(replays.hidden)
-        torch.autograd.grad(out, replays.hidden, replays.grad)
-
-    replay()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        for _ in range(REPLAYED_MICRO_BATCHES):
-            replay()
-    waiting = [event.name for event in trace.events() if any(name in event.name for name in _WAITING)]
-    return {
-        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.chain.sites),
-        "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
-        "synchronisations": len(waiting) - 1,  # the profiler itself waits once, when it stops
-    }
-
-
-def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[Figure]:
+def figures_of(name: str, eager: Answer, graphed: Answer) -> list[Figure]:
     """The figures of one case."""
-    report, replays = graphed["report"], graphed["replays"]
+    report = graphed["report"]
 
     def figure(what: str, value: float, unit: str, **more: Any) -> Figure:
         return Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
@@ -113,51 +57,30 @@ def figures_of(name: str, bits: Answer, eager: Answer, graphed: Answer) -> list[
         bar = None if slack is None else slack * its
         return figure(what, graphed[key] / scale, unit, bar=bar, rival="eager", rival_value=its)
 
-    with_eager = "peak memory reserved, with packs over the capacity"
-    eager_ms = median(eager["walls_ms"])
+    peak, eager_ms = "peak memory reserved", median(eager["walls_ms"])
     rival = {"bar": eager_ms, "rival": "eager", "rival_value": eager_ms}
     return [
-        figure("packs over the capacity, run eager", bits["over_capacity"], "packs", bar=3, better="higher"),
         timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
         beside("GPU busy share", "busy_share", "1"),
         beside("kernel time of a step", "kernel_ms", "ms", slack=1.01),
-        beside("peak memory reserved", "reserved_bytes", "MiB", MIB, 1.05),
-        beside(with_eager, "reserved_with_eager_bytes", "MiB", MIB),
+        beside(peak, "reserved_bytes", "MiB", MIB, 1.05),
+        beside(f"{peak}, with packs over the capacity", "reserved_with_eager_bytes", "MiB", MIB),
         figure("capture", 1e3 * report["capture_seconds"] / report["graphs"], "ms a graph", bar=40),
         figure("padding share", report["padding_share"], "1"),
-        figure(f"allocations in {replays} replays", graphed["allocations"], "allocations", bar=0),
-        figure(f"synchronisations in {replays} replays", graphed["synchronisations"], "calls", bar=0),
     ]
 
 
 def measure(measurement: Measurement) -> None:
     """Measures every case."""
-    compared: list[Answer] = []
 
     def measured(name: str) -> list[Figure]:
-        ask = partial(measure_part, _MODULE, name, timeout=TIMEOUT_SECONDS)
-        bits = ask("bits")
-        compared.append({**bits, "reports": [bits["report"]]})
-        return figures_of(name, bits, ask("eager"), ask("graphed"))
+        ask = partial(measure_part, __name__, name, timeout=TIMEOUT_SECONDS, environment=ENVIRONMENT)
+        return figures_of(name, ask("eager"), ask("graphed"))
 
     for name in CASES:
         measurement.take(name, partial(measured, name))
-    measurement.comparison = comparison_of(compared)
 
 
-def _measure(case: Case, what: str) -> Answer:
-    install(
-        cuda_graph_max_packed_seqs=case.max_packed_seqs,
-        max_seqlen_per_dp_cp_rank=case.model.max_tokens,
-        cuda_graph_warmup_steps=WARMUP_STEPS,
-    )
-    return measure_bits(case) if what == "bits" else measure_time(case, graphs=what == "graphed")
-
-
-def _answer(name: str, what: str) -> None:
-    answer_ours(lambda: _measure(CASES[name], what))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    _answer(*sys.argv[1:])
+def answer(name: str, what: str) -> None:
+    """A case, eager or graphed."""
+    answer_ours(partial(measure_time, CASES[name], graphs=what == "graphed"))

@@ -2,13 +2,12 @@
 """Step times beside the graphs that Megatron brings, or what those answer.
 
 On packs as they come, and on canonical packs, whose shapes never change: each rival beside ours on the same
-packs. Every way to run a model has a process of its own (`python -m benchmarks.bench_megatron_graphs MODEL
-WHAT`), deterministic algorithms in all of them alike; fresh memory is not filled while a step is timed.
+packs. Every way to run a model has a process of its own, deterministic algorithms in all of them alike; fresh
+memory is not filled while a step is timed.
 """
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import beside_each, timed
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, beside_each, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install, walls_ms
+from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, install_for, walls_ms
 from benchmarks.subjects.hosts import prepare_megatrons_graphs as prepare
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
@@ -35,23 +33,16 @@ MODELS = {
     "Transformer Engine, hidden 1024": ("local", "transformer_engine"),
     "local, hidden 1024": ("local",),
 }
+OURS = ("eager", "megagraph")
 PACKS = ("", ", canonical packs")  # as they come, or of one shape
 ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "OMP_NUM_THREADS": "4",
+    **{"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    **{"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "OMP_NUM_THREADS": "4"},
 }
 # Transformer Engine's deterministic attention of packs takes 128 bytes for each document * head * longest**2.
 LONGEST, NUM_SEQS = 1024, 20
-CASE = Case(
-    name="packs",
-    model=model_options(1024, layers=24, tokens=4096),
-    max_packed_seqs=(8, NUM_SEQS),
-    mean_length=512,
-    longest=LONGEST,
-)
-_MODULE = "benchmarks.bench_megatron_graphs"
+MODEL = model_options(1024, layers=24, tokens=4096)
+CASE = Case(name="packs", model=MODEL, max_packed_seqs=(8, NUM_SEQS), mean_length=512, longest=LONGEST)
 
 
 def _trainer(name: str, **transformer: Any) -> Trainer:
@@ -61,12 +52,12 @@ def _trainer(name: str, **transformer: Any) -> Trainer:
 
         spec = get_gpt_layer_with_transformer_engine_spec()
         transformer = {"apply_rope_fusion": True, **transformer}
-    return Trainer(CASE.model, config=transformer, spec=spec)
+    return Trainer(MODEL, config=transformer, spec=spec)
 
 
 def canonical(pack: Pack) -> Pack:
     """A pack of the one shape: one more document fills the rows up, empty ones follow."""
-    tokens = CASE.model.max_tokens
+    tokens = MODEL.max_tokens
     missing = NUM_SEQS + 1 - pack.cu_seqlens.numel()
     offsets = torch.nn.functional.pad(pack.cu_seqlens, (0, missing), value=tokens)
     rows = torch.nn.functional.pad(pack.tokens, (0, tokens - pack.num_tokens))
@@ -83,12 +74,8 @@ def measure_time(name: str, kind: str, *, one_shape: bool) -> Answer:
         [canonical(pack) if one_shape else pack for pack in step if pack.num_seqs < NUM_SEQS]
         for step in CASE.steps(WARM_UP_STEPS + TIMED_STEPS)
     ]
-    if kind in ("eager", "megagraph"):
-        install(
-            cuda_graph_max_packed_seqs=CASE.max_packed_seqs,
-            max_seqlen_per_dp_cp_rank=CASE.model.max_tokens,
-            max_seqlen=LONGEST,
-        )
+    if kind in OURS:
+        install_for(MODEL.max_tokens, *CASE.max_packed_seqs, max_seqlen=LONGEST)
         trainer = _trainer(name)
         walls_ms(trainer, steps[:WARM_UP_STEPS], graphs=kind == "megagraph")
     else:
@@ -106,13 +93,8 @@ def _with_megatrons_graphs(name: str, impl: str, steps: Sequence[Sequence[Pack]]
     if impl == "transformer_engine":
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        helper = TECudaGraphHelper(
-            model=[trainer.model],
-            config=trainer.chunk.config,
-            seq_length=CASE.model.max_tokens,
-            micro_batch_size=1,
-            optimizers=[trainer.optimizer],
-        )
+        of = {"model": [trainer.model], "config": trainer.chunk.config, "optimizers": [trainer.optimizer]}
+        helper = TECudaGraphHelper(**of, seq_length=MODEL.max_tokens, micro_batch_size=1)
         helper.create_cudagraphs()
         helper.cuda_graph_set_manual_hooks()
     walls_ms(trainer, steps[CAPTURED_STEPS:], graphs=True)
@@ -130,28 +112,21 @@ def figures_of(
     return beside_each(figure, by_name, lambda answer: median(answer["walls_ms"]))
 
 
-def _times(name: str, packs: str) -> list[Figure]:
-    ask = partial(measure_part, _MODULE, name, timeout=SECONDS, environment=ENVIRONMENT)
-    eager, ours = ask(f"eager{packs}"), ask(f"megagraph{packs}")
-    rivals = {
-        kind: try_part(_MODULE, name, kind + packs, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
-        for kind in MODELS[name]
-    }
-    return figures_of(name, packs, ours, eager, rivals)
-
-
 def measure(measurement: Measurement) -> None:
     """Measures every model on each kind of packs."""
+
+    def times(packs: str, name: str) -> list[Figure]:
+        ask = partial(measure_part, __name__, name, timeout=SECONDS, environment=ENVIRONMENT)
+        try_rival = partial(try_part, __name__, name, timeout=RIVAL_SECONDS, environment=ENVIRONMENT)
+        eager, ours = ask(f"eager{packs}"), ask(f"megagraph{packs}")
+        return figures_of(name, packs, ours, eager, {of: try_rival(of + packs) for of in MODELS[name]})
+
     for packs, name in itertools.product(PACKS, MODELS):
-        measurement.take(f"times of {name}{packs}", partial(_times, name, packs))
+        measurement.take(f"times of {name}{packs}", partial(times, packs, name))
 
 
-def _answer(name: str, what: str) -> None:
+def answer(name: str, what: str) -> None:
+    """One way to run a model on some packs."""
     kind, _, packs = what.partition(", ")
-    ours = kind in ("eager", "megagraph")
     call = partial(measure_time, name, kind, one_shape=bool(packs))
-    answer_ours(call, seeded=True) if ours else answer_rival(call)
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+    answer_ours(call, seeded=True) if kind in OURS else answer_rival(call)

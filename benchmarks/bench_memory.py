@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of graphs: peak against eager's at the same physical tokens, their executables, four capacities.
 
-Each part runs in a process of its own (`python -m benchmarks.bench_memory MODEL WHAT`). Eager and graphed
-steps are padded to the same capacity. Peaks are of torch's allocator, from the start of the process, warm-up
-steps and capture included; no optimizer has made its state, which would hide the difference. What lies
-outside the allocator is the device's used memory less that, so that nothing else may run beside it.
+Each part runs in a process of its own. Eager and graphed steps are padded to the same capacity. Peaks are of
+torch's allocator, from the start of the process, warm-up steps and capture included; no optimizer has made
+its state, which would hide the difference. What lies outside the allocator is the device's used memory less
+that, so that nothing else may run beside it.
 """
 
-import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.measuring.children import Answer, measure_part
 from benchmarks.measuring.clocks import outside_bytes
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, plain
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, check_replays, install
-from benchmarks.subjects.own_steps import NUM_SEQS, StepCase
-from benchmarks.subjects.steps import StepTrainer, batch_of
+from benchmarks.subjects.steps import NUM_SEQS, StepCase, StepTrainer, batch_of, step_case
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 
@@ -28,21 +25,10 @@ WARM_UP_STEPS = 3
 FURTHER_STEPS = 3  # the first of them captures
 MIB = 2**20
 FOUR = "four capacities"
-_MODULE = "benchmarks.bench_memory"
-
-
-def name_of(case: StepCase) -> str:
-    """For tables."""
-    return f"hidden {case.hidden}, {case.layers} layers, packs of {case.tokens}"
-
-
 # By name; whether also measured with three smaller capacities beside the large one.
 CASES = {
-    name_of(case): (case, has_four)
-    for case, has_four in (
-        (StepCase(hidden=1024, layers=24, tokens=8192), True),
-        (StepCase(hidden=4096, layers=24, tokens=8192), False),
-    )
+    f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), has_four)
+    for hidden, has_four in {1024: True, 4096: False}.items()
 }
 
 
@@ -59,54 +45,49 @@ def measure_memory(case: StepCase, what: str) -> Answer:
     install(capacities=capacities(case, what), cuda_graph_warmup_steps=WARM_UP_STEPS)
     graphs = what != "eager"
     trainer = StepTrainer(case.model, beside=False)
-    packs = case.lognormal(WARM_UP_STEPS + FURTHER_STEPS)
+    packs = case.steps(WARM_UP_STEPS + FURTHER_STEPS)
     steps = [[batch_of(pack, trainer.device) for pack in step] for step in packs]
-    for batches in steps[:WARM_UP_STEPS]:
-        trainer.wall_ms(batches, graphs=graphs)
-    outside_before = outside_bytes()
-    for batches in steps[WARM_UP_STEPS:]:
+    for index, batches in enumerate(steps):
+        if index == WARM_UP_STEPS:
+            outside_before = outside_bytes()
         trainer.wall_ms(batches, graphs=graphs)
     reserved = torch.cuda.max_memory_reserved()
     if not graphs:
         return {"reserved": reserved}
     report = megatron.reports()[-1]
     check_replays(report)
-    return {
-        "reserved": reserved,
-        "outside_before": outside_before,
-        "outside": outside_bytes(),
-        "graphs": report["graphs"],
-        "pools": report["pool_bytes"],
-    }
+    outside = {"outside_before": outside_before, "outside": outside_bytes()}
+    return {"reserved": reserved, **outside, "graphs": report["graphs"], "pools": report["pool_bytes"]}
 
 
 def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     """The figures of one model, from what its processes answered."""
     graphed, of_eager = answers["graphed"], answers["eager"]["reserved"]
 
-    def figure(what: str, value: float, unit: str = "MiB", **more: Any) -> Figure:
-        return Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
-
     def executables(answer: Answer) -> int:
         return int(answer["outside"] - answer["outside_before"])
 
     def beside(what: str, value: float, rival: str, its: float, slack: float | None = None) -> Figure:
         bar = None if slack is None else slack * its / MIB
-        return figure(what, value / MIB, bar=bar, rival=rival, rival_value=its / MIB)
+        title, value, its = f"{name}: {what}", value / MIB, its / MIB
+        return Figure(name=title, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
+    outside = "executables, outside the allocator"
     whole = "device memory in all, executables and CUDA's own included"
     figures = [
         beside(peak, graphed["reserved"], same, of_eager, 1.05),
         beside(whole, graphed["reserved"] + graphed["outside"], same, of_eager + graphed["outside_before"]),
-        figure("graphs", graphed["graphs"], "graphs"),
-        figure("executables, outside the allocator", executables(graphed) / MIB),
-        figure("executables, for each graph", executables(graphed) / graphed["graphs"] / 1024, "KiB"),
-        figure("pools of the graphs", graphed["pools"] / MIB),
     ]
+    values = {
+        "graphs": (graphed["graphs"], "graphs"),
+        outside: (executables(graphed) / MIB, "MiB"),
+        "executables, for each graph": (executables(graphed) / graphed["graphs"] / 1024, "KiB"),
+        "pools of the graphs": (graphed["pools"] / MIB, "MiB"),
+    }
+    figures += plain(name, values)
     if FOUR in answers:
         four, one = answers[FOUR], "the largest capacity alone"
-        outside = "executables, outside the allocator"
         figures += [
             beside(f"{FOUR}, {peak}", four["reserved"], one, graphed["reserved"], 1.10),
             beside(f"{FOUR}, pools of the graphs", four["pools"], one, graphed["pools"], 1.10),
@@ -120,15 +101,12 @@ def measure(measurement: Measurement) -> None:
 
     def measured(name: str, has_four: bool) -> list[Figure]:
         parts = ("eager", "graphed", *([FOUR] if has_four else []))
-        return figures_of(name, {what: measure_part(_MODULE, name, what) for what in parts})
+        return figures_of(name, {what: measure_part(__name__, name, what) for what in parts})
 
     for name, (_, has_four) in CASES.items():
         measurement.take(name, partial(measured, name, has_four))
 
 
-def _answer(name: str, what: str) -> None:
+def answer(name: str, what: str) -> None:
+    """A model, graphed or eager."""
     answer_ours(lambda: measure_memory(CASES[name][0], what), seeded=True)
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])

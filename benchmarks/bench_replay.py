@@ -3,23 +3,20 @@
 
 A stack of 24 layers of 12 parameters, hidden 1024, on packs of 256 tokens: the host is always the limit.
 Times are for each layer of the whole stack, the device idle before each pass, so that no launch waits
-for a full queue. Each part runs in a process of its own (`python -m benchmarks.bench_replay PART`): a
+for a full queue. Each part runs in a process of its own: a
 capture that fails may leave its process useless.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import beside_each, differences, timed, timed_ratio
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.figures import Measurement, beside_each, differences, timed, timed_ratio
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import eager_calls, flat_banks, rival_layers
+from benchmarks.subjects import eager_calls, flat_banks, layers
 from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.own_layers import measure_stacks
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
 
@@ -28,30 +25,29 @@ BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 EAGER_BAR = 2.0  # us a model call
-WITHOUT_ENGINE = "backward without autograd's own call"
-_MODULE = "benchmarks.bench_replay"
-# By part. The rows of these rivals are one unpacked document.
-RIVALS: dict[str, tuple[str, Callable[[ModelOptions], Answer]]] = {
-    "torch_plain": (
-        "torch.cuda.make_graphed_callables, plain layers",
-        rival_layers.torchs_graphs_of_plain_layers,
-    ),
-    "torch": ("torch.cuda.make_graphed_callables", rival_layers.torchs_graphs),
-    "local": ("Megatron's graphs, local", rival_layers.megatrons_graphs),
-    "te": ("Transformer Engine's make_graphed_callables", rival_layers.transformer_engines_graphs),
-    "te_eager": ("Transformer Engine's layers, eager", rival_layers.transformer_engines_eager),
+NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
+# The rows of these are one unpacked document.
+RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
+    "torch.cuda.make_graphed_callables, plain layers": layers.torchs_graphs_of_plain_layers,
+    "torch.cuda.make_graphed_callables": layers.torchs_graphs,
+    "Megatron's graphs, local": layers.megatrons_graphs,
+    "Transformer Engine's make_graphed_callables": layers.transformer_engines_graphs,
+    "Transformer Engine's layers, eager": layers.transformer_engines_eager,
 }
 PARTS: dict[str, Callable[[ModelOptions], dict[str, Any]]] = {
-    "own": measure_stacks,
+    "own": layers.measure_stacks,
     "banks": lambda _: flat_banks.measure_banks(),
     "calls": lambda _: eager_calls.measure_calls(),
 }
 
 
 def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
-    """Each pass of a layer against each rival, the share that is the plugin's own, and what is beside."""
+    """Each pass of a layer against each rival, the share that is the plugin's own, and what is beside.
+
+    Beside: a layer in a step's last micro-batch, and what of a micro-batch is not its layers.
+    """
     graphed, everyone = own["stack"]["graphed"], {"eager": own["stack"]["eager"], **rivals}
-    figures = []
+    last, figures, lasts = own["last"], list[Figure](), list[Figure]()
     for phase, bar in BARS.items():
         ours, bare = graphed[phase], graphed[f"bare {phase}"]
         layer = f"host time of a graphed layer, {phase}"
@@ -64,7 +60,19 @@ def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
             _own_share(f"{share}, median", ours, bare, bar=OWN_SHARE_BAR),
             Figure(name=f"{share}, fastest", value=min(ours) - min(bare), unit="us"),
         ]
-    return [*figures, *_further_figures(own["last"], graphed)]
+        title = f"{layer}, last micro-batch with overlap_grad_reduce"
+        eager, least_us = median(last["eager"][phase]), median(last["graphed"][f"bare {phase}"])
+        rival = {"rival": "eager", "rival_value": eager, "floor": least_us}
+        lasts.append(timed(title, last["graphed"][phase], "us", **rival))
+    without, bare, what = graphed[NO_ENGINE], graphed["bare backward"], f"{WITHOUT_ENGINE}, median"
+    return [
+        *figures,
+        *lasts,
+        timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
+        _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
+        timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
+        timed("begin and end of a micro-batch", graphed["around"], "us"),
+    ]
 
 
 def _read(phase: str, pick: Callable[[list[float]], float], times: Answer) -> float:
@@ -76,30 +84,6 @@ def _own_share(name: str, ours: list[float], bare: list[float], **more: Any) -> 
     return timed(name, differences(ours, bare), "us", value=value, **more)
 
 
-def _further_figures(last: Answer, graphed: Answer) -> list[Figure]:
-    """What a layer costs in a step's last micro-batch, and what of a micro-batch is not its layers."""
-    lasts = [
-        timed(
-            f"host time of a graphed layer, {phase}, last micro-batch with overlap_grad_reduce",
-            last["graphed"][phase],
-            "us",
-            rival="eager",
-            rival_value=median(last["eager"][phase]),
-            floor=median(last["graphed"][f"bare {phase}"]),
-        )
-        for phase in BARS
-    ]
-    without, bare = graphed["backward without engine"], graphed["bare backward"]
-    what = f"{WITHOUT_ENGINE}, median"
-    return [
-        *lasts,
-        timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
-        _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
-        timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
-        timed("begin and end of a micro-batch", graphed["around"], "us"),
-    ]
-
-
 def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
     """Times of each bank, and how flat they are: each against one variant in one slot.
 
@@ -107,9 +91,8 @@ def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
     """
     figures = []
     (first, one), *others = banks.items()
-    for phase in BARS:
-        key = phase if phase == "forward" else "backward without engine"
-        title, bare = phase if phase == "forward" else WITHOUT_ENGINE, f"bare {phase}"
+    for key, title in {"forward": "forward", NO_ENGINE: WITHOUT_ENGINE}.items():
+        bare = f"bare {key.partition(' ')[0]}"
         chain = f"host time of a site in a chain of {flat_banks.SITES}, {title}"
         figures += [
             timed(f"{chain}, {name}", answer[key], "us", floor=median(answer[bare]))
@@ -146,24 +129,20 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
 
 def measure(measurement: Measurement) -> None:
     """Measures layers beside everybody else's, banks of many variants, and eager calls."""
-    ask = partial(measure_part, _MODULE)
+    ask = partial(measure_part, __name__)
 
-    def layers() -> list[Figure]:
-        own = ask("own")
-        return layer_figures(own, {name: try_part(_MODULE, part) for part, (name, _) in RIVALS.items()})
+    def beside_rivals() -> list[Figure]:
+        return layer_figures(ask("own"), {name: try_part(__name__, name) for name in RIVALS})
 
-    measurement.take("layers", layers)
+    measurement.take("layers", beside_rivals)
     measurement.take("banks", lambda: bank_figures(ask("banks")))
     measurement.take("calls", lambda: call_figures(ask("calls")))
 
 
-def _answer(part: str) -> None:
-    options = model_options(HIDDEN, layers=rival_layers.LAYERS, tokens=rival_layers.TOKENS)
+def answer(part: str) -> None:
+    """A part of ours, or a rival."""
+    options = model_options(HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
     if part in PARTS:
-        answer_ours(lambda: PARTS[part](options))
+        answer_ours(partial(PARTS[part], options))
     else:
-        answer_rival(lambda: RIVALS[part][1](options))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+        answer_rival(partial(RIVALS[part], options))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`rope_thd` against a device copy of the same bytes, and against other ways to rotate a pack.
 
-Ours and the copy are timed alike, in turns, between events. A rival counts the time of its kernels only,
-without the gaps between them: its host may be slower than the GPU.
+Ours and the copy are timed alike, in turns, between events. Of a rival only the kernels count, without the
+gaps between them: its host may be slower than the GPU.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.children import Answer, tell, told, try_part
-from benchmarks.measuring.clocks import copy_of, device_us
-from benchmarks.measuring.figures import beside_each, timed_ratio
-from benchmarks.measuring.kernels import kernel_us
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import copy_of, device_us, kernel_us
+from benchmarks.measuring.figures import Measurement, beside_each, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
@@ -29,7 +26,7 @@ DEVICE = "cuda"
 HEAD_DIM = 128
 SMALL_MIB, LARGE_MIB = (8, 16, 32), (64, 160, 320)
 SMALL_BAR, LARGE_BAR = 1.3, 0.92  # times a copy's time; of its bandwidth
-LAYOUTS = {"NeoX": False, "interleaved": True}
+LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleaved"}
 DIRECTIONS = ("forward", "backward")
 # Rivals rotate these, NeoX; the last of the sizes is compiled for.
 RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)
@@ -55,21 +52,14 @@ class Inputs:
         row_bytes = sum(self.heads) * HEAD_DIM * 2
         return -(-(self.mib << 20) // row_bytes // 16) * 16
 
-    @property
-    def num_bytes(self) -> int:
-        """Of q and k together."""
-        return self.tokens * sum(self.heads) * HEAD_DIM * 2
-
     def offsets(self) -> Tensor:
         """About a document for each 1,024 rows, which fill the pack."""
         return lognormal_offsets(self.tokens, max(round(self.tokens / 1024), 1), device=DEVICE)
 
     def pair(self) -> list[Tensor]:
         """Random q and k, [T, heads, 128]."""
-        return [
-            torch.randn(self.tokens, heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-            for heads in self.heads
-        ]
+        random = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+        return [random(self.tokens, heads, HEAD_DIM) for heads in self.heads]
 
     def angles(self, *, interleaved: bool) -> Tensor:
         """Of each position of the longest document and one more, [positions, 1, 1, 128] in float32.
@@ -85,7 +75,7 @@ class Inputs:
 
 def measure(measurement: Measurement) -> None:
     """Measures every size of both models, and the rivals at two of them."""
-    answer = try_part("benchmarks.bench_rope", "rivals", timeout=RIVAL_SECONDS)
+    answer = try_part(__name__, timeout=RIVAL_SECONDS)
     for heads, mib in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB)):
         inputs = Inputs(heads, mib)
         measurement.take(str(inputs), partial(_figures_of, inputs, answer))
@@ -93,42 +83,31 @@ def measure(measurement: Measurement) -> None:
 
 def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
     figures: list[Figure] = []
-    cu_seqlens, tensors, copying = inputs.offsets(), inputs.pair(), copy_of(inputs.num_bytes)
-    for cold in (False, True):
-        for (layout, interleaved), direction in itertools.product(LAYOUTS.items(), DIRECTIONS):
-            angles = inputs.angles(interleaved=interleaved).flatten(1)
-            cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-            call = _ours(direction, tensors, cos, sin, cu_seqlens, interleaved)
-            ours, copy = device_us((call, copying), cold=cold)
-            name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
-            if inputs.mib in SMALL_MIB:
-                title = f"{name}: time over a copy's"
-                figures.append(timed_ratio(title, ours, copy, "ratio", bar=SMALL_BAR, floor=1.0))
-                continue
-            title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
-            figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
-            if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
-                rivals = [MEGATRON, TRANSFORMER_ENGINE, *([COMPILED] if inputs.mib == RIVAL_MIB[-1] else [])]
-                figures += beside_each(
-                    replace(figures[-1], name=f"{title}, beside a rival"),
-                    {rival: told(answer, _key(rival, inputs.mib, direction)) for rival in rivals},
-                    partial(_share_of, median(copy)),
-                )
+    cu_seqlens, tensors = inputs.offsets(), inputs.pair()
+    copying = copy_of(inputs.tokens * sum(inputs.heads) * HEAD_DIM * 2)
+    for cold, layout, direction in itertools.product((False, True), LAYOUTS, DIRECTIONS):
+        is_forward, interleaved = direction == "forward", layout == "interleaved"
+        angles = inputs.angles(interleaved=interleaved).flatten(1)
+        how = (tensors, angles.cos().bfloat16(), angles.sin().bfloat16(), cu_seqlens)
+        forward = partial(ops.rope_thd, *how, layout=LAYOUTS[layout])
+        backward = partial(torch.ops.megagraph.rope_thd_backward, *how, interleaved=interleaved)
+        ours, copy = device_us((forward if is_forward else backward, copying), cold=cold)
+        name = f"{inputs}, {layout}, {direction}, {'cold' if cold else 'warm'}"
+        if inputs.mib in SMALL_MIB:
+            title = f"{name}: time over a copy's"
+            figures.append(timed_ratio(title, ours, copy, "ratio", bar=SMALL_BAR, floor=1.0))
+            continue
+        title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
+        figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
+        if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
+            rivals = {who: told(answer, _key(who, inputs.mib, direction)) for who in _rivals_at(inputs.mib)}
+            figure = replace(figures[-1], name=f"{title}, beside a rival")
+            figures += beside_each(figure, rivals, partial(_share_of, median(copy)))
     return figures
 
 
 def _share_of(copy_us: float, answer: Answer) -> float:
     return copy_us / float(answer["us"])
-
-
-def _ours(
-    direction: str, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, cu_seqlens: Tensor, interleaved: bool
-) -> Callable[[], object]:
-    if direction == "forward":
-        layout: ops.RopeLayout = "interleaved" if interleaved else "neox"
-        return lambda: ops.rope_thd(tensors, cos, sin, cu_seqlens, layout=layout)
-    backward = torch.ops.megagraph.rope_thd_backward
-    return lambda: backward(tensors, cos, sin, cu_seqlens, interleaved=interleaved)
 
 
 def _key(rival: str, mib: int, direction: str) -> str:
@@ -137,25 +116,6 @@ def _key(rival: str, mib: int, direction: str) -> str:
 
 # Rotates q and k.
 Rotation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
-    """Measures q and k, forward and backward."""
-    leaves, grads = [t.requires_grad_() for t in inputs.pair()], inputs.pair()
-    rotated: list[Tensor] = []
-
-    def forward() -> float:
-        rotate = make(inputs)
-        rotated[:] = rotate(leaves)
-        return kernel_us(lambda: rotate(leaves))
-
-    def backward() -> float:
-        if not rotated:
-            raise RuntimeError("its forward failed")
-        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
-
-    tell(_key(rival, inputs.mib, "forward"), forward)
-    tell(_key(rival, inputs.mib, "backward"), backward)
 
 
 def _megatrons(inputs: Inputs) -> Rotation:
@@ -170,15 +130,9 @@ def _megatrons(inputs: Inputs) -> Rotation:
 def _transformer_engines(inputs: Inputs) -> Rotation:
     from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
-
-    def rotate(t: Tensor) -> Tensor:
-        out: Tensor = apply_rotary_pos_emb(
-            t, angles, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens, cp_size=1, cp_rank=0
-        )
-        return out
-
-    return lambda tensors: [rotate(t) for t in tensors]
+    angles, pack = inputs.angles(interleaved=False), {"tensor_format": "thd", "cu_seqlens": inputs.offsets()}
+    rotate = partial(apply_rotary_pos_emb, fused=True, **pack, cp_size=1, cp_rank=0)
+    return lambda tensors: [rotate(t, angles) for t in tensors]
 
 
 def _compiled(inputs: Inputs) -> Rotation:
@@ -198,7 +152,13 @@ def _compiled(inputs: Inputs) -> Rotation:
     return lambda tensors: compiled(*tensors)
 
 
-def _tell_rivals() -> None:
+def _rivals_at(mib: int) -> dict[str, Callable[[Inputs], Rotation]]:
+    further = {COMPILED: _compiled} if mib == RIVAL_MIB[-1] else {}
+    return {MEGATRON: _megatrons, TRANSFORMER_ENGINE: _transformer_engines, **further}
+
+
+def answer() -> None:
+    """Tells of each rival, forward and backward of q and k."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -206,13 +166,22 @@ def _tell_rivals() -> None:
     torch._inductor.config.compile_threads = 1
     torch._functorch.config.donated_buffer = False
     for mib in RIVAL_MIB:
-        inputs = Inputs(RIVAL_HEADS, mib)
-        _tell_rival(MEGATRON, inputs, _megatrons)
-        _tell_rival(TRANSFORMER_ENGINE, inputs, _transformer_engines)
-    _tell_rival(COMPILED, inputs, _compiled)
+        for rival, make in _rivals_at(mib).items():
+            _tell_rival(rival, Inputs(RIVAL_HEADS, mib), make)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != ["rivals"]:
-        sys.exit("usage: python -m benchmarks.bench_rope rivals")
-    _tell_rivals()
+def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
+    leaves, grads, rotated = [t.requires_grad_() for t in inputs.pair()], inputs.pair(), list[Tensor]()
+
+    def forward() -> float:
+        rotate = make(inputs)
+        rotated[:] = rotate(leaves)
+        return kernel_us(lambda: rotate(leaves))
+
+    def backward() -> float:
+        if not rotated:
+            raise RuntimeError("its forward failed")
+        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
+
+    tell(_key(rival, inputs.mib, "forward"), forward)
+    tell(_key(rival, inputs.mib, "backward"), backward)

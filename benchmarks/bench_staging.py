@@ -12,11 +12,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.figures import timed
-from benchmarks.measuring.kernels import Work, device_work, times_of
-from benchmarks.measuring.publish import Measurement
+from benchmarks.measuring.clocks import Work, device_work, times_of
+from benchmarks.measuring.figures import Measurement, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.packs import lognormal_offsets
+from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C, Bank, VariantSpec
 from megagraph.bank.sites import MetadataSpec
 
@@ -26,6 +25,7 @@ CAPACITIES = (64, 256)  # document slots
 HIDDEN_SHAPES = ((8192, 1024), (8192, 4096), (16384, 2048))
 TAIL = 100  # rows past the last document
 KERNEL, COPY = "stage_segments_kernel", "Memcpy DtoD"
+CACHES = ("warm cache", "cold cache")
 REPEATS = 30
 
 
@@ -69,20 +69,12 @@ class Staged:
             "valid_tokens": MetadataSpec(kind=kinds.COUNT, example=count, source=0, shared=True),
         }
         if self.rows_described:
-            mask = torch.zeros(self.tokens, dtype=torch.bool, device=DEVICE)
-            positions = torch.zeros(self.tokens, dtype=torch.int32, device=DEVICE)
+            zeros = partial(torch.zeros, self.tokens, device=DEVICE)
+            mask, positions = zeros(dtype=torch.bool), zeros(dtype=torch.int32)
             metadata["mask"] = MetadataSpec(kind=kinds.MASK, example=mask, source=-1)
             metadata["positions"] = MetadataSpec(kind=kinds.COPY, example=positions, source=2)
-        rows, *row_shape = self.hidden
-        return VariantSpec(
-            key="pack",
-            training=False,
-            rows=rows,
-            row_shape=tuple(row_shape),
-            dtype=torch.bfloat16,
-            metadata=metadata,
-            end_source=1,
-        )
+        hidden = torch.empty(self.hidden, dtype=torch.bfloat16, device="meta")
+        return variant_of(hidden, training=False, metadata=metadata, end_source=1)
 
 
 def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
@@ -103,8 +95,7 @@ def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
 
     try:
         work = device_work(micro_batch, repeats=REPEATS, cold=cold)
-        counters = bank.counters()
-        if counters["replays"] != counters["calls"]:
+        if (counters := bank.counters())["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
         return work
     finally:
@@ -118,9 +109,8 @@ def _measure_metadata() -> list[Figure]:
     figures = []
     for cold, documents, described in itertools.product((False, True), CAPACITIES, (False, True)):
         staged = Staged(documents=documents, tokens=TOKENS, rows_described=described)
-        times = times_of(device_work_of(staged, cold=cold), KERNEL)
-        name = f"metadata alone, {_cache(cold)}: {staged}"
-        figures.append(timed(name, times, "us", bar=5, floor=floor))
+        times, cache = times_of(device_work_of(staged, cold=cold), KERNEL), CACHES[cold]
+        figures.append(timed(f"metadata alone, {cache}: {staged}", times, "us", bar=5, floor=floor))
     return figures
 
 
@@ -136,21 +126,15 @@ def _measure_launches() -> list[Figure]:
 def _measure_hidden(tokens: int, width: int) -> list[Figure]:
     staged = Staged(documents=64, tokens=tokens, hidden=(tokens, 1, width))
     source = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
+    target, figures = torch.empty_like(source), []
     what = f"hidden states of {tokens} x {width} with {TAIL} rows zeroed, and metadata"
-    figures = []
     for cold in (False, True):
         copied = device_work(lambda: target.copy_(source), repeats=REPEATS, cold=cold)
-        work = device_work_of(staged, cold=cold)
-        name = f"{what}, {_cache(cold)}: share of a copy's bandwidth"
         copy_us = median(times_of(copied, COPY))
-        shares = [copy_us / us for us in times_of(work, KERNEL)]
+        shares = [copy_us / us for us in times_of(device_work_of(staged, cold=cold), KERNEL)]
+        name = f"{what}, {CACHES[cold]}: share of a copy's bandwidth"
         figures.append(timed(name, shares, "share", bar=0.90, better="higher", floor=1.0))
     return figures
-
-
-def _cache(cold: bool) -> str:
-    return "cold cache" if cold else "warm cache"
 
 
 def measure(measurement: Measurement) -> None:

@@ -2,10 +2,10 @@
 """Whole training steps on packs: the wall of `forward_backward_func`, its floor, eager and Megatron's graphs.
 
 The floor of a step is its own graphs launched back to back by a loop in C, plus the GPU time of what runs
-outside of graphs. Each case runs in a process of its own (`python -m benchmarks.bench_step CASE WHAT`), one
-after another. No deterministic algorithms; Python's cyclic garbage waits while steps are timed; the
-optimizer steps never. Every way to run a step has the same packs. Models are built on a side stream, as
-Megatron-LM does, so that eager adds gradients beside its backward pass.
+outside of graphs. Each case runs in a process of its own, one after another. No deterministic algorithms;
+Python's cyclic garbage waits while steps are timed; the optimizer steps never. Every way to run a step has
+the same packs. Models are built on a side stream, as Megatron-LM does, so that eager adds gradients beside
+its backward pass.
 
 Packs are full: documents of many lengths, the last one cut. So every way to run a step has the same physical
 tokens. Eager is measured twice: with the plugin, graphs disabled, which pads packs to their capacity as
@@ -13,32 +13,29 @@ graphs need them, and so launches attention for all document slots; and without 
 with our attention and RoPE, which Megatron's local layers need.
 """
 
-import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import beside_each, ratios, timed
-from benchmarks.measuring.publish import Measurement, publish
+from benchmarks.measuring.figures import Measurement, beside_each, plain, publish, ratios, timed
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.own_steps import RIVALS, StepCase, measure_ours, measure_rival
+from benchmarks.subjects.steps import RIVALS, StepCase, measure_ours, measure_rival, step_case
 
 TIMEOUT_SECONDS = 240
 TIMELINE = "hidden 1024, packs of 4096"
 SAME_PACKS = "eager with the plugin, graphs disabled"
 UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
-_MODULE = "benchmarks.bench_step"
 CASES = {
     case.name: case
     for case in (
-        StepCase(hidden=512, layers=24, tokens=2048),
-        StepCase(hidden=1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
-        StepCase(hidden=1024, layers=24, tokens=8192),
-        StepCase(hidden=2048, layers=8, tokens=16384),
-        StepCase(hidden=4096, layers=4, tokens=8192),
+        step_case(512, layers=24, tokens=2048),
+        step_case(1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
+        step_case(1024, layers=24, tokens=8192),
+        step_case(2048, layers=8, tokens=16384),
+        step_case(4096, layers=4, tokens=8192),
     )
 }
 
@@ -48,7 +45,7 @@ def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
     of_step: dict[int, list[float]] = {step: [] for step in sorted(set(order))}
     for step, wall in zip(order, walls, strict=True):
         of_step[step].append(wall)
-    return [statistics.median(walls) for walls in of_step.values()]
+    return [median(walls) for walls in of_step.values()]
 
 
 def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
@@ -60,26 +57,22 @@ def figures_of(case: StepCase, ours: Answer, rivals: Mapping[str, Answer]) -> li
     others = {SAME_PACKS: {"walls": ours["eager"]}, UNPATCHED: unpatched}
     others |= {f"{RIVALS[kind]}, canonical packs, our RoPE": answer for kind, answer in rivals.items()}
     step = f"{case.name}: step"
-    middle = timed(f"{step}, median", graphed, "ms", floor=statistics.median(floors) if floors else None)
-    least = Figure(
-        name=f"{step}, fastest", value=min(graphed), unit="ms", floor=min(floors) if floors else None
-    )
+    floor, lowest = (median(floors), min(floors)) if floors else (None, None)
+    middle = timed(f"{step}, median", graphed, "ms", floor=floor)
+    least = Figure(name=f"{step}, fastest", value=min(graphed), unit="ms", floor=lowest)
     figures = [
-        *beside_each(middle, others, lambda answer: statistics.median(answer["walls"])),
+        *beside_each(middle, others, lambda answer: median(answer["walls"])),
         *beside_each(least, others, lambda answer: float(min(answer["walls"]))),
     ]
     if floors:
-        name = f"{case.name}: floor: GPU time outside of graphs"
+        over, title = ratios(graphed, floors), f"{case.name}: floor"
         figures += [
-            timed(
-                f"{case.name}: forward_backward_func wall / floor", ratios(graphed, floors), "ratio", bar=1.03
-            ),
-            timed(f"{case.name}: floor: graphs launched by a bare loop", bare, "ms"),
-            timed(name, outside, "ms"),
+            timed(f"{case.name}: forward_backward_func wall / floor", over, "ratio", bar=1.03),
+            timed(f"{title}: graphs launched by a bare loop", bare, "ms"),
+            timed(f"{title}: GPU time outside of graphs", outside, "ms"),
         ]
-    figures += _beside_eager(case, ours)
-    busy = f"{case.name}: GPU busy in the traced step"
-    return [*figures, Figure(name=busy, value=ours["busy_ms"], unit="ms")]
+    busy = plain(case.name, {"GPU busy in the traced step": (ours["busy_ms"], "ms")})
+    return [*figures, *_beside_eager(case, ours), *busy]
 
 
 def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
@@ -113,34 +106,26 @@ def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
     return figures
 
 
-def timeline_figures(rows: Mapping[str, float], wall_us: float) -> list[Figure]:
-    """The figures of a timeline; its first row is the wall, beside that without a profiler."""
-    figures = [Figure(name=name, value=value, unit="us") for name, value in rows.items()]
-    return [replace(figures[0], rival="without the profiler", rival_value=wall_us), *figures[1:]]
-
-
 def measure(measurement: Measurement) -> None:
     """Measures every case; writes step_timeline.json beside step.json."""
 
     def measured(name: str, case: StepCase) -> list[Figure]:
-        ours = measure_part(_MODULE, name, "ours", timeout=TIMEOUT_SECONDS)
+        ours = measure_part(__name__, name, "ours", timeout=TIMEOUT_SECONDS)
         if name == TIMELINE:
             traced_us = by_step(ours["graphed"], ours["order"])[0] * 1e3  # of the traced packs
-            path = measurement.path.with_name("step_timeline.json")
-            publish(path, timeline_figures(ours["timeline"], traced_us))
-        rivals = {kind: try_part(_MODULE, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
+            wall, *others = (Figure(name=row, value=us, unit="us") for row, us in ours["timeline"].items())
+            wall = replace(wall, rival="without the profiler", rival_value=traced_us)
+            publish(measurement.path.with_name("step_timeline.json"), [wall, *others])
+        rivals = {kind: try_part(__name__, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
         return figures_of(case, ours, rivals)
 
     for name, case in CASES.items():
         measurement.take(name, partial(measured, name, case))
 
 
-def _answer(name: str, kind: str) -> None:
+def answer(name: str, kind: str) -> None:
+    """Ours of a case, or a rival of it."""
     if kind == "ours":
-        answer_ours(lambda: measure_ours(CASES[name]), seeded=True)
+        answer_ours(partial(measure_ours, CASES[name]), seeded=True)
     else:
-        answer_rival(lambda: measure_rival(CASES[name], kind))
-
-
-if __name__ == "__main__":
-    _answer(*sys.argv[1:])
+        answer_rival(partial(measure_rival, CASES[name], kind))

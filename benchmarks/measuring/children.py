@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a part of a benchmark in a process of its own, and reads the JSON that it prints."""
+"""Runs a part of a benchmark in a process of its own, and reads the JSON that it prints.
+
+`python -m benchmarks.measuring.children MODULE ARGUMENTS` is such a process.
+"""
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 # What a measurement answers, as JSON; with `error`, in one short line, where it failed.
@@ -42,21 +48,21 @@ def tell(key: str, measure: Callable[[], float]) -> None:
 def try_part(
     module: str, *arguments: str, timeout: float = 300, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Runs `python -m MODULE ARGUMENTS` to its end; out of time, it is killed with all that it started.
+    """Calls `MODULE.answer(ARGUMENTS)` elsewhere; out of time, it is killed with all that it started.
 
     `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers all
     objects that the process printed, one a line, as one; with `error` where it failed or printed none.
     """
     what = " ".join([module, *arguments])
-    print("$ python -m", what, flush=True)
-    command = [sys.executable, "-m", module, *arguments]
+    command = ["-m", "benchmarks.measuring.children", module, *arguments]
+    print("$ python", shlex.join(command), flush=True)
     variables = {**os.environ, **(environment or {})}
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as out,
-        tempfile.TemporaryFile("w+", errors="replace") as log,
-    ):
+    a_file = partial(tempfile.TemporaryFile, "w+", errors="replace")
+    with a_file() as out, a_file() as log:
         # A session of its own, so that whatever it starts can be ended with it.
-        process = subprocess.Popen(command, env=variables, stdout=out, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *command], env=variables, stdout=out, stderr=log, start_new_session=True
+        )
         how = f"was killed: took over {timeout} s"
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,8 +77,8 @@ def try_part(
     if process.returncode == 0 and answer:
         print(f"{what}: {str(answer)[:250]}", flush=True)
         return answer
-    last = [line for line in logged.splitlines() if line.strip()][-1:]
-    why = "printed no answer" if process.returncode == 0 else f"{how}: {' '.join(last)}"[:200]
+    last = " ".join([line for line in logged.splitlines() if line.strip()][-1:])
+    why = "printed no answer" if process.returncode == 0 else f"{how}: {last}"[:200]
     print(f"{what}: {why}\n{logged[-6000:]}", file=sys.stderr, flush=True)
     return {**answer, "error": why}
 
@@ -98,3 +104,7 @@ def _objects_of(out: str) -> Answer:
             found = json.loads(line)
             answer |= found if isinstance(found, dict) else {}
     return answer
+
+
+if __name__ == "__main__":
+    importlib.import_module(sys.argv[1]).answer(*sys.argv[2:])

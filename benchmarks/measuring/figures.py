@@ -1,40 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes figures of timings, and sets them beside rivals that may have failed."""
+"""Makes figures of timings, beside rivals that may have failed, and shows and writes those of a benchmark."""
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import sub, truediv
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.measuring.children import Answer
-from benchmarks.measuring.results import Comparison, Figure
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.measuring.children import Answer, described
+from benchmarks.measuring.environment import ROOT, describe_environment
+from benchmarks.measuring.results import Comparison, Figure, Result, write_result
+
+RESULTS = ROOT / "benchmarks" / "results"
 Times = Sequence[float]
 
 
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
     """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
-    middle = statistics.median(times) if value is None else value
-    return Figure(
-        name=name, value=middle, unit=unit, p10=percentile(times, 10), p90=percentile(times, 90), **more
+    middle, low, high = (
+        median(times) if value is None else value,
+        percentile(times, 10),
+        percentile(times, 90),
     )
+    return Figure(name=name, value=middle, unit=unit, p10=low, p90=high, **more)
 
 
 def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -> Figure:
     """The ratio of two medians, with the percentiles of the ratios of the pairs."""
-    value = statistics.median(above) / statistics.median(below)
+    value = median(above) / median(below)
     return timed(name, ratios(above, below), unit, value=value, **more)
+
+
+def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
+    """Figures of values and their units, by what they are of."""
+    return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
 
 
 def percentile(times: Times, percent: float) -> float:
     """Between the two samples around it, linearly."""
-    ordered = sorted(times)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    ordered, place = sorted(times), (len(times) - 1) * percent / 100
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return below + (above - below) * (place % 1)
 
 
 def ratios(above: Times, below: Times) -> list[float]:
@@ -62,18 +76,54 @@ def beside_each(
     return [*rows[:1], *(replace(row, bar=None) for row in rows[1:])]
 
 
-def comparison_of(compared: Sequence[Answer]) -> Comparison | None:
-    """Adds up answers with `differences`, `steps` and the `reports` of every rank; None of none."""
-    if not compared:
-        return None
-    reports = [report for answer in compared for report in answer["reports"]]
-    eager: Counter[str] = Counter()
-    for report in reports:
-        eager.update(report["eager"])
-    return Comparison(
-        bitwise_equal=not any(answer["differences"] for answer in compared),
-        steps=sum(answer["steps"] for answer in compared),
-        calls=sum(report["calls"] for report in reports),
-        replays=sum(report["replays"] for report in reports),
-        eager=dict(eager),
-    )
+def show(title: str, figures: Sequence[Figure]) -> None:
+    """Prints ours, its spread, the rival, their ratio and the floor, a line for each figure."""
+    columns = ("figure", "ours", "10 - 90 %", "unit", "bar", "rival", "its", "ours / its", "floor")
+    table = Table(*columns, title=title)
+    for figure in figures:
+        rival = figure.rival_value
+        table.add_row(
+            figure.name,
+            f"{figure.value:.4g}",
+            "" if figure.p10 is None else f"{figure.p10:.3g} - {figure.p90:.3g}",
+            figure.unit,
+            "" if figure.bar is None else f"{figure.bar:.4g} {'holds' if figure.holds else 'MISSED'}",
+            figure.rival or "",
+            "" if rival is None else f"{rival:.4g}",
+            "" if not rival else f"{figure.value / rival:.3g}",
+            "" if figure.floor is None else f"{figure.floor:.4g}",
+        )
+    Console(width=None if os.environ.get("COLUMNS") else 200).print(table)
+
+
+def publish(path: Path, figures: Sequence[Figure], comparison: Comparison | None = None) -> None:
+    """Prints the figures and writes them to `path`."""
+    show(path.stem, figures)
+    environment = describe_environment()
+    write_result(path, Result(environment=environment, figures=tuple(figures), comparison=comparison))
+    said = "" if comparison is None else f"; bit-equal: {comparison.bitwise_equal}"
+    print(f"wrote {path}{said}", flush=True)
+
+
+class Measurement:
+    """The figures of one benchmark, part by part. A part that fails is named, and the others stay."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path  # of its result
+        self.figures: list[Figure] = []
+        self._failures: list[str] = []
+
+    def take(self, what: str, part: Callable[[], Iterable[Figure]]) -> None:
+        """Measures a part."""
+        try:
+            self.figures += list(part())
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._failures.append(f"{what}: {described(error)}")
+
+    def publish(self) -> None:
+        """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
+        if self.figures:
+            publish(self.path, self.figures)
+        if self._failures or not self.figures:
+            raise RuntimeError("; ".join(self._failures) or "nothing was measured")

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["Comparison", "Figure", "Result", "read_result", "write_result"]
-
 # Which types JSON may give for each key; bool is none of the numbers.
 Kinds = Mapping[str, tuple[type, ...]]
 Better = Literal["lower", "higher"]
@@ -27,9 +25,8 @@ _FIGURE: Kinds = {
     **{"rival": _TEXT_OR_NONE, "rival_value": _NUMBER_OR_NONE, "floor": _NUMBER_OR_NONE},
 }
 _SPREAD: Kinds = {"p10": _NUMBER, "p90": _NUMBER}
-_COMPARISON: Kinds = {
-    **{"bitwise_equal": (bool,), "steps": (int,), "calls": (int,), "replays": (int,), "eager": (dict,)}
-}
+_COUNTS: Kinds = dict.fromkeys(("steps", "calls", "replays"), (int,))
+_COMPARISON: Kinds = {"bitwise_equal": (bool,), **_COUNTS, "eager": (dict,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +104,10 @@ def read_result(path: Path) -> Result:
     """Reads a result. Raises `ValueError`, naming the file, the key, what was expected and got."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        compared = isinstance(record, dict) and not record.keys().isdisjoint(_COMPARISON)
         if isinstance(record, dict):
             record.setdefault("transformer_engine", None)  # older files lack it
-        compared = isinstance(record, dict) and not record.keys().isdisjoint(_COMPARISON)
-        kinds = {**_ENVIRONMENT, "figures": (list,), **(_COMPARISON if compared else {})}
-        _check(record, kinds, "the file")
+        _check(record, {**_ENVIRONMENT, "figures": (list,), **(_COMPARISON if compared else {})}, "the file")
         figures = tuple(_figure_of(each, f"figures[{i}]") for i, each in enumerate(record["figures"]))
         if compared:
             _check(record["eager"], dict.fromkeys(record["eager"], (int,)), "eager")

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for.
+"""Reduces a profiler's trace of training steps to a table: when the GPU works, and whom it waits for."""
 
-Of a trace that `named_phases()` was entered for. Of several steps in a trace the last one counts.
-"""
-
-import bisect
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
@@ -24,8 +20,7 @@ _AROUND_GRAPHS = {
 _NAMES = {_STEP: "between micro-batches", "forward step": "model, between its parts"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(NamedTuple):
     """One kernel, copy or fill; times in microseconds."""
 
     start: float  # on the device
@@ -44,13 +39,9 @@ class Timeline:
     work: Sequence[Work]  # what the step launched, by its start on the device
     phases: Sequence[tuple[float, float, str]]  # of the host: start, end and name, outer ones first
 
-    def graph_us(self) -> float:
-        """Summed duration of what graphs ran."""
-        return sum(work.end - work.start for work in self.work if work.graph is not None)
-
-    def eager_us(self) -> float:
-        """Summed duration of everything else."""
-        return sum(work.end - work.start for work in self.work if work.graph is None)
+    def kernels_us(self) -> float:
+        """Summed duration of all work."""
+        return sum(work.end - work.start for work in self.work)
 
     def eager_span_us(self) -> float:
         """Time in which something outside of graphs ran; work side by side counts once."""
@@ -72,11 +63,9 @@ class Timeline:
         idle["before the first kernel"] = max(0.0, self.work[0].start - self.start)
         before = self.work[0]  # what ends last
         for work in self.work[1:]:
-            gap = work.start - before.end
-            if gap > 0:
+            if (gap := work.start - before.end) > 0:
                 idle[self._waits_for(before, work, gap)] += gap
-            if work.end > before.end:
-                before = work
+            before = max(before, work, key=lambda each: each.end)
         idle["after the last kernel"] = max(0.0, self.end - before.end)
         return dict(sorted(idle.items(), key=lambda item: -item[1]))
 
@@ -93,18 +82,15 @@ class Timeline:
         if not inner:
             return "outside of the schedule"
         start, end, name = inner[-1]
-        around = _AROUND_GRAPHS.get(name)
-        if around is None:
+        if name not in _AROUND_GRAPHS:
             return _NAMES.get(name, name)
-        launches = self._graph_launches
-        first, last = bisect.bisect_left(launches, start), bisect.bisect_right(launches, end) - 1
+        before, within, after = _AROUND_GRAPHS[name]
+        launches = [at for at in self._graph_launches if start <= at <= end]
         if work.graph is not None:
-            return around[1]
-        if first > last:  # ran eager
+            return within
+        if not launches:  # ran eager
             return name
-        if work.launched < launches[first]:
-            return around[0]
-        return around[2] if work.launched > launches[last] else around[1]
+        return before if work.launched < launches[0] else after if work.launched > launches[-1] else within
 
     @functools.cached_property
     def _graph_launches(self) -> list[float]:
@@ -130,35 +116,27 @@ def _covered(work: Iterable[Work]) -> float:
 
 
 def read_timeline(trace: Mapping[str, Any]) -> Timeline:
-    """The last step of a trace in Chrome's format, as torch's profiler exports it.
-
-    Raises:
-        ValueError: where it holds no step.
-    """
+    """The last step of a Chrome trace of `named_phases()`. Raises `ValueError` where it holds no step."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    named = [each for each in events if each.get("cat") == "user_annotation" and _PHASE in each["name"]]
     phases = sorted(
-        ((*_span(event), event["name"].removeprefix(_PHASE)) for event in events if _is_phase(event)),
+        ((*_span(event), event["name"].removeprefix(_PHASE)) for event in named),
         key=lambda phase: (phase[0], -phase[1]),
     )
     steps = [phase for phase in phases if phase[2] == _STEP]
     if not steps:
         raise ValueError(f"expected a trace with ranges {_PHASE + _STEP!r}, found none")
     start, end, _ = steps[-1]
-    calls = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
-    }
+    calls = {_correlation(event): event for event in events if event.get("cat") in _CALLS}
     work = [_work_of(event, calls) for event in events if event.get("cat") in _DEVICE]
-    launched = sorted(
-        (item for item in work if start <= item.launched <= end), key=lambda item: (item.start, item.end)
-    )
+    launched = sorted((each for each in work if start <= each.launched <= end), key=lambda each: each[:2])
     within = [phase for phase in phases if start <= phase[0] <= end]
     return Timeline(start=start, end=end, work=launched, phases=within)
 
 
-def _is_phase(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)
+def _correlation(event: Mapping[str, Any]) -> int | None:
+    number: int | None = event.get("args", {}).get("correlation")
+    return number
 
 
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:
@@ -166,10 +144,8 @@ def _span(event: Mapping[str, Any]) -> tuple[float, float]:
     return start, start + float(event["dur"])
 
 
-def _work_of(event: Mapping[str, Any], calls: Mapping[int, Mapping[str, Any]]) -> Work:
-    start, end = _span(event)
-    number = event.get("args", {}).get("correlation")
-    call = calls.get(number)
-    launched, returned = (start, start) if call is None else _span(call)
+def _work_of(event: Mapping[str, Any], calls: Mapping[int | None, Mapping[str, Any]]) -> Work:
+    number = _correlation(event)
+    call = None if number is None else calls.get(number)
     graph = number if call is not None and "GraphLaunch" in call["name"] else None
-    return Work(start=start, end=end, launched=launched, returned=returned, graph=graph)
+    return Work(*_span(event), *_span(event if call is None else call), graph)

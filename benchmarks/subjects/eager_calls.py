@@ -2,12 +2,12 @@
 """What the patch adds to a model call that runs eager: host time of its wrappers.
 
 The model under the wrappers does nothing: its forward calls its block, whose forward returns the hidden
-states. A whole call of a small model takes 2.5 ms of Python and scatters by a hundred microseconds, in which
-what is asked for here would be lost.
+states. A real call scatters by a hundred microseconds, in which what is asked for here would be lost.
 """
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring.clocks import host_seconds
-from benchmarks.subjects.hosts import install
+from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.layers import TOKENS, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
-from benchmarks.subjects.rival_layers import TOKENS, made_quickly
 from megagraph import megatron
 from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import Trainer, packed_seq_params
 
 LAYERS, HIDDEN = 2, 256
-ROUNDS = 15
-SAMPLES = 3  # of each round
-CALLS = 100  # of each sample
+ROUNDS, SAMPLES, CALLS = 15, 3, 100  # samples of each round, calls of each sample
 
 
 class _Case(NamedTuple):
@@ -36,11 +34,6 @@ class _Case(NamedTuple):
     num_seqs: int = 8
     packed: bool = True
     scheduled: bool = True  # inside Megatron's schedule, or each call for itself
-
-    @property
-    def unpatched(self) -> "_Case":
-        """What it is compared with."""
-        return _Case(packed=self.packed, scheduled=self.scheduled)
 
 
 CASES = {
@@ -67,10 +60,8 @@ def _idle_models() -> Iterator[None]:
     def return_input(self: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    with (
-        mock.patch.object(GPTModel, "forward", call_block),
-        mock.patch.object(TransformerBlock, "forward", return_input),
-    ):
+    block = mock.patch.object(TransformerBlock, "forward", return_input)
+    with mock.patch.object(GPTModel, "forward", call_block), block:
         yield
 
 
@@ -107,8 +98,7 @@ class _TimedTrainer(Trainer):
         """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
         self.times_us, self.packed = [], case.packed
         if case.mode != "off":
-            counts = (case.num_seqs,)
-            install(mode=case.mode, cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=TOKENS)
+            install_for(TOKENS, case.num_seqs, mode=case.mode)
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
         try:
             with torch.no_grad():
@@ -127,13 +117,13 @@ def measure_calls() -> dict[str, dict[str, list[float]]]:
     """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
     trainer = made_quickly(_TimedTrainer, model_options(HIDDEN, layers=LAYERS, tokens=TOKENS))
     assert isinstance(trainer, _TimedTrainer)
-    kinds = [*CASES.values(), *dict.fromkeys(case.unpatched for case in CASES.values())]
+    unpatched = {name: _Case(packed=of.packed, scheduled=of.scheduled) for name, of in CASES.items()}
+    kinds = [*CASES.values(), *dict.fromkeys(unpatched.values())]
     times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
     with _idle_models():
-        for index in range(ROUNDS):
-            start = index % len(kinds)
-            for kind in kinds[start:] + kinds[:start]:
-                times[kind] += trainer.one_round(kind)
+        for index, offset in itertools.product(range(ROUNDS), range(len(kinds))):
+            kind = kinds[(index + offset) % len(kinds)]
+            times[kind] += trainer.one_round(kind)
     return {
-        name: {"patched": times[case], "unpatched": times[case.unpatched]} for name, case in CASES.items()
+        name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()
     }

@@ -4,6 +4,7 @@
 Plain modules, no Megatron: its blocks have one slot.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,21 +15,19 @@ from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds
 from benchmarks.measuring.figures import differences
 from benchmarks.subjects.inside import bare_loops
-from megagraph import Bank, VariantSpec
+from benchmarks.subjects.packs import hidden_states, variant_of
+from megagraph import Bank
 
 # Name to (variants, slots).
 BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 slots": (1, 16)}
 SITES = 12  # 64 variants of them are 1,536 graphs
 MICRO_BATCHES = 16  # of each bank in a round
-ROUNDS = 12  # each of 64 variants three times
-WARM_UP = 4  # rounds in which each of 64 variants has its first replay
+WARM_UP, ROUNDS = 4, 12  # in the first each of 64 variants has its first replay, then each three
 _PHASES = ("forward", "backward", "engine", "bare forward", "bare backward")
-
-Times = dict[str, list[float]]
 
 
 class Layer(nn.Module):
-    """A transformer layer of 12 parameters on rows [T, 1, H], with Megatron's `main_grad`."""
+    """A transformer layer of 12 parameters on rows [T, 1, H]."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -37,18 +36,12 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
-    def add_main_grads(self) -> None:
-        """Gives each parameter the float32 gradient that Megatron's DDP would."""
-        for param in self.parameters():
-            param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
-
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)
         q, k, v = self.qkv(self.attention_norm(rows)).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
         rows = rows + self.out(attended[0].transpose(0, 1).flatten(1))
-        rows = rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))
-        out: Tensor = rows.view_as(hidden)
+        out: Tensor = (rows + self.down(F.gelu(self.up(self.mlp_norm(rows))))).view_as(hidden)
         return out
 
 
@@ -58,30 +51,16 @@ def keys_of_round(index: int, *, variants: int, slots: int) -> list[int]:
     return [(index * flights + flight) % variants for flight in range(flights)]
 
 
-def answer_of(seconds: Times) -> Answer:
-    """Microseconds of each phase for each site, `engine` for all together, and backwards less the engine."""
-    every = {**seconds, "backward without engine": differences(seconds["backward"], seconds["engine"])}
-    return {
-        phase: [second * 1e6 / (1 if phase == "engine" else SITES) for second in times]
-        for phase, times in every.items()
-    }
-
-
 class _Measured:
     """One bank of the modules, with every variant captured into every slot."""
 
     def __init__(self, layers: Sequence[Layer], variants: int, slots: int, hidden: Tensor) -> None:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
-        self.times: Times = {phase: [] for phase in _PHASES}
+        self.times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         self._bank = Bank(hidden.device)
         self._chain = self._bank.add_chain(layers, num_slots=slots)
-        rows, *row_shape = hidden.shape
-        specs = [
-            VariantSpec(key=key, training=True, rows=rows, row_shape=tuple(row_shape), dtype=hidden.dtype)
-            for key in range(variants)
-        ]
-        self._bank.capture({self._chain: specs})
+        self._bank.capture({self._chain: [variant_of(hidden, key=key) for key in range(variants)]})
         if self._bank.failures:
             raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
         places = [(key, slot) for key in range(variants) for slot in range(slots)]
@@ -112,27 +91,32 @@ class _Measured:
                 self._time("bare backward", backward)
 
     def answer(self) -> Answer:
-        """The times of each phase. Raises `RuntimeError` where anything ran eager."""
-        counters = self._bank.counters()
+        """Microseconds of each phase for each site, `engine` for all together, and backwards less the engine.
+
+        Raises `RuntimeError` where anything ran eager.
+        """
+        counters, seconds = self._bank.counters(), self.times
         if counters["replays"] != counters["calls"]:
             raise RuntimeError(f"expected replays only, got {counters}")
-        return answer_of(self.times)
+        every = {**seconds, "backward without engine": differences(seconds["backward"], seconds["engine"])}
+        return {
+            phase: [second * 1e6 / (1 if phase == "engine" else SITES) for second in times]
+            for phase, times in every.items()
+        }
 
 
 def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answer]:
     """Host time for each site of a chain, in turn in each of `BANKS`, as many micro-batches of each."""
     layers = [Layer(hidden_size, hidden_size // 64).to("cuda", torch.bfloat16) for _ in range(SITES)]
-    for layer in layers:
-        layer.add_main_grads()
-    shape = (tokens, 1, hidden_size)
-    leaf = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    hidden = leaf.clone()  # the gradient of a leaf would be cloned
+    for param in itertools.chain.from_iterable(layer.parameters() for layer in layers):
+        # The float32 gradient that Megatron's DDP would give it.
+        param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+    hidden = hidden_states(tokens, hidden_size).clone()  # the gradient of a leaf would be cloned
     banks = [_Measured(layers, variants, slots, hidden) for variants, slots in BANKS.values()]
     for index in range(WARM_UP + ROUNDS):
         if index == WARM_UP:
             for bank in banks:
                 bank.times = {phase: [] for phase in _PHASES}
-        first = index % len(banks)  # another one in the next round
-        for bank in [*banks[first:], *banks[:first]]:
-            bank.run(index)
+        for offset in range(len(banks)):  # another one is first in the next round
+            banks[(index + offset) % len(banks)].run(index)
     return {name: bank.answer() for name, bank in zip(BANKS, banks, strict=True)}

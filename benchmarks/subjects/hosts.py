@@ -41,6 +41,11 @@ def install(**options: Any) -> None:
     megatron.install(GraphConfig(**{"progress": False, "log_interval": 0, **options}))
 
 
+def install_for(tokens: int, *num_seqs: int, **options: Any) -> None:
+    """As `install()`, for packs of `tokens`, a capacity for each number of documents."""
+    install(cuda_graph_max_packed_seqs=num_seqs, max_seqlen_per_dp_cp_rank=tokens, **options)
+
+
 def check_replays(report: dict[str, Any], *expected: str) -> None:
     """Raises `RuntimeError` where nothing replayed, or something was eager beside `expected` reasons."""
     if not report["replays"] or report["failures"] or set(report["eager"]) - {"WARMING_UP", *expected}:
@@ -57,11 +62,7 @@ def walls_ms(trainer: Trainer, steps: Sequence[Sequence[Pack]], *, graphs: bool)
 
 
 def seed_streams(*, for_graphs: bool = False) -> None:
-    """Megatron's random streams, from which weights are drawn on the GPU.
-
-    Args:
-        for_graphs: streams that a graph can advance, which Megatron's own graphs want.
-    """
+    """Megatron's random streams, from which weights are drawn; `for_graphs` a graph can advance them."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=for_graphs, force_reset_rng=True)
@@ -77,10 +78,7 @@ def prepare_megatrons_graphs(micro_batches: int) -> None:
 
 @contextlib.contextmanager
 def on_side_stream() -> Iterator[None]:
-    """Runs what is inside on a stream of its own, and has the current one wait for it.
-
-    Megatron-LM builds its DDP so: gradients are then added to `main_grad` beside the backward pass.
-    """
+    """Runs what is inside on a stream of its own, and has the current one wait for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

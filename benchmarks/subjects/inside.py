@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.subjects.packs import hidden_states
 from megagraph.bank.chain import Chain
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
@@ -30,11 +31,7 @@ def bare_loops(chain: Chain, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoo
 
 
 def bare_step(trainer: Trainer) -> BareLoop:
-    """Launches forwards and backwards of a micro-batch, where one variant was captured.
-
-    Raises:
-        RuntimeError: where none was.
-    """
+    """Launches forwards and backwards of a micro-batch. Raises `RuntimeError` where none was captured."""
     chain = graphs_of(trainer).block.chain
     (variant,) = chain.variants.values()  # one capacity, training only
     forward, backward = chain.core.raw_graph_execs(variant, 0)
@@ -44,21 +41,15 @@ def bare_step(trainer: Trainer) -> BareLoop:
 
 
 class Replays:
-    """The captured layers of a trainer, without the model around them.
-
-    Args:
-        trainer: its layers are captured for training.
-    """
+    """The layers of a trainer that were captured for training, without the model around them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.chain: Chain = graphs_of(trainer).block.chain
-        variants: list[Any] = list(self.chain.variants)
-        self.key = next(key for key in variants if key[1].grad)
+        self.key: Any = next(key for key in list[Any](self.chain.variants) if key[1].grad)
         tokens = self.key[0].tokens
-        shape = (tokens, 1, trainer.options.hidden)
-        self._leaf = torch.randn(shape, device=trainer.device, dtype=torch.bfloat16, requires_grad=True)
-        self.hidden = self._leaf.clone()  # the gradient of a leaf would be cloned
-        self.grad = torch.randn_like(self._leaf) * 1e-3
+        leaf = hidden_states(tokens, trainer.options.hidden)
+        self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
+        self.grad = torch.randn_like(leaf) * 1e-3
         self._offsets = torch.tensor([0, tokens], dtype=torch.int32, device=trainer.device)
 
     @contextlib.contextmanager

@@ -2,12 +2,14 @@
 """The models and packs that benchmarks measure."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megagraph import VariantSpec
 from megagraph.demo.documents import Document, load_documents
 from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packers import Pack, stream_packs
@@ -90,3 +92,14 @@ def a_pack(tokens: int) -> Pack:
     """Three documents that fill a pack."""
     ends = torch.tensor([0, tokens // 2, tokens * 3 // 4, tokens], dtype=torch.int32)
     return Pack(tokens=torch.arange(tokens) % 256, cu_seqlens=ends, max_seqlen=tokens // 2)
+
+
+def hidden_states(tokens: int, width: int) -> Tensor:
+    """Random ones of a pack, [tokens, 1, width], whose gradient is wanted."""
+    return torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def variant_of(hidden: Tensor, *, key: Hashable = "pack", training: bool = True, **more: Any) -> VariantSpec:
+    """What a bank captures for rows like those of `hidden`."""
+    shape: dict[str, Any] = {"rows": hidden.size(0), "row_shape": tuple(hidden.shape[1:])}
+    return VariantSpec(key=key, training=training, **shape, dtype=hidden.dtype, **more)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer whose schedule is timed by itself: no data loading, no optimizer.
+"""Whole training steps of one model: graphed, eager, unpatched, launched bare, and in Megatron's graphs.
 
-Batches lie on the device, as a loader that reads ahead leaves them. Weights are drawn there too. The
-optimizer never steps, so that the weights stay and its state takes no memory.
+A trainer's schedule is timed by itself: no data loading, no optimizer. Batches lie on the device, as a loader
+that reads ahead leaves them. Weights are drawn there too. The optimizer never steps, so that the weights stay
+and its state takes no memory.
 """
 
 import contextlib
 import gc
+import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,16 +21,29 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import record_function
+from torch.profiler import profile, record_function
 
-from benchmarks.measuring.clocks import wall_ms
-from benchmarks.subjects.hosts import on_side_stream
+from benchmarks.measuring.children import Answer, caught
+from benchmarks.measuring.clocks import ACTIVITIES, wall_ms
+from benchmarks.measuring.timeline import Timeline, read_timeline
+from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.inside import bare_step, our_rope
+from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
+from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.packers import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.megatron import disable_cuda_graphs_this_step
 
+NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
+WARM_UP_STEPS = 3
+ROUNDS, LARGE_ROUNDS = 5, 2  # of each distinct step of a small model, of a large one
+UNPATCHED_ROUNDS = 2  # before ours, and as many after it; of a large model half
+RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
+RIVAL_WARM_UP_STEPS, RIVAL_ROUNDS = 6, 12
+
 Batch = dict[str, Any]
+Steps = Sequence[Sequence[Batch]]
 Schedule = Callable[..., Any]
 
 
@@ -47,8 +65,7 @@ class StepTrainer(Trainer):
     """A model that runs whole steps.
 
     With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
-    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `transformer` are
-    further fields of its config.
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once.
     """
 
     def __init__(
@@ -61,7 +78,7 @@ class StepTrainer(Trainer):
     ) -> None:
         self._wrap = wrap
         self._wrapped: Schedule | None = None
-        self._walls: list[float] = []
+        self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
             super().__init__(options, config={"use_cpu_initialization": False, **transformer})
 
@@ -75,13 +92,24 @@ class StepTrainer(Trainer):
         schedule = pipeline_parallel.get_forward_backward_func()  # what is installed now
         if self._wrap is not None:
             self._wrapped = schedule = self._wrapped or self._wrap(schedule)
-        timed = partial(_timed, schedule, self._walls)
+
+        def timed(**arguments: Any) -> Any:
+            results: list[Any] = []
+
+            def step() -> None:
+                with record_function("phase: schedule"):
+                    results.append(schedule(**arguments))
+                    torch.cuda.synchronize()
+
+            self._wall_ms = wall_ms(step)
+            return results[0]
+
         with (
             mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: timed),
             contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step(),
         ):
             self.forward_backward(batches)  # type: ignore[arg-type]  # hands each on as it is
-        return self._walls[-1]
+        return self._wall_ms
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
@@ -98,18 +126,6 @@ class StepTrainer(Trainer):
 def _mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = (losses.float() * mask).sum() / mask.sum()
     return loss, {"loss": loss.detach().clone()}  # a copy: the schedule divides the loss in place
-
-
-def _timed(schedule: Schedule, walls: list[float], **arguments: Any) -> Any:
-    results: list[Any] = []
-
-    def step() -> None:
-        with record_function("phase: schedule"):
-            results.append(schedule(**arguments))
-            torch.cuda.synchronize()
-
-    walls.append(wall_ms(step))
-    return results[0]
 
 
 @contextlib.contextmanager
@@ -138,13 +154,156 @@ def named_phases(trainer: StepTrainer) -> Iterator[None]:
         (schedules, "backward_step", "backward"),
         (config, "finalize_model_grads_func", "finish gradients"),
     )
+
+    def in_phase(call: Callable[..., Any], phase: str, /, *args: Any, **kwargs: Any) -> Any:
+        with record_function(f"phase: {phase}"):
+            return call(*args, **kwargs)
+
     with contextlib.ExitStack() as stack:
         for owner, name, phase in places:
-            named = partial(_in_phase, getattr(owner, name), f"phase: {phase}")
+            named = partial(in_phase, getattr(owner, name), phase)
             stack.enter_context(mock.patch.object(owner, name, named))
         yield
 
 
-def _in_phase(call: Callable[..., Any], phase: str, /, *args: Any, **kwargs: Any) -> Any:
-    with record_function(phase):
-        return call(*args, **kwargs)
+@dataclass(frozen=True, kw_only=True)
+class StepCase(Case):
+    """A model on packs whose whole training steps are timed."""
+
+    rivals: tuple[str, ...] = ()  # of `RIVALS`, beside it
+
+    @property
+    def tokens(self) -> int:
+        """Of a pack."""
+        return self.model.max_tokens
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the floor is its bar, else eager."""
+        return self.model.hidden <= 1024
+
+    @property
+    def distinct_steps(self) -> int:
+        """Steps that differ. Of a small model each is traced."""
+        return 3 if self.is_small else 4
+
+    @property
+    def capacity(self) -> Capacity:
+        """The only one."""
+        return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
+
+    def packs(self) -> list[list[Pack]]:
+        """The packs of each distinct step, the same for every way to run it, and full.
+
+        A small model's step has one pack several times: graphs that are launched again, without staging,
+        then do the work of the whole step.
+        """
+        steps = [[filled(pack, self.tokens) for pack in step] for step in self.steps(self.distinct_steps)]
+        return [[step[0]] * MICRO_BATCHES for step in steps] if self.is_small else steps
+
+    def batches(self, device: torch.device, *, canonical: bool = False) -> list[list[Batch]]:
+        """`packs()` on the device; with `canonical` all of one shape."""
+        capacity = self.capacity if canonical else None
+        return [[batch_of(pack, device, capacity) for pack in step] for step in self.packs()]
+
+    def rounds(self, count: int) -> list[int]:
+        """Which of the distinct steps each of `count` rounds runs: each as often as the others."""
+        if count % self.distinct_steps:
+            raise ValueError(f"expected rounds that {self.distinct_steps} steps share evenly, got {count}")
+        return [index % self.distinct_steps for index in range(count)]
+
+
+def step_case(hidden: int, *, layers: int, tokens: int, rivals: Sequence[str] = ()) -> StepCase:
+    """Lognormal documents that all fit; heads of 64, of 128 in large models."""
+    model = model_options(hidden, layers=layers, tokens=tokens, head_dim=64 if hidden <= 1024 else 128)
+    name, packs = f"hidden {hidden}, packs of {tokens}", {"mean_length": tokens // 8}
+    return StepCase(name=name, model=model, max_packed_seqs=(NUM_SEQS,), **packs, rivals=tuple(rivals))
+
+
+def measure_ours(case: StepCase) -> Answer:
+    """Graphed and eager steps in turn, unpatched ones before and after them, and what their floor is.
+
+    Returns:
+        Walls in ms of each round, `graphed`, `eager` and of a small model also `bare`, and which distinct
+        step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; of one traced step
+        `busy_ms`, `kernels_ms` and the `timeline`; `unpatched`, its own walls, order and kernels.
+    """
+    trainer = StepTrainer(case.model, beside=True)
+    steps = case.batches(trainer.device)
+    before = caught(lambda: _unpatched(trainer, case, steps))
+    install(capacities=(case.capacity,))
+    answer = _in_turns(trainer, case, steps)
+    check_replays(megatron.reports()[-1], "DISABLED")
+    megatron.uninstall()
+    after = caught(lambda: _unpatched(trainer, case, steps))
+    if "error" in before or "error" in after:
+        return {**answer, "unpatched": before if "error" in before else after}
+    walls, order = (before[name] + after[name] for name in ("walls", "order"))
+    return {**answer, "unpatched": {**after, "walls": walls, "order": order}}
+
+
+def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
+    """Eager steps with nothing installed but our RoPE; attention is ours by the model's spec."""
+    rounds = UNPATCHED_ROUNDS if case.is_small else UNPATCHED_ROUNDS // 2
+    with our_rope(), without_collection():
+        for index in range(WARM_UP_STEPS):
+            trainer.wall_ms(steps[index % len(steps)], graphs=True)
+        order = case.rounds(rounds * len(steps))
+        walls = [trainer.wall_ms(steps[index], graphs=True) for index in order]
+        kernels = _trace(trainer, steps[0]).kernels_us() / 1e3
+    return {"walls": walls, "order": order, "kernels_ms": kernels}
+
+
+def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
+    for index in range(WARM_UP_STEPS + 3):
+        trainer.wall_ms(steps[index % len(steps)], graphs=True)
+    trainer.wall_ms(steps[0], graphs=False)
+    launch = partial(bare_step(trainer), MICRO_BATCHES) if case.is_small else None
+    order = case.rounds((ROUNDS if case.is_small else LARGE_ROUNDS) * len(steps))
+    graphed, eager, bare = [], [], []
+    with without_collection():
+        for index in order:
+            graphed.append(trainer.wall_ms(steps[index], graphs=True))
+            if launch is not None:  # with what this step has staged
+                bare.append(wall_ms(launch))
+            eager.append(trainer.wall_ms(steps[index], graphs=False))
+    traced = [_trace(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
+    first = traced[0]
+    if all(work.graph is None for work in first.work):
+        raise RuntimeError("the trace of a graphed step has no graphs")
+    return {
+        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare, "timeline": first.rows_us()},
+        "outside_ms": [timeline.eager_span_us() / 1e3 for timeline in traced] if case.is_small else [],
+        **{"busy_ms": first.busy_us() / 1e3, "kernels_ms": first.kernels_us() / 1e3},
+    }
+
+
+def _trace(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
+    """The second of two profiled steps; the first pays for the profiler's own start."""
+    with named_phases(trainer), profile(activities=ACTIVITIES) as trace:
+        for _ in range(2):
+            trainer.wall_ms(batches, graphs=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(path))
+        return read_timeline(json.loads(path.read_text(encoding="utf-8")))
+
+
+def measure_rival(case: StepCase, kind: str) -> Answer:
+    """Walls of steps in ms, with our attention and RoPE kernels: Megatron's RoPE reads offsets on the host.
+
+    Packs are padded to one shape.
+    """
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    prepare_megatrons_graphs(MICRO_BATCHES)
+    is_full, wrap = kind == "full_iteration", partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2)
+    steps = case.batches(torch.device("cuda"), canonical=True)
+    with our_rope():
+        # Megatron's local graphs choose a stream themselves while the model is built.
+        config: dict[str, Any] = {"cuda_graph_impl": kind, "cuda_graph_modules": []}
+        trainer = StepTrainer(case.model, beside=is_full, wrap=wrap if is_full else None, **config)
+        for index in range(RIVAL_WARM_UP_STEPS):
+            trainer.wall_ms(steps[index % len(steps)], graphs=True)
+        with without_collection():
+            return {"walls": [trainer.wall_ms(steps[i], graphs=True) for i in case.rounds(RIVAL_ROUNDS)]}

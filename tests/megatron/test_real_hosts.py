@@ -1,44 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of real size on real ranks: the bits of eager in every step, and processes that end by themselves.
 
-With a folder in the variable OUT, the figures are written there as real_hosts.json.
+Among them is the main job, of which `python -m benchmarks main_job` measures the times. With a folder in the
+variable OUT, the figures are written there as real_hosts.json.
 """
 
 import dataclasses
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import megatron_rig as rig
 import pytest
+import torch
 from torch import distributed
+from torch.profiler import profile
 from worlds import World
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
-from benchmarks.measuring.figures import comparison_of
-from benchmarks.measuring.publish import publish
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import install
-from benchmarks.subjects.packs import Case, model_options
+from benchmarks.measuring.clocks import ACTIVITIES
+from benchmarks.measuring.figures import publish
+from benchmarks.measuring.results import Comparison, Figure
+from benchmarks.subjects.hosts import install_for
+from benchmarks.subjects.inside import Replays
+from benchmarks.subjects.packs import CASES, Case, model_options
 from megagraph import megatron
 from megagraph.demo.compare import compare_steps
+from megagraph.demo.packers import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 NUM_EXITS = 10
+REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
+TIMEOUT_SECONDS = 540
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One model on one arrangement of ranks; `num_seqs` documents at most, so that some packs are eager.
 
-    Transformer Engine's deterministic attention of packs takes 128 bytes of memory for each
-    document * head * longest**2.
+    Packs are those of `main_case` where it is there, else lognormal. Transformer Engine's
+    deterministic attention of packs takes 128 bytes of memory for each document * head * longest**2.
     """
 
     model: ModelOptions
@@ -49,12 +57,31 @@ class Job:
     steps: int = 40
     num_seqs: int = 20
     longest: int = 1024
+    main_case: Case | None = None  # of the main job
 
     @property
     def tensor_parallel(self) -> int:
         """Ranks that share each layer, and see the same packs."""
         size: int = self.transformer.get("tensor_model_parallel_size", 1)
         return size
+
+    @property
+    def case(self) -> Case:
+        """The packs."""
+        tokens = self.model.max_tokens
+        return self.main_case or Case(
+            name="packs",
+            model=self.model,
+            max_packed_seqs=(8, self.num_seqs),
+            mean_length=tokens // 8,
+            longest=min(self.longest, tokens),
+            multiple=self.tensor_parallel,
+        )
+
+    def packs(self, rank: int) -> list[list[Pack]]:
+        """Of each step of a rank."""
+        groups = self.ranks // self.tensor_parallel
+        return self.case.steps(self.steps * groups)[rank // self.tensor_parallel :: groups]
 
 
 _SHARED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -63,6 +90,7 @@ _GATHER = {**_BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather"
 _SMALL = model_options(1024, layers=8, tokens=4096)
 _TE = {"transformer_engine": True, "steps": 104}
 JOBS = {
+    **{name: Job(model=case.model, main_case=case, steps=104) for name, case in CASES.items()},
     "Transformer Engine, 12 layers of hidden 1024": Job(
         model=model_options(1024, layers=12, tokens=4096), **_TE
     ),
@@ -88,25 +116,62 @@ JOBS = {
 EXIT = Job(model=model_options(256, layers=2, tokens=512), ranks=2, transformer=_SHARED, steps=8)
 
 
+# Runtime and driver calls that wait for the device.
+WAITING = (
+    *("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize"),
+    *("cudaMalloc", "cudaFree"),
+)
+
+
+def replay_costs(trainer: Trainer) -> dict[str, int]:
+    """Allocations and synchronisations of captured layers alone, forward and backward."""
+    replays = Replays(trainer)
+    trainer.model.zero_grad_buffer()
+
+    def replay() -> None:
+        with replays.micro_batch():
+            out = replays.chain(replays.hidden)
+        torch.autograd.grad(out, replays.hidden, replays.grad)
+
+    replay()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with profile(activities=ACTIVITIES) as trace:
+        for _ in range(REPLAYED_MICRO_BATCHES):
+            replay()
+    waiting = [event.name for event in trace.events() if any(name in event.name for name in WAITING)]
+    return {
+        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.chain.sites),
+        "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
+        "synchronisations": len(waiting) - 1,  # the profiler itself waits once, when it stops
+    }
+
+
 def compare(job: Job) -> dict[str, Any]:
     """On each rank: trains eager and graphed from the same weights and compares every bit."""
-    tokens, longest = job.model.max_tokens, min(job.longest, job.model.max_tokens)
-    counts = (8, job.num_seqs)
-    install(cuda_graph_max_packed_seqs=counts, max_seqlen_per_dp_cp_rank=tokens, max_seqlen=longest)
+    case, tokens = job.case, job.model.max_tokens
+    install_for(tokens, *case.max_packed_seqs, max_seqlen=case.longest or tokens)
     spec = rig.te_layer_spec() if job.transformer_engine else None
     config = {**job.transformer, **({"apply_rope_fusion": True} if job.transformer_engine else {})}
     eager, graphed = (Trainer(job.model, config=config, ddp=job.ddp, spec=spec) for _ in range(2))
-    case = Case(
-        name="packs",
-        model=job.model,
-        max_packed_seqs=counts,
-        mean_length=tokens // 8,
-        longest=longest,
-        multiple=job.tensor_parallel,
+    agreement = compare_steps(eager, graphed, job.packs(distributed.get_rank()))
+    answer = dataclasses.asdict(agreement) | {"report": megatron.reports()[-1]}
+    return answer if job.main_case is None else answer | replay_costs(graphed)
+
+
+def comparison_of(compared: Sequence[dict[str, Any]]) -> Comparison:
+    """Adds up answers with `differences`, `steps` and the `reports` of every rank."""
+    reports = [report for answer in compared for report in answer["reports"]]
+    eager: Counter[str] = Counter()
+    for report in reports:
+        eager.update(report["eager"])
+    return Comparison(
+        bitwise_equal=not any(answer["differences"] for answer in compared),
+        steps=sum(answer["steps"] for answer in compared),
+        calls=sum(report["calls"] for report in reports),
+        replays=sum(report["replays"] for report in reports),
+        eager=dict(eager),
     )
-    groups = job.ranks // job.tensor_parallel
-    packs = case.steps(job.steps * groups)[distributed.get_rank() // job.tensor_parallel :: groups]
-    return dataclasses.asdict(compare_steps(eager, graphed, packs)) | {"report": megatron.reports()[-1]}
 
 
 @dataclass
@@ -139,7 +204,10 @@ def _needs(ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
-def test_bits(name: str, worlds: dict[int, World], measured: Measured) -> None:
+def test_bits(
+    name: str, worlds: dict[int, World], measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worlds.TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     job = JOBS[name]
     if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
@@ -154,6 +222,14 @@ def test_bits(name: str, worlds: dict[int, World], measured: Measured) -> None:
         Figure(name=f"{name}: {what}", value=len(differences), unit="tensors", bar=0),
         Figure(name=f"{name}: share of layer calls replayed", value=replays / calls, unit="1"),
     ]
+    if job.main_case is not None:
+        over = sum(n for why, n in reports[0]["eager"].items() if why.startswith(("TOO_", "SEQUENCE_")))
+        title, packs = f"{name}: packs over the capacity, run eager", over // reports[0]["layers"]
+        measured.figures.append(Figure(name=title, value=packs, unit="packs", bar=3, better="higher"))
+        for what, unit in {"allocations": "allocations", "synchronisations": "calls"}.items():
+            title = f"{name}: {what} in {ranks[0]['replays']} replays"
+            measured.figures.append(Figure(name=title, value=ranks[0][what], unit=unit, bar=0))
+        assert ranks[0]["allocations"] == ranks[0]["synchronisations"] == 0
     assert differences == []
     assert replays > calls / 2 and not any(report["failures"] for report in reports)
 

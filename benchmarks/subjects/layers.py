@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of the same layers: replayed by us, eager, and in graphs of torch, Megatron, Transformer Engine.
+
+The rows of others are one unpacked document: without Transformer Engine's kernels no graphs of others take
+packs. Everybody accumulates into Megatron DDP's `main_grad`, but for plain and Transformer Engine's layers,
+which have no DDP.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds, phases_us, wall_ms
+from benchmarks.subjects.flat_banks import Layer
+from benchmarks.subjects.hosts import install_for, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
+from benchmarks.subjects.packs import a_pack, hidden_states
+from megagraph import megatron
+from megagraph.demo.packers import Pack
+from megagraph.demo.trainer import ModelOptions, Trainer
+from megagraph.megatron import disable_cuda_graphs_this_step
+
+LAYERS = 24
+TOKENS = 256
+_MICRO_BATCHES = 2
+ROUNDS = 60  # of ours
+
+
+def made_quickly(
+    trainer_type: type[Trainer],
+    options: ModelOptions,
+    *,
+    config: dict[str, Any] | None = None,
+    beside: bool = False,
+    **further: Any,
+) -> Trainer:
+    """A trainer whose random weights are drawn on the device; with `beside` it is built on a side stream."""
+    fields = {"perform_initialization": False, **(config or {})}
+    with on_side_stream() if beside else contextlib.nullcontext():
+        trainer = trainer_type(options, config=fields, **further)
+        with torch.no_grad():
+            for param in trainer.chunk.parameters():
+                param.normal_(0.0, 0.02)
+    return trainer
+
+
+class DenseTrainer(Trainer):
+    """Trains on the tokens of packs as one document, with no pack."""
+
+    def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
+        tokens = next(packs).tokens.unsqueeze(0).to(self.device)
+        positions = torch.arange(tokens.size(1), device=self.device).unsqueeze(0)
+        losses = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
+        return losses, lambda losses: (loss := losses.float().mean(), {"loss": loss.detach().clone()})
+
+
+def layer_arguments(trainer: Trainer, packs: Sequence[Pack]) -> dict[str, Any]:
+    """What Megatron's block hands to its layers beside the hidden states; runs one step to see it."""
+    layer, found = trainer.chunk.decoder.layers[0], dict[str, Any]()
+    original = type(layer).__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is layer:
+            found.update(kwargs)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(type(layer), "__call__", call):
+        trainer.forward_backward(packs)
+    return {name: value for name, value in found.items() if name != "hidden_states"}
+
+
+def time_layers(
+    forward: Callable[[Tensor], Tensor],
+    options: ModelOptions,
+    *,
+    repeats: int = 30,
+    before: Callable[[], None] = lambda: None,
+) -> Answer:
+    """Host times of a stack's passes for each layer, by `forward` and `backward`; the device is idle before.
+
+    `forward` runs all layers; `before` is called before each round.
+    """
+    hidden = hidden_states(options.max_tokens, options.hidden)
+    grad = torch.randn_like(hidden) * 1e-3
+
+    def sample() -> dict[str, float]:
+        before()
+        outs: list[Tensor] = []
+        forward_seconds = host_seconds(lambda: outs.append(forward(hidden)))
+        backward_seconds = host_seconds(lambda: torch.autograd.backward(outs[0], grad))
+        return {"forward": forward_seconds, "backward": backward_seconds}
+
+    return dict(phases_us(sample, repeats=repeats, divisor=options.layers))
+
+
+def _run_plain(modules: Sequence[Any], hidden: Tensor) -> Tensor:
+    for module in modules:
+        hidden = module(hidden)
+    return hidden
+
+
+def eager_times(
+    trainer: Trainer, packs: Sequence[Pack], *, before: Callable[[], None] = lambda: None
+) -> Answer:
+    """A trainer's layers, called one after another as its block does."""
+    arguments = layer_arguments(trainer, packs)
+    layers = list(trainer.chunk.decoder.layers)
+
+    def run(hidden: Tensor) -> Tensor:
+        for layer in layers:
+            hidden, _context = layer(hidden_states=hidden, **arguments)
+        return hidden
+
+    return time_layers(run, trainer.options, before=before)
+
+
+class _OneTensor(nn.Module):
+    """A Megatron layer that takes and gives one tensor."""
+
+    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.arguments = layer, arguments
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.layer(hidden_states=hidden, **self.arguments)[0]
+        return out
+
+
+def torchs_graphs(options: ModelOptions) -> Answer:
+    """Megatron's layers with `torch.cuda.make_graphed_callables`; its warm-up counts as capture."""
+    # On a side stream: gradient accumulators of the current one cannot be captured on another.
+    trainer = made_quickly(DenseTrainer, options, beside=True)
+    arguments = layer_arguments(trainer, [a_pack(options.max_tokens)])
+    layers = tuple(_OneTensor(layer, arguments) for layer in trainer.chunk.decoder.layers)
+    return _graphed(torch.cuda.make_graphed_callables, layers, options)
+
+
+def torchs_graphs_of_plain_layers(options: ModelOptions) -> Answer:
+    """As `torchs_graphs()`, of plain modules with as many parameters, their gradients in `.grad`."""
+    layers = (Layer(options.hidden, options.heads).to("cuda", torch.bfloat16) for _ in range(options.layers))
+    return _graphed(torch.cuda.make_graphed_callables, tuple(layers), options)
+
+
+def _graphed(make: Callable[..., Any], layers: tuple[nn.Module, ...], options: ModelOptions) -> Answer:
+    """Captures layers, and times them: `forward`, `backward`, `seconds` of the capture, and `graphs`."""
+    shape, graphed = (options.max_tokens, options.hidden), list[Any]()
+    samples = tuple((hidden_states(*shape),) for _ in layers)
+    capture_ms = wall_ms(lambda: graphed.extend(make(layers, samples)))
+    times = time_layers(partial(_run_plain, graphed), options)
+    return {**times, "seconds": capture_ms / 1e3, "graphs": 2 * len(layers)}
+
+
+def _watched(found: list[tuple[float, int]]) -> Any:
+    """Collects the seconds and the number of graphs that Megatron creates meanwhile."""
+    from megatron.core.transformer import cuda_graphs
+
+    record: Any = cuda_graphs._CudagraphGlobalRecord
+    original = record.__dict__["create_cudagraphs"]
+
+    def create(cls: Any) -> Any:
+        graphs, stats = len(cls.cudagraph_record), list[Any]()
+        capture_ms = wall_ms(lambda: stats.append(original.__get__(None, cls)()))
+        if graphs:
+            found.append((capture_ms / 1e3, graphs))
+        return stats[0]
+
+    return mock.patch.object(record, "create_cudagraphs", classmethod(create))
+
+
+def megatrons_graphs(options: ModelOptions) -> Answer:
+    """Trains with Megatron's own graphs of layers until they replay, and times them as `_graphed()`.
+
+    Only one model of a process can have them, and they change the process's streams.
+    """
+    prepare_megatrons_graphs(_MICRO_BATCHES)
+    config = {"cuda_graph_impl": "local", "cuda_graph_modules": []}
+    trainer = made_quickly(DenseTrainer, options, config=config)
+    packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
+    created: list[tuple[float, int]] = []
+    with _watched(created):
+        for _ in range(2):
+            trainer.forward_backward(packs)
+    if not created:
+        raise RuntimeError("Megatron created no graphs")
+    seconds, graphs = created[-1]
+    return {**eager_times(trainer, packs), "seconds": seconds, "graphs": graphs}
+
+
+def _transformer_engines_layers(options: ModelOptions) -> tuple[nn.Module, ...]:
+    import transformer_engine.pytorch as te
+
+    shape = (options.hidden, 4 * options.hidden, options.heads)
+    more = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    return tuple(
+        te.TransformerLayer(*shape, layer_number=index + 1, params_dtype=torch.bfloat16, **more).cuda()
+        for index in range(options.layers)
+    )
+
+
+def transformer_engines_eager(options: ModelOptions) -> Answer:
+    """Transformer Engine's own layers; unpacked, and with no DDP around them."""
+    return time_layers(partial(_run_plain, _transformer_engines_layers(options)), options, repeats=15)
+
+
+def transformer_engines_graphs(options: ModelOptions) -> Answer:
+    """The same layers in graphs of Transformer Engine."""
+    import transformer_engine.pytorch as te
+
+    return _graphed(te.make_graphed_callables, _transformer_engines_layers(options), options)
+
+
+def _capture(trainer: Trainer) -> None:
+    """Trains until every layer replays. Raises `RuntimeError` where one was not captured."""
+    packs = [a_pack(trainer.options.max_tokens)] * 2
+    for _ in range(3):  # one to warm up; before the second is the capture
+        trainer.forward_backward(packs)
+    report = graphs_of(trainer).report()
+    if report["failures"] or report["graphs"] != 2 * report["layers"] or not report["replays"]:
+        raise RuntimeError(f"the stack does not replay: {report}")
+
+
+def _let_reduce_again(ddp: Any) -> None:
+    """Ends the reductions of a DDP's last micro-batch, so that the next one is a last one again."""
+    for group in ddp.bucket_groups if ddp else ():
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+        group.reset()
+
+
+def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
+    """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
+
+    `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end; `engine`: a
+    backward pass of a single node that does nothing, and the time without that of it beside each backward.
+    """
+    replays = Replays(trainer)
+    chain, hidden, grad = replays.chain, replays.hidden, replays.grad
+    layers = len(chain.sites)
+    bare_forward, bare_backward = bare_loops(chain, replays.key)
+    trainer.model.zero_grad_buffer()
+
+    def sample() -> dict[str, float]:
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with replays.micro_batch():
+            begun = time.perf_counter()
+            out = chain(hidden)
+            done = time.perf_counter()
+        ended = time.perf_counter()
+        nothing = hidden.view_as(hidden)
+        backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad)) / layers
+        engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
+        return {
+            "forward": (done - begun) / layers,
+            "around": begun - start + ended - done,
+            "backward": backward,
+            "backward without engine": backward - engine / layers,
+            "engine": engine,
+            "bare forward": host_seconds(bare_forward) / layers,
+            "bare backward": host_seconds(bare_backward) / layers,
+        }
+
+    report = graphs_of(trainer).report
+    counted = report()["replays"]
+    answer = phases_us(sample, repeats=ROUNDS)
+    counted = report()["replays"] - counted
+    if counted < ROUNDS * layers:
+        raise RuntimeError(f"expected at least {ROUNDS * layers} replays, got {counted}")
+    return dict(answer)
+
+
+def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
+    trainer = made_quickly(Trainer, options, ddp=ddp)
+    _capture(trainer)
+    before = partial(_let_reduce_again, trainer.model if ddp else None)
+    graphed = _time_replays(trainer, before)
+    before()  # whole steps follow
+    with disable_cuda_graphs_this_step():
+        eager = eager_times(trainer, [a_pack(options.max_tokens)] * 2, before=before)
+    return {"graphed": graphed, "eager": eager}
+
+
+def measure_stacks(options: ModelOptions) -> dict[str, Answer]:
+    """A stack in micro-batches that are not a step's last (`stack`) and in those that are (`last`).
+
+    The latter with `overlap_grad_reduce`: DDP hears of each gradient, and reduces each full bucket.
+    """
+    install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
+    ddps = {"stack": None, "last": {"overlap_grad_reduce": True}}
+    try:
+        return {name: _measure_stack(options, ddp) for name, ddp in ddps.items()}
+    finally:
+        megatron.uninstall()
