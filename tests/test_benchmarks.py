@@ -143,10 +143,9 @@ def test_figures_of_soak_tests_and_of_the_readme_are_there() -> None:
         assert any(re.fullmatch(re.escape(row).replace(r"\.\.\.", r"\d+"), name) for name in names), row
 
 
-@pytest.mark.parametrize("name", plot.DRAWINGS)
-def test_every_drawing_finds_its_figures(name: str) -> None:
-    drawing = plot.DRAWINGS[name]
-    assert plot.rows_of(drawing, read_result(RESULTS / f"{name}.json").figures)
+def test_the_drawing_finds_its_figures() -> None:
+    rows = plot.rows_of(read_result(RESULTS / "step.json").figures)
+    assert len(rows) >= 5 and all(plot.OURS in row and len(row) > 1 for row in rows.values())
 
 
 # -- the command -----------------------------------------------------------------------------------

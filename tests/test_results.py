@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks.measuring import environment  # noqa: E402
-from benchmarks.measuring.results import Comparison, Figure, Result  # noqa: E402
-from benchmarks.measuring.results import read_result as read  # noqa: E402
-from benchmarks.measuring.results import write_result as write  # noqa: E402
+from benchmarks.measuring.results import Comparison, Figure, Result, read_result, write_result  # noqa: E402
 
 FIGURE = {"name": "forward", "value": 3.5, "unit": "us", "bar": 4.0, "holds": True}
 FIGURE |= {"rival": "eager", "rival_value": 25.0, "floor": 1.1, "p10": 3.0, "p90": 5.0}
@@ -33,14 +31,14 @@ RECORD: dict[str, Any] = {
 def test_a_file_is_read_and_written_again_key_for_key(tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "new" / "other.json"
     one.write_text(json.dumps(RECORD))
-    result = read(one)
+    result = read_result(one)
     assert result.comparison == COMPARISON
-    write(other, result)
+    write_result(other, result)
     assert json.loads(other.read_text()) == RECORD
     assert list(json.loads(other.read_text())) == list(RECORD)
     assert list(json.loads(other.read_text())["figures"][0]) == list(FIGURE)
     assert [path.name for path in other.parent.iterdir()] == ["other.json"]
-    write(other, Result(environment=result.environment, figures=()))
+    write_result(other, Result(environment=result.environment, figures=()))
     assert "bitwise_equal" not in json.loads(other.read_text())
 
 
@@ -48,7 +46,7 @@ def test_every_committed_file_is_a_result_also_where_it_is_older_than_some_keys(
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert len(paths) >= 12
     for path in paths:
-        result = read(path)
+        result = read_result(path)
         assert result.figures and not (result.environment["commit"] or "").endswith("-dirty"), path
 
 
@@ -89,10 +87,10 @@ def test_nonsense_is_refused_by_file_and_key(tmp_path: Path, changes: dict[str, 
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=f"r.json: .*{message}"):
-        read(path)
+        read_result(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"r\.json: .*expected an object, got"):
-        read(path)
+        read_result(path)
 
 
 def test_the_commit_says_when_the_tree_differed_but_for_results(
