@@ -28,8 +28,9 @@ class _Installation:
 
     def __init__(self, plugin: Plugin) -> None:
         self.plugin = plugin
+        report = plugin.config.report
         # As seen from the folder that `install()` was called in.
-        self._report = None if plugin.config.report is None else plugin.config.report.absolute()
+        self._report = None if report is None else report.absolute()
         self._originals: list[tuple[seams.Seam, Any]] = []
         wrappers = ForwardWrappers(plugin)
         for schedule in seams.SCHEDULES:
