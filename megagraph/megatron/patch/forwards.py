@@ -51,15 +51,12 @@ class ForwardWrappers:
                 get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
             )
             added_rows = 0
-            if isinstance(batch, MicroBatch) and (
-                get("attention_mask") is not None or get("extra_block_kwargs") is not None
-            ):
-                # A mask fits the rows that were given; other arguments may ask the block for other results.
-                batch = EagerReason.SIGNATURE_CHANGED
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
-                if added_rows and (hidden_states is not None or get("output_processor") is not None):
-                    # These fit the rows that were given, and no others.
+                has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
+                has_rows = hidden_states is not None or get("output_processor") is not None
+                if has_more or (added_rows and has_rows):
+                    # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 else:
                     args, kwargs = _padded(batch, _Arguments(places, args, kwargs))
