@@ -7,11 +7,9 @@ then, not in the middle of a run.
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor, nn
 
 from megagraph.log import log
 
@@ -27,7 +25,6 @@ __all__ = [
     "SUPPORTED",
     "Seam",
     "check_core",
-    "handed_to_hybrid_stack",
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -180,39 +177,3 @@ def check_core() -> str:
     if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
         log.warning("megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED))
     return version
-
-
-class _Handed(Exception):
-    """Carries what a model hands to its decoder out of the model's forward."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.arguments = arguments
-
-
-def _hand_back(**arguments: Any) -> None:
-    raise _Handed(arguments)
-
-
-def handed_to_hybrid_stack(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
-    """What a HybridModel hands to its stack for a pack, less the pack, its mask and the hidden states.
-
-    HybridModel has no `_preprocess`, so its own forward runs as far as the decoder, in place of which a
-    function stands for so long. Runs no layer and reads no values of the hidden states.
-
-    Args:
-        model: the HybridModel.
-        params: the pack.
-        hidden_states: [T, 1, H], given as the decoder's input.
-    """
-    forward = inspect.unwrap(HYBRID_FORWARD.function())
-    model.__dict__["decoder"] = _hand_back  # found before the registered module
-    try:
-        forward(model, None, None, None, decoder_input=hidden_states, packed_seq_params=params)
-    except _Handed as handed:
-        given = {"hidden_states", "attention_mask", "packed_seq_params"}
-        found = handed.arguments.items()
-        return {name: value for name, value in found if name not in given and value is not None}
-    finally:
-        del model.__dict__["decoder"]
-    raise AssertionError("HybridModel.forward did not call its decoder")
