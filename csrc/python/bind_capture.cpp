@@ -84,11 +84,13 @@ void bind_capture(py::module_& m) {
       .def("install", &AccumulatorSwap::install)
       .def("join", &AccumulatorSwap::join)
       .def("restore", &AccumulatorSwap::restore)
+      .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
       .def("take_kept_grads",
            [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
   m.def("fingerprint", &fingerprint, py::arg("tensors"));
   m.def("module_fingerprint", &module_fingerprint, py::arg("modules"));
+  m.def("training_modes", &training_modes, py::arg("modules"));
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())

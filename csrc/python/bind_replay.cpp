@@ -31,9 +31,12 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& c
   return {forward, backward};
 }
 
-void set_listener(Chain& chain, std::function<bool()> wants, std::function<void(int)> done) {
+void set_listener(Chain& chain, std::function<bool()> wants, std::function<void(int, int)> done,
+                  const std::vector<int>& noticed) {
+  std::vector<bool> is_noticed(chain.num_sites());
+  for (const int site : noticed) is_noticed.at(site) = true;
   chain.set_listener(std::make_shared<const GradientListener>(
-      GradientListener{std::move(wants), std::move(done)}));
+      GradientListener{std::move(wants), std::move(done), std::move(is_noticed)}));
 }
 
 std::map<std::string, int64_t> counters_of(GraphBank& bank) {
@@ -210,7 +213,8 @@ void bind_chain(py::module_& m) {
            py::arg("graph"))
       .def("raw_graph_execs", &raw_graph_execs, py::arg("variant"), py::arg("slot"))
       .def("num_document_grids", &Chain::num_document_grids, py::arg("variant"), py::arg("slot"))
-      .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"))
+      .def("drop_variant", &Chain::drop_variant, py::arg("variant"))
+      .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
       .def(
           "begin",
           [](Chain& chain, int variant, const std::vector<at::Tensor>& sources) {

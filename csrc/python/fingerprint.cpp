@@ -24,11 +24,54 @@ class Hash {
   size_t value_;
 };
 
-// Borrowed; null where `owner` has no such entry, or none that is a dictionary.
-PyObject* table(PyObject* owner, const py::str& name) {
+// Borrowed; null where `owner` has no such entry.
+PyObject* entry(PyObject* owner, const py::str& name) {
   PyObject* found = PyDict_GetItemWithError(owner, name.ptr());
   if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+// The same, and null where it is no dictionary.
+PyObject* table(PyObject* owner, const py::str& name) {
+  PyObject* found = entry(owner, name);
   return found != nullptr && PyDict_Check(found) ? found : nullptr;
+}
+
+py::object attributes_of(PyObject* object) {
+  auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+  if (!attributes) throw py::error_already_set();
+  return attributes;
+}
+
+// What a weak reference refers to; null where that is gone.
+py::object referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference, &found) < 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+#else
+  PyObject* found = PyWeakref_GetObject(reference);
+  if (found == nullptr) throw py::error_already_set();
+  return found == Py_None ? py::object() : py::reinterpret_borrow<py::object>(found);
+#endif
+}
+
+// Null where the parameter has none. Megatron sets it on the parameter; only other types of
+// parameters may compute it, and there an attribute that is missing costs an exception.
+py::object main_grad_of(PyObject* param) {
+  static const auto* name = new py::str("main_grad");
+  static const auto* parameter_type =
+      new py::object(py::module_::import("torch.nn").attr("Parameter"));
+  if (PyObject* found = entry(attributes_of(param).ptr(), *name)) {
+    return py::reinterpret_borrow<py::object>(found);
+  }
+  if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type->ptr()) return {};
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, name->ptr()));
+  if (!found) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+    PyErr_Clear();
+  }
+  return found;
 }
 
 void mix_address(Hash& hash, const at::Tensor& tensor) {
@@ -37,7 +80,6 @@ void mix_address(Hash& hash, const at::Tensor& tensor) {
 }
 
 void mix_parameter(Hash& hash, PyObject* object) {
-  static const auto* main_grad = new py::str("main_grad");
   if (!is_tensor(object)) return;
   const at::Tensor& param = tensor_of(object);
   mix_address(hash, param);
@@ -46,15 +88,10 @@ void mix_parameter(Hash& hash, PyObject* object) {
   for (PyObject* hooks : tensor_hook_tables(object)) {
     hash.mix(hooks != nullptr && PyDict_Check(hooks) ? PyDict_Size(hooks) : 0);
   }
-  PyObject* grad = PyObject_GetAttr(object, main_grad->ptr());
-  if (grad == nullptr) {
-    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
-    PyErr_Clear();
-  } else {
-    const auto held = py::reinterpret_steal<py::object>(grad);
-    hash.mix(grad);
-    if (is_tensor(grad)) mix_address(hash, tensor_of(grad));
-  }
+  const py::object grad = main_grad_of(object);
+  if (!grad) return;
+  hash.mix(grad.ptr());
+  if (is_tensor(grad.ptr())) mix_address(hash, tensor_of(grad.ptr()));
 }
 
 // The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
@@ -65,9 +102,7 @@ void mix_module(Hash& hash, PyObject* module) {
   static const auto* hook_tables =
       new std::array<py::str, 4>{py::str("_forward_hooks"), py::str("_forward_pre_hooks"),
                                  py::str("_backward_hooks"), py::str("_backward_pre_hooks")};
-  const auto attributes =
-      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
-  if (!attributes) throw py::error_already_set();
+  const py::object attributes = attributes_of(module);
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
   if (PyObject* found = table(attributes.ptr(), *parameters)) {
@@ -107,16 +142,31 @@ std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors) {
   return {addresses.value(), flags.value()};
 }
 
-size_t module_fingerprint(const py::sequence& modules) {
+size_t module_fingerprint(const py::list& modules) {
   Hash hash;
   for (const py::handle reference : modules) {
-    const auto module = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(reference.ptr()));
-    if (!module) throw py::error_already_set();
-    if (module.is_none()) {
-      hash.mix(size_t{3});
-    } else {
+    if (const py::object module = referent(reference.ptr())) {
       mix_module(hash, module.ptr());
+    } else {
+      hash.mix(size_t{3});
     }
+  }
+  return hash.value();
+}
+
+size_t training_modes(const py::list& modules) {
+  static const auto* name = new py::str("training");
+  Hash hash;
+  for (const py::handle reference : modules) {
+    const py::object module = referent(reference.ptr());
+    if (!module) {
+      hash.mix(size_t{1});
+      continue;
+    }
+    PyObject* flag = entry(attributes_of(module.ptr()).ptr(), *name);
+    const auto held = flag == nullptr ? py::object(module.attr(*name))  // a scripted module's
+                                      : py::reinterpret_borrow<py::object>(flag);
+    hash.mix(held.ptr() == Py_True ? size_t{2} : size_t{1});
   }
   return hash.value();
 }

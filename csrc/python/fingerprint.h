@@ -23,6 +23,10 @@ namespace megagraph {
 std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors);
 
 // Note [Module fingerprint]. `modules` are weak references; one that is dead counts as such.
-size_t module_fingerprint(const pybind11::sequence& modules);
+size_t module_fingerprint(const pybind11::list& modules);
+
+// Of the modules' `training` flags, in order; the same in every process. `modules` are weak
+// references; one that is dead counts as one that does not train.
+size_t training_modes(const pybind11::list& modules);
 
 }  // namespace megagraph

@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -31,6 +32,7 @@ class AccumulatorSwap::MainGradNode final : public Node {
       additions_->run(grad, [&] { target_.main_grad.add_(grad); });
     } else if (kept_.defined()) {
       kept_ = kept_ + grad;  // a re-entrant backward delivers in several parts
+      has_parts_ = true;
     } else {
       kept_ = grad.contiguous();
     }
@@ -39,12 +41,14 @@ class AccumulatorSwap::MainGradNode final : public Node {
 
   std::string name() const override { return "MegagraphMainGrad"; }
   bool keeps() const { return !target_.main_grad.defined(); }
+  bool has_parts() const { return has_parts_; }
   at::Tensor take_kept() { return std::exchange(kept_, at::Tensor()); }
 
  private:
   const GradTarget target_;
   const std::shared_ptr<SideBranch> additions_;
   at::Tensor kept_;
+  bool has_parts_ = false;
 };
 
 AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
@@ -81,6 +85,11 @@ void AccumulatorSwap::restore() noexcept {
   for (auto it = swapped_.rbegin(); it != swapped_.rend(); ++it) {
     set_accumulator(it->param, std::exchange(it->original, AccumulatorPtr()));
   }
+}
+
+bool AccumulatorSwap::has_parts() const {
+  return std::any_of(swapped_.begin(), swapped_.end(),
+                     [](const Swapped& swapped) { return swapped.ours->has_parts(); });
 }
 
 std::vector<at::Tensor> AccumulatorSwap::take_kept_grads() {

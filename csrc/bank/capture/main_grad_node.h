@@ -45,6 +45,9 @@ class AccumulatorSwap {
   // Gradients of the targets without main_grad, in order, and forgets them; undefined where none
   // arrived.
   std::vector<at::Tensor> take_kept_grads();
+  // Whether the gradient of any of these came in several parts, which were added up: eager adds
+  // each to what the parameter holds already, in another order.
+  bool has_parts() const;
 
  private:
   class MainGradNode;

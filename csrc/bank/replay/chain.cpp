@@ -82,6 +82,15 @@ void Chain::set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph
   owner.set_graph(variant, slot, std::move(graph));
 }
 
+void Chain::drop_variant(int variant) {
+  TORCH_CHECK(all_free(), "graphs go when no slot is held; still held: ", describe_holders());
+  for (const auto& site : sites_) site->drop_variant(variant);
+  Variant& dropped = variants_.at(variant);
+  dropped.metadata.clear();
+  dropped.buffers.clear();
+  grids_.at(variant).assign(num_slots(), {});
+}
+
 void Chain::check_source(const Variant& variant, size_t spec,
                          const std::vector<at::Tensor>& sources) const {
   const MetadataSpec& buffer = variant.metadata[spec];

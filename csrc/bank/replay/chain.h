@@ -51,8 +51,12 @@ struct Variant {
 
 // Learns of finished backward passes. Called from autograd threads; takes the GIL by itself.
 struct GradientListener {
-  std::function<bool()> wants;         // asked once for each lease
-  std::function<void(int site)> done;  // every gradient of the site is in its main_grad
+  std::function<bool()> wants;  // asked once for each lease
+  // Every gradient of the sites first..last is in its main_grad.
+  std::function<void(int first, int last)> done;
+  // Sites by which somebody waits for what is done by then. The rest is told with the next of
+  // them, or with the first site of its node.
+  std::vector<bool> is_noticed;
 };
 
 class Chain {
@@ -77,6 +81,9 @@ class Chain {
   int add_variant(Variant variant);
   // What a site captured for a variant and a slot, before anything of it is launched.
   void set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph> graph);
+  // Releases the graphs of a variant, which nobody begins again; its pool goes to later ones. The
+  // caller has waited for the device, and holds no slot.
+  void drop_variant(int variant);
   // How many kernels have their grids set by each micro-batch of this variant and slot.
   int num_document_grids(int variant, int slot) const;
   // Copies what staging reads of them to the device, and waits for it: when the bank is sealed.

@@ -106,12 +106,16 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   } done{*slot_, first_, last_};
 
   stage_gradients(grads);
-  for (int site = last_; site >= first_; --site) {
-    const SiteGraph& graph = *graphs_[site - first_];
-    const Range range(graph.backward_range, device_);
-    graph.backward->launch();
+  for (int site = last_, untold = last_; site >= first_; --site) {
+    {
+      const SiteGraph& graph = *graphs_[site - first_];
+      const Range range(graph.backward_range, device_);
+      graph.backward->launch();
+    }
+    if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
     // Asked after the first launch: the answer may have to wait for the GIL.
-    if (listener_ != nullptr && slot_->wants_notice(listener_->wants)) listener_->done(site);
+    if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
+    untold = site - 1;
   }
 
   variable_list result(num_outputs());

@@ -24,11 +24,16 @@ void SiteGraph::release() {
   released = true;
 }
 
+void Site::drop_variant(int variant) {
+  for (auto& graph : graphs_.at(variant)) {
+    if (graph != nullptr) graph->release();
+    graph.reset();
+  }
+}
+
 void Site::release() {
-  for (auto& slots : graphs_) {
-    for (auto& graph : slots) {
-      if (graph != nullptr) graph->release();
-    }
+  for (size_t variant = 0; variant < graphs_.size(); ++variant) {
+    drop_variant(static_cast<int>(variant));
   }
   graphs_.clear();
 }

@@ -63,6 +63,7 @@ class Site {
   }
   // Why a variant has no graph here; counted by every call that finds none.
   void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
+  void drop_variant(int variant);
   void release();
 
   // Why a call cannot replay a graph of this site; null is no graph.
