@@ -35,6 +35,7 @@ BANK = [
     "capture/side_branch",
     "replay/chain",
     "replay/graph_bank",
+    "replay/launch",
     "replay/leased_storage",
     "replay/replay_node",
     "replay/replay_span",

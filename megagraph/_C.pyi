@@ -129,6 +129,8 @@ class SiteGraph(metaclass=_pybind11_type):
     @property
     def accumulated(self) -> list[Tensor]: ...
     reads: Sequence[Tensor]
+    saves_input: bool
+    saves_output: bool
     def set_range(self, name: str) -> None:
         """Names its replays for profilers."""
 

@@ -150,6 +150,8 @@ void bind_site_graph(py::module_& m) {
       .def_readonly("boundaries", &SiteGraph::boundaries)
       .def_readonly("accumulated", &SiteGraph::accumulated)
       .def_readwrite("reads", &SiteGraph::reads)
+      .def_readwrite("saves_input", &SiteGraph::saves_input)
+      .def_readwrite("saves_output", &SiteGraph::saves_output)
       .def("set_range", [](SiteGraph& graph, const std::string& name) {
         graph.forward_range = name + " forward";
         graph.backward_range = name + " backward";

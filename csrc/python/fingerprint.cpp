@@ -24,6 +24,12 @@ class Hash {
   size_t value_;
 };
 
+// Python finds an interned name in a dictionary by its address. Never given back: these are asked
+// for in every step, the last one included.
+const py::str& interned(const char* name) {
+  return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)));
+}
+
 // Borrowed; null where `owner` has no such entry.
 PyObject* entry(PyObject* owner, const py::str& name) {
   PyObject* found = PyDict_GetItemWithError(owner, name.ptr());
@@ -59,14 +65,14 @@ py::object referent(PyObject* reference) {
 // Null where the parameter has none. Megatron sets it on the parameter; only other types of
 // parameters may compute it, and there an attribute that is missing costs an exception.
 py::object main_grad_of(PyObject* param) {
-  static const auto* name = new py::str("main_grad");
+  static const py::str& name = interned("main_grad");
   static const auto* parameter_type =
       new py::object(py::module_::import("torch.nn").attr("Parameter"));
-  if (PyObject* found = entry(attributes_of(param).ptr(), *name)) {
+  if (PyObject* found = entry(attributes_of(param).ptr(), name)) {
     return py::reinterpret_borrow<py::object>(found);
   }
   if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type->ptr()) return {};
-  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, name->ptr()));
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, name.ptr()));
   if (!found) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
     PyErr_Clear();
@@ -96,32 +102,32 @@ void mix_parameter(Hash& hash, PyObject* object) {
 
 // The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
 void mix_module(Hash& hash, PyObject* module) {
-  static const auto* parameters = new py::str("_parameters");
-  static const auto* buffers = new py::str("_buffers");
-  static const auto* submodules = new py::str("_modules");
-  static const auto* hook_tables =
-      new std::array<py::str, 4>{py::str("_forward_hooks"), py::str("_forward_pre_hooks"),
-                                 py::str("_backward_hooks"), py::str("_backward_pre_hooks")};
+  static const py::str& parameters = interned("_parameters");
+  static const py::str& buffers = interned("_buffers");
+  static const py::str& submodules = interned("_modules");
+  static const auto& hook_tables =
+      *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
+                                  interned("_backward_hooks"), interned("_backward_pre_hooks")};
   const py::object attributes = attributes_of(module);
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
-  if (PyObject* found = table(attributes.ptr(), *parameters)) {
+  if (PyObject* found = table(attributes.ptr(), parameters)) {
     while (PyDict_Next(found, &position, &key, &value)) {
       hash.mix(value);
       mix_parameter(hash, value);
     }
   }
   position = 0;
-  if (PyObject* found = table(attributes.ptr(), *buffers)) {
+  if (PyObject* found = table(attributes.ptr(), buffers)) {
     while (PyDict_Next(found, &position, &key, &value)) {
       if (is_tensor(value)) mix_address(hash, tensor_of(value));
     }
   }
   position = 0;
-  if (PyObject* found = table(attributes.ptr(), *submodules)) {
+  if (PyObject* found = table(attributes.ptr(), submodules)) {
     while (PyDict_Next(found, &position, &key, &value)) hash.mix(value);
   }
-  for (const py::str& name : *hook_tables) {
+  for (const py::str& name : hook_tables) {
     PyObject* found = table(attributes.ptr(), name);
     hash.mix(found == nullptr ? 0 : PyDict_Size(found));
     position = 0;
@@ -155,7 +161,7 @@ size_t module_fingerprint(const py::list& modules) {
 }
 
 size_t training_modes(const py::list& modules) {
-  static const auto* name = new py::str("training");
+  static const py::str& name = interned("training");
   Hash hash;
   for (const py::handle reference : modules) {
     const py::object module = referent(reference.ptr());
@@ -163,8 +169,8 @@ size_t training_modes(const py::list& modules) {
       hash.mix(size_t{1});
       continue;
     }
-    PyObject* flag = entry(attributes_of(module.ptr()).ptr(), *name);
-    const auto held = flag == nullptr ? py::object(module.attr(*name))  // a scripted module's
+    PyObject* flag = entry(attributes_of(module.ptr()).ptr(), name);
+    const auto held = flag == nullptr ? py::object(module.attr(name))  // a scripted module's
                                       : py::reinterpret_borrow<py::object>(flag);
     hash.mix(held.ptr() == Py_True ? size_t{2} : size_t{1});
   }

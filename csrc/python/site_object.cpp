@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/python/site_object.h"
 
+#include <pybind11/gil.h>
 #include <structmember.h>
 
 #include <cstddef>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,7 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     return nullptr;
   }
   std::vector<at::Tensor> inputs, outputs;
+  bool is_plain = true;
   inputs.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!is_tensor(args[i])) {
@@ -42,14 +45,21 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
                    Py_TYPE(args[i])->tp_name);
       return nullptr;
     }
+    is_plain = is_plain && is_plain_tensor(args[i]);
     inputs.push_back(tensor_of(args[i]));
   }
   const auto* site = reinterpret_cast<SiteObject*>(self);
-  if (site->last != site->first && !site->chain->is_linked(site->first, site->last)) {
-    Py_RETURN_NOTIMPLEMENTED;
+  Chain& chain = *site->chain;
+  if (site->last != site->first && !chain.is_linked()) Py_RETURN_NOTIMPLEMENTED;
+  std::optional<EagerReason> reason = EagerReason::kSignatureChanged;
+  if (is_plain) {
+    const Chain::Turn turn(chain);
+    // A full launch queue makes a launch wait, perhaps for another thread's Python.
+    const pybind11::gil_scoped_release no_gil;
+    reason = chain.replay(site->first, site->last, inputs, outputs);
   }
-  if (const auto reason = site->chain->replay(site->first, site->last, inputs, outputs)) {
-    if (site->counts_eager) site->chain->bank()->counters.count_eager(*reason, 1);
+  if (reason) {
+    if (site->counts_eager) chain.bank()->counters.count_eager(*reason, 1);
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (outputs.size() == 1) return to_python(std::move(outputs.front()));

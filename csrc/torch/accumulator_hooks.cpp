@@ -12,12 +12,11 @@ namespace megagraph {
 namespace {
 
 template <typename PythonHook, typename Hooks>
-int64_t count_hooks(const Hooks& hooks, std::string_view name) {
+int64_t count_hooks(const Hooks& hooks, std::string_view mangled) {
   int64_t count = 0;
   for (const auto& hook : hooks) {
     const auto& type = typeid(*hook);
-    const bool is_python = std::string_view(type.name()).find(name) != std::string_view::npos;
-    count += is_python ? PyDict_Size(static_cast<const PythonHook&>(*hook).dict) : 1;
+    count += type.name() == mangled ? PyDict_Size(static_cast<const PythonHook&>(*hook).dict) : 1;
   }
   return count;
 }
@@ -28,9 +27,9 @@ int64_t count_accumulator_hooks(const at::Tensor& param) {
   const auto accumulator = accumulator_of(param);
   if (accumulator == nullptr) return 0;
   return count_hooks<torch::autograd::PyFunctionPostHook>(accumulator->post_hooks(),
-                                                          "PyFunctionPostHook") +
+                                                          "N5torch8autograd18PyFunctionPostHookE") +
          count_hooks<torch::autograd::PyFunctionPreHook>(accumulator->pre_hooks(),
-                                                         "PyFunctionPreHook");
+                                                         "N5torch8autograd17PyFunctionPreHookE");
 }
 
 }  // namespace megagraph

@@ -27,4 +27,9 @@ bool is_leaf_edge(const torch::autograd::Edge& edge) {
   return dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get()) != nullptr;
 }
 
+bool has_gradient(const torch::autograd::Edge& edge) {
+  const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  return leaf != nullptr && leaf->variable.grad().defined();
+}
+
 }  // namespace megagraph

@@ -25,4 +25,7 @@ torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor);
 // Whether the edge leads to a leaf's accumulator of torch's own.
 bool is_leaf_edge(const torch::autograd::Edge& edge);
 
+// Whether the edge leads to a leaf that holds a gradient, to which another one is added.
+bool has_gradient(const torch::autograd::Edge& edge);
+
 }  // namespace megagraph

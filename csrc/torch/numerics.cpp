@@ -3,30 +3,48 @@
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/DefaultDtype.h>
+#include <torch/csrc/python_headers.h>
 
-#include <array>
-#include <utility>
+#include <atomic>
+#include <cstddef>
 
 #include "csrc/torch/version.h"
 
 namespace megagraph {
 namespace {
 
-using Named = std::pair<const char*, int>;
-
-std::array<Named, 11> named(const NumericSettings& s) {
-  return {{{"deterministic algorithms", s.deterministic},
-           {"deterministic warn-only", s.deterministic_warn_only},
-           {"cuDNN benchmark", s.cudnn_benchmark},
-           {"cuDNN deterministic", s.cudnn_deterministic},
-           {"autocast", s.autocast},
-           {"float32 matmul precision", s.matmul_precision},
-           {"float32 convolution precision", s.conv_precision},
-           {"float16 reduced-precision reduction", s.fp16_reduction},
-           {"bfloat16 reduced-precision reduction", s.bf16_reduction},
-           {"float16 accumulation", s.fp16_accumulation},
-           {"autocast dtype", s.autocast_dtype}}};
-}
+constexpr std::array<const char*, 29> kNames = {
+    "deterministic algorithms",
+    "deterministic warn-only",
+    "filling of uninitialized memory",
+    "cuDNN enabled",
+    "cuDNN benchmark",
+    "cuDNN benchmark limit",
+    "cuDNN deterministic",
+    "MKLDNN enabled",
+    "MKLDNN deterministic",
+    "autocast",
+    "autocast dtype",
+    "default dtype",
+    "float32 matmul precision",
+    "float32 convolution precision",
+    "float16 reduced-precision reduction",
+    "bfloat16 reduced-precision reduction",
+    "float16 accumulation",
+    "preferred BLAS library",
+    "preferred linear algebra library",
+    "multiprocessors left to others",
+    "flash attention",
+    "flash attention of newer generations",
+    "memory-efficient attention",
+    "plain attention",
+    "cuDNN attention",
+    "attention that a backend overrides",
+    "reduced-precision reduction in plain attention",
+    "order of attention backends",
+    "fast path of torch's transformer layers",
+};
 
 // Unset means the full precision, as torch's own comparisons with TF32 take it.
 int precision_of(at::Float32Op op) {
@@ -35,33 +53,80 @@ int precision_of(at::Float32Op op) {
                                                                   : precision);
 }
 
+int order_of_attention(at::Context& context) {
+  int digits = 0;
+  for (const at::SDPBackend backend : context.sDPPriorityOrder()) {
+    digits = digits * 10 + static_cast<int>(backend) + 2;
+  }
+  return digits;
+}
+
+int newer_flash(const at::Context& context) {
+#if MEGAGRAPH_TORCH_SINCE(2, 15)
+  return 2 * context.userEnabledFA4SDP() + context.userEnabledFA3SDP();
+#else
+  return context.userEnabledFA3SDP();
+#endif
+}
+
+// A variable of Python's. It matters without gradients only: a backward, which has no GIL, takes
+// what was read last.
+int fast_path() {
+  static std::atomic<int> last{1};
+  if (!PyGILState_Check()) return last;
+  static PyObject* const module = PyImport_ImportModule("torch.backends.mha");
+  PyObject* flag = nullptr;
+  if (module != nullptr) {
+    flag = PyDict_GetItemString(PyModule_GetDict(module), "_is_fastpath_enabled");
+  }
+  PyErr_Clear();
+  if (flag != nullptr) last = flag == Py_True;
+  return last;
+}
+
 }  // namespace
 
 NumericSettings NumericSettings::current(c10::DeviceType device) {
-  const at::Context& context = at::globalContext();
-  NumericSettings s{};
-  s.deterministic = context.deterministicAlgorithms();
-  s.deterministic_warn_only = context.deterministicAlgorithmsWarnOnly();
-  s.cudnn_benchmark = context.benchmarkCuDNN();
-  s.cudnn_deterministic = context.deterministicCuDNN();
-  s.autocast = at::autocast::is_autocast_enabled(device);
-  s.matmul_precision = precision_of(at::Float32Op::MATMUL);
-  s.conv_precision = precision_of(at::Float32Op::CONV);
-  s.fp16_reduction = static_cast<int>(context.allowFP16ReductionCuBLAS());
-  s.bf16_reduction = static_cast<int>(context.allowBF16ReductionCuBLAS());
-  s.fp16_accumulation = context.allowFP16AccumulationCuBLAS();
-  s.autocast_dtype = s.autocast ? static_cast<int>(at::autocast::get_autocast_dtype(device)) : 0;
-  return s;
-}
-
-bool NumericSettings::operator==(const NumericSettings& other) const {
-  return named(*this) == named(other);
+  at::Context& context = at::globalContext();
+  const bool autocast = at::autocast::is_autocast_enabled(device);
+  NumericSettings settings;
+  settings.values_ = {
+      context.deterministicAlgorithms(),
+      context.deterministicAlgorithmsWarnOnly(),
+      context.deterministicFillUninitializedMemory(),
+      context.userEnabledCuDNN(),
+      context.benchmarkCuDNN(),
+      context.benchmarkLimitCuDNN(),
+      context.deterministicCuDNN(),
+      context.userEnabledMkldnn(),
+      context.deterministicMkldnn(),
+      autocast,
+      autocast ? static_cast<int>(at::autocast::get_autocast_dtype(device)) : 0,
+      static_cast<int>(c10::get_default_dtype_as_scalartype()),
+      precision_of(at::Float32Op::MATMUL),
+      precision_of(at::Float32Op::CONV),
+      static_cast<int>(context.allowFP16ReductionCuBLAS()),
+      static_cast<int>(context.allowBF16ReductionCuBLAS()),
+      context.allowFP16AccumulationCuBLAS(),
+      static_cast<int>(context.blasPreferredBackend()),
+      static_cast<int>(context.linalgPreferredBackend()),
+      context._SMCarveout_EXPERIMENTAL().value_or(-1),
+      context.userEnabledFlashSDP(),
+      newer_flash(context),
+      context.userEnabledMemEfficientSDP(),
+      context.userEnabledMathSDP(),
+      context.userEnabledCuDNNSDP(),
+      context.userEnabledOverrideableSDP(),
+      context.allowFP16BF16ReductionMathSDP(),
+      order_of_attention(context),
+      fast_path(),
+  };
+  return settings;
 }
 
 std::string NumericSettings::difference(const NumericSettings& other) const {
-  const auto mine = named(*this), theirs = named(other);
-  for (size_t i = 0; i < mine.size(); ++i) {
-    if (mine[i].second != theirs[i].second) return mine[i].first;
+  for (size_t i = 0; i < values_.size(); ++i) {
+    if (values_[i] != other.values_[i]) return kNames[i];
   }
   return "";
 }

@@ -3,24 +3,25 @@
 //
 // Releases differ: the precision of float32 has enums since torch 2.10 (before, strings).
 // Since 2.13 convolutions have a precision DEFAULT, which is what they do unless told, where it was
-// TF32; both are compared as they are.
+// TF32; both are compared as they are. Attention has a fourth generation of kernels since 2.15.
 #pragma once
 
 #include <c10/core/DeviceType.h>
 
+#include <array>
 #include <string>
 
 namespace megagraph {
 
-struct NumericSettings {
-  bool deterministic, deterministic_warn_only, cudnn_benchmark, cudnn_deterministic, autocast;
-  int matmul_precision, conv_precision, fp16_reduction, bf16_reduction, fp16_accumulation;
-  int autocast_dtype;
-
+class NumericSettings {
+ public:
   static NumericSettings current(c10::DeviceType device);
-  bool operator==(const NumericSettings& other) const;
-  // The first setting that differs, by name; for reports.
+  bool operator==(const NumericSettings& other) const { return values_ == other.values_; }
+  // The first setting that differs, by name; empty where none does.
   std::string difference(const NumericSettings& other) const;
+
+ private:
+  std::array<int, 29> values_{};  // by name: see numerics.cpp
 };
 
 bool uses_deterministic_algorithms();

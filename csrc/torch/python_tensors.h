@@ -18,6 +18,16 @@ inline bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
 }
 
+// Whether a tensor has no class of its own, which may answer torch's functions itself.
+inline bool is_plain_tensor(PyObject* tensor) {
+  static PyObject* const parameter = [] {
+    PyObject* module = PyImport_ImportModule("torch.nn");
+    return module == nullptr ? nullptr : PyObject_GetAttrString(module, "Parameter");
+  }();
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  return type == THPVariableClass || type == parameter;
+}
+
 // Of an object that is_tensor().
 inline const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
 

@@ -21,6 +21,7 @@ from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker
+from megagraph.bank.saved import Saves
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
@@ -143,15 +144,16 @@ class Bank:
         gc.disable()
         try:
             # Every warm-up first: beside a pool that is full already, its memory would come on top.
+            saves = []
             for request in order:
                 with request.variant.context():
-                    self._warm_up(request)
+                    saves.append(self._warm_up(request))
             self.backend.settle()
             for done, request in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), f"variant {request.variant}")
                 with request.variant.context():
-                    self._capture_one(request)
+                    self._capture_one(request, saves[done])
             if progress is not None:
                 progress(len(order), len(order), "done")
         finally:
@@ -166,17 +168,17 @@ class Bank:
             self._conditions, request.chain.graphable(), request.variant, request.buffers[slot]
         )
 
-    def _warm_up(self, request: _Request) -> None:
+    def _warm_up(self, request: _Request) -> Mapping[int, Saves]:
         """Runs a variant once, and again without the site that failed."""
         while request.chain.graphable():
             try:
-                self._plan(request, 0).warm_up()
-                return
+                return self._plan(request, 0).warm_up()
             except CaptureError as error:
                 self._give_up_site(request.chain, error)
             gc.collect()  # frames of the failed attempt hold its memory in cycles
+        return {}
 
-    def _capture_one(self, request: _Request) -> None:
+    def _capture_one(self, request: _Request, saves: Mapping[int, Saves]) -> None:
         """Captures a variant into every slot, and again without the site that failed."""
         chain = request.chain
         while chain.graphable():
@@ -185,7 +187,7 @@ class Bank:
                     self._plan(request, slot).capture(chain.first_pool + slot)
                     for slot in range(chain.num_slots)
                 ]
-                self._add_variant(request, by_slot)
+                self._add_variant(request, by_slot, saves)
                 return
             except CaptureError as error:
                 self._give_up_site(chain, error)
@@ -204,7 +206,12 @@ class Bank:
             {name: spec.buffer() for name, spec in variant.metadata.items()} for _ in range(chain.num_slots)
         ]
 
-    def _add_variant(self, request: _Request, by_slot: Sequence[Mapping[int, _C.SiteGraph]]) -> None:
+    def _add_variant(
+        self,
+        request: _Request,
+        by_slot: Sequence[Mapping[int, _C.SiteGraph]],
+        saves: Mapping[int, Saves],
+    ) -> None:
         chain, variant = request.chain, request.variant
         index = chain.core.add_variant(
             training=variant.training,
@@ -215,6 +222,7 @@ class Bank:
         )
         for slot, graphs in enumerate(by_slot):
             for site, graph in graphs.items():
+                graph.saves_input, graph.saves_output = saves[site]
                 graph.reads = self._reads(chain.specs[site].module, request.buffers[slot])
                 if self._annotate:
                     graph.set_range(f"{chain.specs[site].name}, {variant}, slot {slot}")

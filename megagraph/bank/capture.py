@@ -24,6 +24,7 @@ from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.bank.backends import Backend
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.bank.rng import RngSources
+from megagraph.bank.saved import Saves, saved_tensors
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
@@ -89,6 +90,7 @@ class CapturePlan:
         self._edges = {index: _C.Boundaries() for index in sites}
         # (leaf, output) of each site between its forward and its backward.
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
+        self._saves: dict[int, Saves] = {}
         self._trace: _C.OpTrace | None = None
 
     @contextlib.contextmanager
@@ -146,10 +148,13 @@ class CapturePlan:
         with unfilled():
             return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Mapping[int, Saves]:
         """Runs every site once, forward and backward, on memory of its own.
 
         Libraries make their handles and choose their kernels here, where it is allowed.
+
+        Returns:
+            Of each site, by index, what its backward pass reads of its input and output.
 
         Raises:
             CaptureError: naming the site, the op and the line.
@@ -159,6 +164,7 @@ class CapturePlan:
             x = self._empty_rows().uniform_(-1, 1, generator=generator)
             for index in self._sites:
                 x = self._warm_up_site(index, x)
+        return self._saves
 
     def _warm_up_site(self, index: int, x: Tensor) -> Tensor:
         before = self._rng.snapshot()
@@ -174,7 +180,10 @@ class CapturePlan:
     def _run_once(self, index: int, x: Tensor) -> Tensor:
         site, training = self._sites[index], self._variant.training
         with swapped(swap_of(site, training)), torch.set_grad_enabled(training):
-            y = site.call(x.detach().requires_grad_(training), **self._arguments)
+            given = x.detach().requires_grad_(training)
+            with saved_tensors() as saved:
+                y = site.call(given, **self._arguments)
+            self._saves[index] = saved.of(given, y)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:

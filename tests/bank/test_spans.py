@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chain that replays is one call and one autograd node; else it is one of each for every site."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -75,12 +76,34 @@ def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) 
         pair.chain(pair.input())
 
 
-def test_finished_backwards_are_told_from_the_last_site_to_the_first(device: str) -> None:
+@pytest.mark.parametrize(
+    ("noticed", "expected"),
+    [
+        ([], [(0, SITES - 1)]),
+        ([SITES - 1, 1], [(SITES - 1, SITES - 1), (1, SITES - 2), (0, 0)]),
+        (range(SITES), [(site, site) for site in reversed(range(SITES))]),
+    ],
+)
+def test_finished_backwards_are_told_in_runs_that_end_where_somebody_waits(
+    device: str, noticed: Sequence[int], expected: Sequence[tuple[int, int]]
+) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
-    told: list[int] = []
-    pair.chain.core.set_listener(lambda: True, told.append)
+    told: list[tuple[int, int]] = []
+    pair.chain.core.set_listener(lambda: True, lambda *run: told.append(run), noticed)
     pair.step()
-    assert told == list(reversed(range(SITES)))
+    assert told == list(expected)
+
+
+def test_what_ran_site_by_site_is_told_site_by_site(device: str) -> None:
+    pair = Pair(device, blocks(SITES), main_grad=True).capture()
+    told: list[tuple[int, int]] = []
+    pair.chain.core.set_listener(lambda: True, lambda *run: told.append(run), [])
+    hidden = pair.input().requires_grad_()
+    with pair.chain.micro_batch("train"):
+        for site in pair.chain.sites:
+            hidden = site(hidden)
+    hidden.sum().backward()
+    assert told == [(site, site) for site in reversed(range(SITES))]
 
 
 def test_a_run_of_one_site_is_that_site(device: str) -> None:
@@ -160,11 +183,11 @@ def test_after_a_forward_that_raised_in_the_middle_the_next_micro_batch_replays(
 def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> None:
     pair, troubled = troubled_pair()
 
-    def done(index: int) -> None:
-        if raises == "the listener" and index == 2:
+    def done(first: int, last: int) -> None:
+        if raises == "the listener" and first == 2:
             raise ValueError("listener gave up")
 
-    pair.chain.core.set_listener(lambda: True, done)
+    pair.chain.core.set_listener(lambda: True, done, range(SITES))
     troubled.raises_in = "backward" if raises == "the backward" else ""
     with pair.chain.micro_batch("train"):
         out = pair.chain(pair.input().requires_grad_())

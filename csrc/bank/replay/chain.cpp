@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/torch/attempt.h"
+#include "csrc/torch/surroundings.h"
+
 namespace megagraph {
 namespace {
 
@@ -21,6 +24,15 @@ std::vector<at::Tensor> staged_offsets(const Variant& variant, int slot) {
 }
 
 }  // namespace
+
+Chain::Turn::Turn(Chain& chain) : chain_(chain) {
+  chain.check_nobody_replays();
+  chain.is_replaying_ = true;
+}
+
+void Chain::check_nobody_replays() const {
+  TORCH_CHECK(!is_replaying_, "another thread is replaying this chain: one thread at a time");
+}
 
 Chain::Chain(std::shared_ptr<BankStatus> bank, c10::Device device, int num_sites)
     : bank_(std::move(bank)), device_(device) {
@@ -89,6 +101,7 @@ void Chain::drop_variant(int variant) {
   dropped.metadata.clear();
   dropped.buffers.clear();
   grids_.at(variant).assign(num_slots(), {});
+  graphs_.at(variant).clear();
 }
 
 void Chain::check_source(const Variant& variant, size_t spec,
@@ -108,7 +121,10 @@ void Chain::check_source(const Variant& variant, size_t spec,
 }
 
 std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tensor>& sources) {
+  check_nobody_replays();
   TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this chain has not ended");
+  TORCH_CHECK(!has_unpoisoned_.exchange(false),
+              "a slot that became free could not be filled with NaN (poison)");
   const BankState state = bank_->state.load();
   if (state == BankState::kReleased) return EagerReason::kReleased;
   if (state == BankState::kSuspended) return EagerReason::kSuspended;
@@ -117,6 +133,10 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
   if (!(NumericSettings::current(device_.type()) == wanted.numerics)) {
     return EagerReason::kNumericsChanged;
   }
+  // Saved tensors are packed, or dropped and recomputed: a replay saves none, and a recompute that
+  // replays nothing would save some.
+  if (wanted.training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
+  if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
   int num_sources = wanted.end_source + 1;
   for (const MetadataSpec& spec : wanted.metadata) {
     num_sources = std::max(num_sources, spec.source + 1);
@@ -128,7 +148,12 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
   }
   current_ = slots_->acquire(variant, wanted.training);
   if (current_ == nullptr) {
-    TORCH_CHECK(!holds_collectives_,
+    // How many backwards are to come is the same on every rank, as the program is. A tensor that
+    // somebody keeps is not.
+    const auto& slots = slots_->slots();
+    const bool is_everywhere = std::all_of(slots.begin(), slots.end(),
+                                           [](const auto& slot) { return slot->is_pending(); });
+    TORCH_CHECK(!holds_collectives_ || is_everywhere,
                 "no slot is free, and these graphs hold collectives, so this "
                 "rank cannot run eager alone. Still held: ",
                 describe_holders());
@@ -140,6 +165,7 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
 }
 
 void Chain::end() {
+  check_nobody_replays();
   TORCH_CHECK(current_ != nullptr, "no micro-batch of this chain is running");
   sources_.clear();
   metadata_pending_ = false;
@@ -184,9 +210,13 @@ int Chain::num_document_grids(int variant, int slot) const {
   return count;
 }
 
-void Chain::make_grid_tables() {
+void Chain::seal() {
+  graphs_.resize(variants_.size());
   for (size_t variant = 0; variant < variants_.size(); ++variant) {
+    auto& by_slot = graphs_[variant];
+    by_slot.clear();
     for (int slot = 0; slot < num_slots(); ++slot) {
+      by_slot.push_back(gather(static_cast<int>(variant), slot));
       for (const at::Tensor& offsets : staged_offsets(variants_[variant], slot)) {
         grids_[variant][slot].make(offsets);
       }
@@ -224,12 +254,16 @@ void Chain::append_input(SegmentList& segments, const at::Tensor& input, const a
   segments.add(segment);
 }
 
-void Chain::on_slot_free(int slot, int variant) {
+void Chain::on_slot_free(int slot, int variant) noexcept {
   if (!poison_) return;
-  const at::NoGradGuard no_grad;
-  for (const auto& site : sites_) {
-    if (SiteGraph* graph = site->graph(variant, slot)) graph->poison();
-  }
+  const bool is_done = attempt([&] {
+    const at::NoGradGuard no_grad;
+    const NoDispatchModes plain;  // somebody's may be on wherever a tensor dies
+    for (const auto& site : sites_) {
+      if (SiteGraph* graph = site->graph(variant, slot)) graph->poison();
+    }
+  });
+  if (!is_done) has_unpoisoned_ = true;
 }
 
 bool Chain::all_free() const {
@@ -251,6 +285,20 @@ std::string Chain::describe_holders() const {
   return text;
 }
 
+std::shared_ptr<const VariantGraphs> Chain::gather(int variant, int slot) const {
+  auto gathered = std::make_shared<VariantGraphs>();
+  gathered->numerics = variants_[variant].numerics;
+  gathered->is_linked = true;
+  const SiteGraph* before = nullptr;
+  for (const auto& site : sites_) {
+    const auto& graph = site->shared_graph(variant, slot);
+    gathered->is_linked = gathered->is_linked && graph != nullptr && graph->follows(before);
+    gathered->sites.push_back(graph);
+    before = graph.get();
+  }
+  return gathered;
+}
+
 void Chain::release() {
   if (slots_ != nullptr) {
     for (const auto& slot : slots_->slots()) slot->detach();
@@ -258,6 +306,7 @@ void Chain::release() {
   for (const auto& site : sites_) site->release();
   variants_.clear();
   grids_.clear();
+  graphs_.clear();
   listener_ = nullptr;
 }
 

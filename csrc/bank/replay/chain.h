@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -19,6 +20,7 @@
 #include "csrc/bank/signature.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
+#include "csrc/bank/replay/variant_graphs.h"
 #include "csrc/bank/staging/staging.h"
 #include "csrc/torch/numerics.h"
 
@@ -86,13 +88,26 @@ class Chain {
   void drop_variant(int variant);
   // How many kernels have their grids set by each micro-batch of this variant and slot.
   int num_document_grids(int variant, int slot) const;
-  // Copies what staging reads of them to the device, and waits for it: when the bank is sealed.
-  // What is there already stays.
-  void make_grid_tables();
+  // When the bank is sealed: gathers each variant's graphs, copies what staging reads of their
+  // grids to the device, and waits for it. Tables that are there already stay.
+  void seal();
   // Null: nobody listens.
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
   }
+
+  // One thread's turn to replay, taken with the GIL held and kept without it. Another thread that
+  // meanwhile begins, ends or replays gets an error instead of a race.
+  class Turn {
+   public:
+    explicit Turn(Chain& chain);
+    ~Turn() { chain_.is_replaying_ = false; }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Chain& chain_;
+  };
 
   // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
   // chain's device, as the variant's metadata buffers name them by index.
@@ -101,9 +116,9 @@ class Chain {
   // The running micro-batch's slot; null between micro-batches.
   const std::shared_ptr<Slot>& current() const { return current_; }
 
-  // Whether the running micro-batch can replay these sites in one go: Note [Spans] in
+  // Whether the running micro-batch can replay all sites in one go: Note [Spans] in
   // replay_span.cpp.
-  bool is_linked(int first, int last) const;
+  bool is_linked() const;
   // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
   // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
   // several where is_linked(). On the current stream; never waits.
@@ -124,7 +139,9 @@ class Chain {
  private:
   void append_document_grids(SegmentList& segments, const Segment& offsets,
                              const at::Tensor& target);
-  void on_slot_free(int slot, int variant);
+  void on_slot_free(int slot, int variant) noexcept;
+  void check_nobody_replays() const;
+  std::shared_ptr<const VariantGraphs> gather(int variant, int slot) const;
   void check_source(const Variant& variant, size_t spec,
                     const std::vector<at::Tensor>& sources) const;
 
@@ -136,6 +153,10 @@ class Chain {
   std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
   std::shared_ptr<const GradientListener> listener_;
   bool poison_ = false, holds_collectives_ = false;
+
+  std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]
+  std::atomic<bool> is_replaying_{false};
+  std::atomic<bool> has_unpoisoned_{false};  // a freed slot could not be filled with NaN
 
   std::shared_ptr<Slot> current_;
   std::vector<at::Tensor> sources_;  // of the running micro-batch

@@ -61,7 +61,7 @@ void GraphBank::become(BankState next) {
   TORCH_CHECK(may_become(now, next), "a ", name_of(now), " bank cannot become ", name_of(next));
   status_->state.store(next);
   if (next != BankState::kSealed) return;
-  for (const auto& chain : chains_) chain->make_grid_tables();
+  for (const auto& chain : chains_) chain->seal();
 }
 
 std::shared_ptr<Chain> GraphBank::add_chain(int num_sites) {

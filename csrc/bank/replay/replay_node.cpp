@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/replay/replay_node.h"
 
+#include <string>
 #include <utility>
 
+#include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
 #include "csrc/bank/staging/staging.h"
@@ -12,17 +14,18 @@ namespace megagraph {
 
 using torch::autograd::variable_list;
 
-ReplayNode::ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first, Graphs graphs)
+ReplayNode::ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs, int first,
+                       int last)
     : listener_(chain.listener()),
       device_(chain.device()),
       slot_(std::move(slot)),
+      graphs_(std::move(graphs)),
       first_(first),
-      last_(first + static_cast<int>(graphs.size()) - 1),
-      graphs_(std::move(graphs)) {}
+      last_(last) {}
 
-NodePtr<ReplayNode> ReplayNode::make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
-                                     Graphs graphs) {
-  return own_node(new ReplayNode(chain, std::move(slot), first, std::move(graphs)));
+NodePtr<ReplayNode> ReplayNode::make(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs,
+                                     int first, int last) {
+  return own_node(new ReplayNode(chain, std::move(slot), std::move(graphs), first, last));
 }
 
 ReplayNode::~ReplayNode() { let_go(); }
@@ -36,32 +39,34 @@ void ReplayNode::let_go() noexcept {
 
 void ReplayNode::connect(const std::vector<at::Tensor>& inputs,
                          const std::vector<at::Tensor>& outputs) {
+  const SiteGraph &entry = graph_of(first_), &exit = graph_of(last_);
   for (size_t i = 0; i < inputs.size(); ++i) {
+    if (entry.saves_input) saved_.emplace_back(inputs[i]);
     input_rows_.push_back(inputs[i].dim() > 0 ? inputs[i].size(0) : 1);
-    if (!inputs[i].requires_grad() || !graphs_.front()->boundaries.grad_inputs[i].defined())
-      continue;
+    if (!inputs[i].requires_grad() || !entry.boundaries.grad_inputs[i].defined()) continue;
     add_next_edge(gradient_edge_of(inputs[i]));
     edge_inputs_.push_back(i);
   }
   // From the last site to the first, as eager adds up the gradients of a parameter they share.
-  for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
-    for (const at::Tensor& param : (*graph)->boundaries.params) {
+  for (int site = last_; site >= first_; --site) {
+    for (const at::Tensor& param : graph_of(site).boundaries.params) {
       add_next_edge(gradient_edge_of(param));
     }
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (graphs_.back()->boundaries.grad_outputs[i].defined()) {
+    if (exit.boundaries.grad_outputs[i].defined()) {
       torch::autograd::set_history(outputs[i], getptr());
     } else {
       add_input_metadata(Node::undefined_input());
     }
+    if (exit.saves_output) saved_.emplace_back(outputs[i]);
   }
 }
 
 void ReplayNode::stage_gradients(const variable_list& grads) const {
   SegmentList segments;
   std::vector<at::Tensor> dense;  // lives until the launch below is enqueued
-  const auto& buffers = graphs_.back()->boundaries.grad_outputs;
+  const auto& buffers = graph_of(last_).boundaries.grad_outputs;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor& buffer = buffers[i];
     if (!buffer.defined()) continue;
@@ -84,17 +89,59 @@ void ReplayNode::stage_gradients(const variable_list& grads) const {
   stage(segments, device_);
 }
 
-variable_list ReplayNode::apply(variable_list&& grads) {
+// What cannot be run eager any more, since the forward was a replay.
+void ReplayNode::check_unchanged() const {
   TORCH_CHECK(pending_, "site ", last_,
               " was asked for a second backward, but its graph's saved tensors live for one: run "
               "the forward again, or keep this call out of graphs");
   TORCH_CHECK(!at::GradMode::is_enabled(), "site ", last_,
               " was asked for a gradient of its gradient "
               "(create_graph=True), which no graph has: keep this call out of graphs");
-  TORCH_CHECK(!graphs_.front()->released,
+  TORCH_CHECK(!graph_of(first_).released,
               "the bank was released between the forward and the backward of "
               "site ",
               last_);
+  for (const WriteWatch& saved : saved_) {
+    TORCH_CHECK(!saved.has_seen_write(), "the input of site ", first_, " or the output of site ",
+                last_,
+                ", which this backward needs, has been modified by an inplace operation since the "
+                "forward");
+  }
+  const std::string changed =
+      graphs_->numerics.difference(NumericSettings::current(device_.type()));
+  TORCH_CHECK(changed.empty(), "a numeric setting (", changed,
+              ") changed between the forward and the backward of site ", last_,
+              ", and its graphs were captured for one: keep it through a micro-batch, or keep this "
+              "call out of graphs");
+}
+
+void ReplayNode::launch_backwards(const variable_list& grads) const {
+  const Launch launch(device_);
+  stage_gradients(grads);
+  for (int site = last_, untold = last_; site >= first_; --site) {
+    const SiteGraph& graph = graph_of(site);
+    {
+      const Range range(graph.backward_range, device_);
+      graph.backward->launch();
+    }
+    if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
+    // Asked after the first launch: the answer may have to wait for the GIL.
+    if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
+    untold = site - 1;
+  }
+}
+
+// The gradient of a parameter without main_grad. It lies in the pool, which the next micro-batch
+// may write before autograd has brought it to the parameter. One that is added to what the
+// parameter holds is leased for so long; a parameter that holds nothing would keep the lease.
+at::Tensor ReplayNode::handed_out(const at::Tensor& grad, int site,
+                                  const torch::autograd::Edge& edge) const {
+  if (is_partial_backward() || !has_gradient(edge)) return grad.clone();
+  return lease_tensor(grad, slot_, site, LeaseKind::kGradient);
+}
+
+variable_list ReplayNode::apply(variable_list&& grads) {
+  check_unchanged();
   TORCH_CHECK(slot_->leave(first_, last_), "backward of site ", last_,
               " out of order: a later site's backward is still to come (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
@@ -105,35 +152,23 @@ variable_list ReplayNode::apply(variable_list&& grads) {
     ~Done() { slot.node_done(first, last); }
   } done{*slot_, first_, last_};
 
-  stage_gradients(grads);
-  for (int site = last_, untold = last_; site >= first_; --site) {
-    {
-      const SiteGraph& graph = *graphs_[site - first_];
-      const Range range(graph.backward_range, device_);
-      graph.backward->launch();
-    }
-    if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
-    // Asked after the first launch: the answer may have to wait for the GIL.
-    if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
-    untold = site - 1;
-  }
+  launch_backwards(grads);
 
   variable_list result(num_outputs());
   size_t edge = 0;
   for (; edge < edge_inputs_.size(); ++edge) {
     if (!task_should_compute_output(edge)) continue;
     const size_t input = edge_inputs_[edge];
-    result[edge] = lease_tensor(graphs_.front()->boundaries.grad_inputs[input], slot_, first_,
+    result[edge] = lease_tensor(graph_of(first_).boundaries.grad_inputs[input], slot_, first_,
                                 LeaseKind::kGradient, input_rows_[input]);
     // A leaf would keep the tensor, and with it the slot, as its .grad.
     if (is_leaf_edge(next_edge(edge))) result[edge] = result[edge].clone();
   }
-  // Here the graph's own reference makes AccumulateGrad clone. torch.autograd.grad() would hand the
-  // buffer itself to its caller.
-  const bool is_partial = is_partial_backward();
-  for (auto graph = graphs_.rbegin(); graph != graphs_.rend(); ++graph) {
-    for (const at::Tensor& grad : (*graph)->boundaries.param_grads) {
-      if (task_should_compute_output(edge)) result[edge] = is_partial ? grad.clone() : grad;
+  for (int site = last_; site >= first_; --site) {
+    for (const at::Tensor& grad : graph_of(site).boundaries.param_grads) {
+      if (task_should_compute_output(edge)) {
+        result[edge] = handed_out(grad, site, next_edge(edge));
+      }
       ++edge;
     }
   }

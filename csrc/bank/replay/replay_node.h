@@ -15,18 +15,20 @@
 #include "csrc/bank/replay/chain.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
+#include "csrc/bank/replay/variant_graphs.h"
 #include "csrc/torch/nodes.h"
+#include "csrc/torch/version_counter.h"
 
 namespace megagraph {
 
 class ReplayNode final : public LendingNode {
  public:
-  using Graphs = std::vector<std::shared_ptr<SiteGraph>>;
+  using Graphs = std::shared_ptr<const VariantGraphs>;
 
-  // The slot has been entered for the sites from `first` on, whose graphs these are; the node
-  // leaves it, by its backward or by its end.
-  static NodePtr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, int first,
-                                  Graphs graphs);
+  // The slot has been entered for the sites from `first` to `last`, which have their graphs among
+  // these; the node leaves it, by its backward or by its end.
+  static NodePtr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs,
+                                  int first, int last);
   ~ReplayNode() override;
   ReplayNode(const ReplayNode&) = delete;
   ReplayNode& operator=(const ReplayNode&) = delete;
@@ -38,17 +40,22 @@ class ReplayNode final : public LendingNode {
   std::string name() const override { return "MegagraphReplay"; }
 
  private:
-  ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, int first, Graphs graphs);
+  ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs, int first, int last);
   void let_go() noexcept override;
+  SiteGraph& graph_of(int site) const { return *graphs_->sites[site]; }
+  void check_unchanged() const;
+  void launch_backwards(const torch::autograd::variable_list& grads) const;
   void stage_gradients(const torch::autograd::variable_list& grads) const;
+  at::Tensor handed_out(const at::Tensor& grad, int site, const torch::autograd::Edge& edge) const;
 
   const std::shared_ptr<const GradientListener> listener_;
   const c10::Device device_;
   const std::shared_ptr<Slot> slot_;
-  const int first_, last_;
   const Graphs graphs_;
+  const int first_, last_;
   std::vector<int64_t> input_rows_;
   std::vector<size_t> edge_inputs_;  // which input each leading edge belongs to
+  std::vector<WriteWatch> saved_;    // of inputs and outputs that the backward reads
   bool pending_ = true;
 };
 

@@ -11,37 +11,17 @@
 #include <utility>
 
 #include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
 #include "csrc/bank/replay/replay_node.h"
+#include "csrc/torch/surroundings.h"
 
 namespace megagraph {
 
-namespace {
-
-// Whether `after` reads the output of `before` where it lies, and hands back its gradient so.
-bool follows(const SiteGraph& before, const SiteGraph& after) {
-  const at::Tensor& grad = before.boundaries.grad_outputs.front();
-  const at::Tensor& grad_after = after.boundaries.grad_inputs.front();
-  return after.is_chained && grad.defined() == grad_after.defined() &&
-         (!grad.defined() || grad.const_data_ptr() == grad_after.const_data_ptr());
-}
-
-}  // namespace
-
-bool Chain::is_linked(int first, int last) const {
+bool Chain::is_linked() const {
   if (current_ == nullptr || bank_->state.load() == BankState::kReleased) return false;
-  const SiteGraph* before = nullptr;
-  for (int index = first; index <= last; ++index) {
-    const SiteGraph* graph = sites_[index]->graph(current_->variant(), current_->index());
-    if (graph == nullptr || graph->boundaries.inputs.size() != 1 ||
-        graph->boundaries.outputs.size() != 1) {
-      return false;
-    }
-    if (before != nullptr && !follows(*before, *graph)) return false;
-    before = graph;
-  }
-  return true;
+  return graphs_[current_->variant()][current_->index()]->is_linked;
 }
 
 std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<at::Tensor>& inputs,
@@ -52,22 +32,19 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   const std::shared_ptr<Slot>& slot = current_;
   const int variant = slot->variant();
   const bool training = variants_[variant].training;
-  const SiteGraph* entry = sites_[first]->graph(variant, slot->index());
+  const auto& graphs = graphs_[variant][slot->index()];
+  const SiteGraph* entry = graphs->sites[first].get();
   if (const auto reason = sites_[first]->why_eager(entry, training, inputs)) return reason;
+  if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
   // Staging another tensor into a chained input would overwrite the previous site's output, which
   // its backward or its reader may still need.
   if (entry->is_chained && slot->is_held(first - 1) &&
       inputs.front().const_data_ptr() != entry->boundaries.inputs.front().const_data_ptr()) {
     return EagerReason::kNesting;
   }
-  ReplayNode::Graphs graphs;
-  graphs.reserve(last - first + 1);
-  for (int index = first; index <= last; ++index) {
-    graphs.push_back(sites_[index]->shared_graph(variant, slot->index()));
-  }
   if (!slot->enter(first, last)) return EagerReason::kNesting;
   NodePtr<ReplayNode> node;
-  if (training) node = ReplayNode::make(*this, slot, first, graphs);
+  if (training) node = ReplayNode::make(*this, slot, graphs, first, last);
 
   SegmentList segments;
   append_metadata(segments);
@@ -76,15 +53,19 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
     if (inputs[i].const_data_ptr() == buffer.const_data_ptr()) continue;
     append_input(segments, inputs[i], buffer, /*is_packed=*/first == 0 && i == 0);
   }
-  stage(segments, device_);
-  metadata_pending_ = false;
-  for (const auto& graph : graphs) {
-    const Range range(graph->forward_range, device_);
-    graph->forward->launch();
+  {
+    const Launch launch(device_);
+    stage(segments, device_);
+    metadata_pending_ = false;
+    for (int site = first; site <= last; ++site) {
+      const SiteGraph& graph = *graphs->sites[site];
+      const Range range(graph.forward_range, device_);
+      graph.forward->launch();
+    }
   }
 
   const size_t begin = outputs.size();
-  for (const at::Tensor& boundary : graphs.back()->boundaries.outputs) {
+  for (const at::Tensor& boundary : graphs->sites[last]->boundaries.outputs) {
     outputs.push_back(lease_tensor(boundary, slot, last, LeaseKind::kOutput));
   }
   if (node != nullptr) {

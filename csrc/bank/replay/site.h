@@ -34,6 +34,9 @@ struct SiteGraph {
   std::vector<at::Tensor> accumulated;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
+  // Whether the backward reads the input, or an output, where eager would: a write in place in
+  // between is an error then.
+  bool saves_input = false, saves_output = false;
   // What profilers call its replays; empty if nobody asked.
   std::string forward_range, backward_range;
 
@@ -42,6 +45,9 @@ struct SiteGraph {
   bool is_chained = false;
   bool released = false;
 
+  // Whether this has one input, which is the one output of `before` where it lies, and hands its
+  // gradient back so; null is the beginning of a chain.
+  bool follows(const SiteGraph* before) const;
   void poison();
   void release();
 };

@@ -120,6 +120,11 @@ bool Slot::is_free() const {
   return holders_ == 0;
 }
 
+bool Slot::is_pending() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(nodes_.begin(), nodes_.end(), [](int32_t count) { return count > 0; });
+}
+
 std::string Slot::describe_holders() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::string text;

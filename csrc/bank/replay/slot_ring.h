@@ -32,7 +32,8 @@ enum class LeaseKind : uint8_t { kOutput, kGradient };
 // buffers. Safe to use from the forward thread, autograd threads and destructors; needs no GIL.
 class Slot {
  public:
-  // `on_free(variant)` runs when the last holder goes, before anyone can lease the slot again.
+  // `on_free(variant)` runs when the last holder goes, before anyone can lease the slot again, and
+  // wherever that is, in destructors too: it must not throw.
   // `keep_alive` lives as long as the slot does: the memory behind the boundary buffers.
   Slot(int index, int num_sites, std::function<void(int variant)> on_free,
        std::shared_ptr<void> keep_alive);
@@ -62,6 +63,8 @@ class Slot {
   bool is_held(int site) const;
 
   bool is_free() const;
+  // Whether a backward is still to come.
+  bool is_pending() const;
   // "2 tensors of site 3, 1 pending backward of site 4", for errors.
   std::string describe_holders() const;
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <unordered_map>
 #include <vector>
 
@@ -25,7 +26,11 @@ class GridTables {
   std::vector<DocumentGrid> grids_of(const at::Tensor& offsets) const;
 
   std::unordered_map<const void*, std::vector<DocumentGrid>> by_offsets_;
-  std::unordered_map<const void*, at::Tensor> tables_;
+  struct Table {
+    size_t num_tried = 0;
+    at::Tensor grids;  // as bytes
+  };
+  std::unordered_map<const void*, Table> tables_;
 };
 
 }  // namespace megagraph

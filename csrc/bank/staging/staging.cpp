@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/staging/staging.h"
 
+#include <ATen/Functions.h>
+
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <c10/cuda/CUDAStream.h>
 #endif
 
 #include <algorithm>
 #include <cstring>
+
+#include "csrc/ops/document_grids.h"
 
 namespace megagraph {
 namespace {
@@ -47,6 +51,18 @@ void stage_segment(const Segment& s) {
 }
 
 }  // namespace
+
+std::vector<bool> settable_grids(const at::Tensor& table) {
+  const auto count = table.numel() / static_cast<int64_t>(sizeof(DocumentGrid));
+  at::Tensor settable = at::zeros({count}, table.options().dtype(at::kBool));
+#ifdef MEGAGRAPH_WITH_CUDA
+  launch_grid_trial(table.const_data_ptr(), count, settable.mutable_data_ptr<bool>(),
+                    c10::cuda::getCurrentCUDAStream(table.device().index()).stream());
+#endif
+  settable = settable.cpu();
+  const auto* flags = settable.const_data_ptr<bool>();
+  return std::vector<bool>(flags, flags + count);
+}
 
 void stage(const SegmentList& segments, c10::Device device) {
   if (segments.count == 0) return;

@@ -7,6 +7,11 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <vector>
+
+namespace at {
+class Tensor;
+}
 
 namespace megagraph {
 
@@ -49,7 +54,13 @@ struct SegmentList {
 // On the device's current stream. Nothing is launched for an empty list.
 void stage(const SegmentList& segments, c10::Device device);
 
+// Which of the table's grids (`DocumentGrid`s, as bytes) the driver lets a kernel set: sets each to
+// what it was captured with, on the device's current stream, and waits. No graph of theirs runs.
+std::vector<bool> settable_grids(const at::Tensor& table);
+
 // `stream` is a cudaStream_t. Defined in CUDA builds.
 void launch_staging(const SegmentList& segments, void* stream);
+// The same of settable_grids(): writes a flag for each of `count` grids.
+void launch_grid_trial(const void* grids, int64_t count, bool* settable, void* stream);
 
 }  // namespace megagraph

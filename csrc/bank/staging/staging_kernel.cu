@@ -75,6 +75,8 @@ __device__ void set_grids(const Segment& s, int64_t thread, int64_t threads) {
     const unsigned x = rows == 0 ? grid.x : min(grid.x, (longest + rows - 1) / rows);
     const auto error = cudaGraphKernelNodeSetGridDim(static_cast<cudaGraphDeviceNode_t>(grid.node),
                                                      dim3(x, num_seqs, grid.z));
+    // It was set once when the bank was sealed. A grid that is too small now would leave documents
+    // out without a word.
     CUDA_KERNEL_ASSERT(error == cudaSuccess);
   }
 }
@@ -133,6 +135,16 @@ bool is_wide(const Segment& s) {
          divides(s.src_size) && divides(s.dst_size) && divides(s.row_bytes);
 }
 
+__global__ void try_grids(const DocumentGrid* grids, int64_t count, bool* settable) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const DocumentGrid grid = grids[i];
+  const auto error =
+      cudaGraphKernelNodeSetGridDim(static_cast<cudaGraphDeviceNode_t>(grid.node),
+                                    dim3(grid.x, static_cast<unsigned>(grid.num_seqs), grid.z));
+  settable[i] = error == cudaSuccess;
+}
+
 }  // namespace
 
 void launch_staging(const SegmentList& segments, void* stream) {
@@ -148,6 +160,13 @@ void launch_staging(const SegmentList& segments, void* stream) {
   }
   stage_segments_kernel<<<grid.first_block[segments.count], kThreads, 0,
                           static_cast<cudaStream_t>(stream)>>>(grid);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void launch_grid_trial(const void* grids, int64_t count, bool* settable, void* stream) {
+  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+  try_grids<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const DocumentGrid*>(grids), count, settable);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The conditions under which graphs are launched.
+//
+// Note [One stream after another]
+// All graphs of a device were captured on one stream. So they share its cuBLAS workspace and, where
+// they draw, the place of the random offset; and a slot is free when its backward has been
+// enqueued, not when it is done. On one stream that is order enough. Where the caller has changed
+// to another stream, of the same model or of another one, the launch first waits for the launches
+// before it. The default stream always exists, so what it waits for can be asked late; another one
+// may be gone by then, so each launch there leaves an event.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <memory>
+
+namespace megagraph {
+
+// While it lives: `device` is the current one, and what is launched on its current stream comes
+// after every earlier launch there.
+class Launch {
+ public:
+  explicit Launch(c10::Device device);
+  ~Launch();
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+ private:
+  class InOrder;
+  const c10::OptionalDeviceGuard guard_;
+  std::unique_ptr<InOrder> in_order_;  // null on the host
+};
+
+}  // namespace megagraph

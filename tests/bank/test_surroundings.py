@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that a replay cannot serve as eager would: their tensors, torch's modes, writes in between."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bank_pair import WIDTH, Pair, assert_same_bits, blocks, run_eager, variant
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megagraph.decide.reasons import EagerReason
+
+
+class _Named(torch.Tensor):
+    """A subclass without a dispatch of its own."""
+
+
+def _subclass(hidden: Tensor) -> Tensor:
+    return hidden.as_subclass(_Named)
+
+
+def _negative(hidden: Tensor) -> Tensor:
+    return torch._neg_view(hidden)
+
+
+# After the first site a negative view is a tensor like any other, and a subclass is still one.
+@pytest.mark.parametrize(("make", "num_eager"), [(_subclass, 3), (_negative, 1)])
+def test_tensors_that_are_not_plain_run_eager(
+    device: str, make: Callable[[Tensor], Tensor], num_eager: int
+) -> None:
+    pair = Pair(device, blocks()).capture(variant(training=False))
+    hidden = make(pair.input())
+    with torch.no_grad(), pair.chain.micro_batch("train"):
+        out = pair.chain(hidden)
+    assert type(out) is type(hidden)
+    assert_same_bits(out, run_eager(pair.eager_layers, hidden), "output")
+    assert pair.eager_calls() == {"SIGNATURE_CHANGED": num_eager}
+
+
+def test_a_fake_tensor_runs_eager(device: str) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    pair = Pair(device, blocks()).capture(variant(training=False))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        hidden = mode.from_tensor(pair.input())
+    with torch.no_grad(), pair.chain.micro_batch("train") as reason:
+        assert reason is None
+        assert pair.chain.replay_all(hidden) is NotImplemented
+        assert pair.chain.sites[0](hidden) is NotImplemented
+    assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
+
+
+def test_a_forward_mode_tangent_is_kept(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    hidden = pair.input()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
+        with pair.chain.micro_batch("train"):
+            out = pair.chain(dual)
+        eager = run_eager(pair.eager_layers, dual)
+        assert_same_bits(
+            forward_ad.unpack_dual(out).tangent, forward_ad.unpack_dual(eager).tangent, "tangent"
+        )
+    assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
+
+
+def test_inside_a_transform_calls_run_eager(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    hidden = pair.input()
+
+    def loss(layers: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda given: layers(given).sum()
+
+    def under_the_bank(given: Tensor) -> Tensor:
+        with pair.chain.micro_batch("train"):
+            return pair.chain(given)
+
+    ours = torch.func.grad(loss(under_the_bank))(hidden)
+    eager = torch.func.grad(loss(lambda given: run_eager(pair.eager_layers, given)))(hidden)
+    assert_same_bits(ours, eager, "gradient")
+    assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
+
+
+class _Counting(TorchDispatchMode):
+    """Counts ops, as flop counters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_every_op(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    with _Counting() as ours:
+        assert pair.forward().reason is EagerReason.SIGNATURE_CHANGED
+    assert ours.ops > 3 * len(pair.layers)
+    assert pair.step() is None
+
+
+class _Strict(TorchDispatchMode):
+    """Refuses ops in place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "fill_" in str(func):
+            raise RuntimeError("no op in place here")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_slot_may_become_free_inside_a_mode_that_refuses_to_fill_it(device: str) -> None:
+    pair = Pair(device, blocks()).capture(variant(training=False))
+    with torch.no_grad():
+        out = pair.forward(requires_grad=False).output
+    with _Strict():
+        del out
+    with torch.no_grad():
+        assert pair.forward(requires_grad=False).reason is None
+
+
+# -- recompute by saved-tensor hooks -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(device: str, num_slots: int) -> None:
+    pair = Pair(device, blocks(), num_slots=num_slots).capture()
+    head, eager_head = (module.to(device) for module in _twice(nn.Linear(WIDTH, WIDTH)))
+    reasons = []
+
+    def under_the_bank(hidden: Tensor) -> Tensor:
+        with pair.chain.micro_batch("train") as reason:
+            reasons.append(reason)
+            out = pair.chain(hidden) if reason is None else run_eager(pair.layers, hidden)
+        return torch.tanh(head(out))
+
+    def eager(hidden: Tensor) -> Tensor:
+        return torch.tanh(eager_head(run_eager(pair.eager_layers, hidden)))
+
+    hidden = pair.input()
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    for body, given in zip((under_the_bank, eager), inputs, strict=True):
+        checkpoint(body, given, use_reentrant=False).square().sum().backward()
+    assert_same_bits(inputs[0].grad, inputs[1].grad, "gradient of the input")
+    for ours, theirs in zip(head.parameters(), eager_head.parameters(), strict=True):
+        assert_same_bits(ours.grad, theirs.grad, "gradient of the head")
+    pair.check_state()
+    assert reasons == [EagerReason.RECOMPUTING] * 2
+
+
+def test_hooks_inside_a_micro_batch_are_seen_by_each_site(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with pair.chain.micro_batch("train") as reason:
+        assert reason is None
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            pair.chain(pair.input()).sum().backward()
+    assert kept
+    assert pair.eager_calls() == {"RECOMPUTING": 3}
+
+
+def _twice(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return module, copy.deepcopy(module)
