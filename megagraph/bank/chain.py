@@ -51,14 +51,19 @@ class Chain:
         self.eager_sites[index] = reason
         self.core.set_site_eager_reason(index, int(reason))
 
-    def listen(self, wants: Callable[[], bool], done: Callable[[int], None]) -> None:
-        """Reports finished backward passes, from autograd's threads.
+    def listen(
+        self, wants: Callable[[], bool], done: Callable[[int, int], None], noticed: Sequence[int]
+    ) -> None:
+        """Reports finished backward passes, from whatever thread runs them.
 
         Args:
             wants: asked once for each micro-batch whether anybody wants to know.
-            done: called with a site's index when every gradient of it is in its `main_grad`.
+            done: called with the first and the last of some sites that follow one another, when all of
+                their gradients are in `main_grad`; each site is told once.
+            noticed: the sites after whose backward `done` is called at once. At the end of each autograd
+                node it is called for what is left.
         """
-        self.core.set_listener(wants, done)
+        self.core.set_listener(wants, done, noticed)
 
     @contextlib.contextmanager
     def micro_batch(self, key: Hashable, sources: Sequence[Tensor] = ()) -> Iterator[EagerReason | None]:

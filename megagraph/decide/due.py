@@ -21,6 +21,7 @@ class DueKinds(Generic[K]):
     Attributes:
         warmed_up: the kinds that have occurred often enough.
         due: those of them that have no graphs.
+        captured: the kinds that have their graphs, or stay eager.
         under_other_settings: captured kinds that had to run under settings that they have no graphs for.
     """
 
@@ -28,7 +29,7 @@ class DueKinds(Generic[K]):
         self._steps_needed = steps_needed
         self._of_step: set[K] = set()
         self._steps: dict[K, int] = {}
-        self._captured: set[K] = set()
+        self.captured: set[K] = set()
         self.warmed_up: set[K] = set()
         self.due: set[K] = set()
         self.under_other_settings: set[K] = set()
@@ -52,16 +53,16 @@ class DueKinds(Generic[K]):
 
     def reopen(self, without_graphs: Iterable[K]) -> None:
         """Makes due again what ran under other settings and has no graphs for the present ones."""
-        self._captured -= self.under_other_settings.intersection(without_graphs)
-        self.due = self.warmed_up - self._captured
+        self.captured -= self.under_other_settings.intersection(without_graphs)
+        self.due = self.warmed_up - self.captured
 
     def mark_captured(self, kinds: Collection[K]) -> None:
         """Takes kinds for captured."""
-        self._captured.update(kinds)
+        self.captured.update(kinds)
         self.due.difference_update(kinds)
         self.under_other_settings.difference_update(kinds)
 
     def forget_graphs(self) -> None:
         """All graphs are gone: every kind that was warmed up is due again."""
-        self._captured.clear()
+        self.captured.clear()
         self.due = set(self.warmed_up)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megagraph.bank.bank import Progress
@@ -39,6 +40,16 @@ def disable_cuda_graphs_this_step() -> Iterator[None]:
 def is_cuda_graph_skipped() -> bool:
     """Whether `disable_cuda_graphs_this_step()` is in force."""
     return _skip_depth > 0
+
+
+def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractContextManager[object]:
+    """Around a schedule: lets backward passes run on the calling thread where replays are to be expected.
+
+    Handing them to autograd's own thread and waiting for it costs as much as autograd's call itself.
+    """
+    if is_cuda_graph_skipped() or not any(graphs.may_replay_training for graphs in step_graphs):
+        return contextlib.nullcontext()
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _put_weakly(by_id: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs) -> None:
@@ -158,7 +169,8 @@ class Plugin:
                     with about(graphs.name):
                         graphs.look_for_ddp(models)
                         graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
-                result = original(*args, **kwargs)
+                with _backward_thread(inside):
+                    result = original(*args, **kwargs)
                 ran = self._graphs_inside(models)
                 for graphs in ran:
                     graphs.after_step()

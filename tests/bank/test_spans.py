@@ -77,33 +77,50 @@ def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) 
 
 
 @pytest.mark.parametrize(
-    ("noticed", "expected"),
+    ("noticed", "told"),
     [
-        ([], [(0, SITES - 1)]),
-        ([SITES - 1, 1], [(SITES - 1, SITES - 1), (1, SITES - 2), (0, 0)]),
-        (range(SITES), [(site, site) for site in reversed(range(SITES))]),
+        ([], [(0, 3)]),
+        ([0], [(0, 3)]),
+        ([2], [(2, 3), (0, 1)]),
+        ([2, 3], [(3, 3), (2, 2), (0, 1)]),
+        (range(SITES), [(3, 3), (2, 2), (1, 1), (0, 0)]),
     ],
 )
-def test_finished_backwards_are_told_in_runs_that_end_where_somebody_waits(
-    device: str, noticed: Sequence[int], expected: Sequence[tuple[int, int]]
+def test_finished_backwards_are_told_where_asked_for_and_at_the_end(
+    device: str, noticed: Sequence[int], told: list[tuple[int, int]]
 ) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
-    told: list[tuple[int, int]] = []
-    pair.chain.core.set_listener(lambda: True, lambda *run: told.append(run), noticed)
+    heard: list[tuple[int, int]] = []
+    pair.chain.listen(lambda: True, lambda *sites: heard.append(sites), noticed)
     pair.step()
-    assert told == list(expected)
+    assert heard == told
 
 
-def test_what_ran_site_by_site_is_told_site_by_site(device: str) -> None:
+def test_sites_that_run_one_by_one_are_told_one_by_one(device: str) -> None:
+    pair = Pair(device, blocks(SITES), main_grad=True)
+    pair.chain.keep_eager(2, EagerReason.FOREIGN_HOOK)
+    pair.capture()
+    heard: list[tuple[int, int]] = []
+    pair.chain.listen(lambda: True, lambda *sites: heard.append(sites), [1])
+    pair.step()
+    assert heard == [(3, 3), (1, 1), (0, 0)]
+
+
+def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
-    told: list[tuple[int, int]] = []
-    pair.chain.core.set_listener(lambda: True, lambda *run: told.append(run), [])
-    hidden = pair.input().requires_grad_()
-    with pair.chain.micro_batch("train"):
-        for site in pair.chain.sites:
-            hidden = site(hidden)
-    hidden.sum().backward()
-    assert told == [(site, site) for site in reversed(range(SITES))]
+    asked: list[str] = []
+
+    def wants() -> bool:
+        asked.append("")
+        return False
+
+    def done(first: int, last: int) -> None:
+        raise AssertionError("nobody asked for it")
+
+    pair.chain.listen(wants, done, range(SITES))
+    for count in (1, 2):
+        pair.step()
+        assert len(asked) == count, "once for each micro-batch"
 
 
 def test_a_run_of_one_site_is_that_site(device: str) -> None:
@@ -187,7 +204,7 @@ def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> Non
         if raises == "the listener" and first == 2:
             raise ValueError("listener gave up")
 
-    pair.chain.core.set_listener(lambda: True, done, range(SITES))
+    pair.chain.listen(lambda: True, done, [2])
     troubled.raises_in = "backward" if raises == "the backward" else ""
     with pair.chain.micro_batch("train"):
         out = pair.chain(pair.input().requires_grad_())

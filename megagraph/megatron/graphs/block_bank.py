@@ -214,7 +214,6 @@ class BlockBank:
             log.warning(sentence)
             self.failures.append(sentence)
             self._chain.keep_eager(index, reason)
-        listen(self._chain, self._ddp(), self._layers())
 
     def _take_note_of_variants(self) -> None:
         chain = self._chain
@@ -223,6 +222,7 @@ class BlockBank:
             indices += [] if index in indices else [index]
             if key not in self._loops:
                 self._loops[key] = LayerLoop(chain, self._constants[key], self._param_syncs.before_layers)
+        listen(chain, self._ddp(), self._layers())
 
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""

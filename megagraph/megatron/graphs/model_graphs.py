@@ -232,6 +232,12 @@ class ModelGraphs:
         elif due:
             self._capture(due)
 
+    @property
+    def may_replay_training(self) -> bool:
+        """Whether there are training graphs, and nothing keeps them from the step that begins."""
+        is_eager = self._is_suspended or self._step_reason is not None
+        return not is_eager and any(kind.grad for kind in self._kinds.captured)
+
     def _due(self) -> set[Kind]:
         """What to capture now: nothing while somebody holds a slot or memory is away."""
         due = {kind for kind in self._kinds.due if self.block.has_memory(grad=kind.grad)}

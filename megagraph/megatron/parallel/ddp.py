@@ -4,11 +4,12 @@
 The additions to `main_grad` themselves are captured (csrc/bank/capture/main_grad_node.h).
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from megagraph.bank.chain import Chain
 
@@ -23,9 +24,13 @@ def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
     return None
 
 
+def _is_megatrons(function: Callable[..., Any], module: str) -> bool:
+    return getattr(function, "__module__", "") == f"megatron.core.distributed.{module}"
+
+
 def is_ddp_hook(hook: Callable[..., Any]) -> bool:
     """Whether a module hook is Megatron DDP's own (it finishes parameter gathers)."""
-    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
+    return _is_megatrons(hook, "distributed_data_parallel")
 
 
 def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
@@ -34,34 +39,81 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     return lambda param: int(param in groups)
 
 
+class _Ready(NamedTuple):
+    """Parameters of one bucket group that are finished together.
+
+    Args:
+        group: Megatron's bucket group.
+        params: in the order in which the backward pass reaches them.
+        counts: how often each is counted now, once, but for the last one.
+    """
+
+    group: Any
+    params: Sequence[Tensor]
+    counts: Mapping[Tensor, int]
+
+
 def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
-    """Reports each finished site to the DDP's buckets, as its own hooks would.
+    """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
-    asks, so that the backward pass needs no GIL. Each parameter is reported once, since DDP compares
-    counts with those of its first step, and in the order in which the backward pass reached them: buckets
-    that are complete are reduced, and a rank that runs eager beside this one reduces them in that order.
+    asks, so that the backward pass needs no GIL. There Python is entered where a bucket may be complete,
+    and at the end of each autograd node. Each parameter is reported once, since DDP compares counts with
+    those of its first step, and in the order in which the backward pass reached them: buckets that are
+    complete are reduced, and a rank that runs eager beside this one reduces them in that order.
     """
     ddp_config: Any = getattr(ddp, "ddp_config", None)
     if ddp is None or not ddp_config.overlap_grad_reduce:
         return
-    groups: Any = ddp.param_to_bucket_group
+    group_of: Any = ddp.param_to_bucket_group
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    params = [[p for p in layer.parameters() if p.requires_grad and p in groups] for layer in layers]
-    order_of = weakref.ref(chain)
+    # Of each site. A parameter without a gradient is reported too, as eager's count would miss it for ever.
+    params = [
+        [
+            param
+            for param in dict.fromkeys((*chain.gradient_order.get(index, ()), *layer.parameters()))
+            if param.requires_grad and param in group_of
+        ]
+        for index, layer in enumerate(layers)
+    ]
+    # By group the last site of it that the backward pass reaches.
+    groups = {group_of[param]: index for index in reversed(range(len(params))) for param in params[index]}
+
+    @functools.cache
+    def ready(first: int, last: int) -> Sequence[_Ready]:
+        found: dict[Any, list[Tensor]] = {}
+        for param in (param for index in range(last, first - 1, -1) for param in params[index]):
+            of_group = found.pop(group_of[param], [])
+            found[group_of[param]] = [*of_group, param]  # groups in the order of their last parameters
+        return [_Ready(group, of, dict.fromkeys(of[:-1], 1)) for group, of in found.items()]
 
     def wants() -> bool:
-        return any(groups[param].is_last_microbatch for site in params for param in site[:1])
+        return any(group.is_last_microbatch for group in groups)
 
-    def done(index: int) -> None:
+    def done(first: int, last: int) -> None:
         module: Any = ddp_ref()
-        order: Any = order_of()
-        # A parameter without a gradient is reported too, as eager's count would miss it for ever.
-        reached = dict.fromkeys((*order.gradient_order.get(index, ()), *params[index]))
-        for param in (param for param in reached if param in groups):
-            groups[param].register_grad_ready(param, module.force_all_reduce)
+        for of_group in ready(first, last):
+            _register(of_group, module.force_all_reduce)
 
-    chain.listen(wants, done)
+    chain.listen(wants, done, sorted(set(groups.values())))
+
+
+def _register(ready: _Ready, force_all_reduce: bool) -> None:
+    """Tells a bucket group that gradients are there.
+
+    Megatron takes a microsecond for each, most of it for hashes of tensors, and can find a group complete at
+    the last one only. So what comes before that is counted in one go, where the group counts as Megatron's
+    do and nothing is counted yet: without `no_sync` each micro-batch of a step adds to the counts.
+    """
+    group, params, counts = ready
+    if group.is_last_microbatch and _is_megatrons(group.register_grad_ready, "param_and_grad_buffer"):
+        counted = getattr(group, "per_param_grad_ready_counts", None)
+        # A merge of dictionaries hashes nothing.
+        if isinstance(counted, dict) and len({**counted, **counts}) == len(counted) + len(counts):
+            counted.update(counts)
+            params = params[-1:]
+    for param in params:
+        group.register_grad_ready(param, force_all_reduce)
 
 
 class ParamSyncs:

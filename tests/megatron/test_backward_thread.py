@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where graphs replay, the backward passes of a schedule run on the thread that calls it; nowhere else.
+
+Without a GPU they do so in any case, and what tells is autograd's own switch.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, assert_same, forward, report_of, schedule, step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
+
+
+@pytest.fixture(autouse=True)
+def multithreading() -> Iterator[None]:
+    """As torch has it, before and after each test, whatever happened in between."""
+    assert is_multithreaded()
+    yield
+    assert is_multithreaded()
+
+
+class Seen:
+    """What backward passes find: their threads, and whether autograd may use threads of its own.
+
+    Args:
+        trainer: whose embedding is looked behind, so after the backward pass of every layer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.threads: list[int] = []
+        self.multithreaded: list[bool] = []
+        trainer.chunk.embedding.register_forward_hook(self._look_at)
+
+    def _look_at(self, _module: object, _args: object, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(self._look)
+
+    def _look(self, _grad: Tensor) -> None:
+        self.threads.append(threading.get_ident())
+        self.multithreaded.append(is_multithreaded())
+
+    def of(self, run: Callable[[], object]) -> list[bool]:
+        """Whether autograd's threads were on in each backward pass of `run`."""
+        self.multithreaded.clear()
+        self.threads.clear()
+        run()
+        return list(self.multithreaded)
+
+
+def trained(install: Install, *, steps: int = 3, **further: Any) -> tuple[Trainer, Seen]:
+    """A model that replays in training, and what its backward passes find."""
+    install()
+    trainer = Trainer(OPTIONS, **further)
+    seen = Seen(trainer)
+    assert seen.of(partial(step, trainer, [ONE, TWO])) == [True, True], "nothing was captured yet"
+    for _ in range(steps - 1):
+        step(trainer, [ONE, TWO])
+    return trainer, seen
+
+
+@pytest.mark.parametrize(
+    ("transformer", "ddp"),
+    [({}, {}), ({"deallocate_pipeline_outputs": True}, {}), ({}, {"overlap_grad_reduce": True})],
+    ids=["torch's backward", "the engine itself, as pipelines call it", "DDP's hooks"],
+)
+def test_the_backward_of_replayed_layers_runs_on_the_calling_thread(
+    install: Install, transformer: dict[str, Any], ddp: dict[str, Any]
+) -> None:
+    trainer, seen = trained(install, config=transformer, ddp=ddp)
+    before = report_of(trainer)["replays"]
+    assert seen.of(partial(step, trainer, [ONE, TWO])) == [False, False]
+    assert seen.threads == [threading.get_ident()] * 2
+    assert report_of(trainer)["replays"] == before + 2 * LAYERS
+
+
+@pytest.mark.parametrize("how", ["skipped", "suspended", "mode eager", "refused"])
+def test_a_step_without_graphs_is_left_alone(install: Install, how: str) -> None:
+    install(mode="eager" if how == "mode eager" else "graph")
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    trainer = Trainer(OPTIONS, config=full if how == "refused" else None)
+    seen = Seen(trainer)
+    for _ in range(3):
+        step(trainer, [ONE])
+    if how == "suspended":
+        megagraph.suspend()
+    assert seen.of(partial(step, trainer, [ONE], eager=how == "skipped")) == [True]
+
+
+def test_a_backward_outside_of_a_schedule_is_left_alone(install: Install) -> None:
+    trainer, seen = trained(install)
+    before = report_of(trainer)["replays"]
+    assert seen.of(lambda: forward(trainer.model, ONE, trainer.device)[0].sum().backward()) == [True]
+    assert report_of(trainer)["replays"] == before + LAYERS
+
+
+def test_a_step_of_another_model_is_left_alone(install: Install) -> None:
+    trained(install)
+    other = Trainer(OPTIONS)
+    assert Seen(other).of(partial(step, other, [ONE])) == [True]
+
+
+class _GaveUp(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_switch_is_put_back_after_an_error(install: Install, where: str) -> None:
+    trainer, seen = trained(install)
+
+    def give_up(*_: object) -> None:
+        assert not is_multithreaded()
+        raise _GaveUp
+
+    def fail(_module: object, _args: object, out: Tensor) -> None:
+        if where == "forward":
+            give_up()
+        out.register_hook(give_up)
+
+    handle = trainer.chunk.embedding.register_forward_hook(fail)
+    with pytest.raises(_GaveUp):
+        step(trainer, [ONE])
+    assert is_multithreaded()
+    handle.remove()
+    # DDP counts gradients, and has not heard of all of them.
+    assert seen.of(partial(schedule, trainer.model, [ONE], 1, trainer.device)) == [False]
+
+
+def test_who_switched_threads_off_finds_them_off(install: Install) -> None:
+    trainer, seen = trained(install)
+    with torch.autograd.set_multithreading_enabled(False):
+        assert seen.of(partial(step, trainer, [ONE])) == [False]
+        assert not is_multithreaded()
+
+
+# Megatron recomputes no MLP that hands on its bias.
+RECOMPUTED = {
+    **{"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "a backward inside the backward"])
+def test_bits_where_an_eager_layer_lies_between_replayed_ones(
+    install: Install, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    """The eager one recomputes its MLP through Megatron's checkpoint, which calls the engine again."""
+    if not torch.cuda.is_available():  # its checkpoints save the state of the GPU's stream
+        from megatron.core.tensor_parallel import random
+
+        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
+        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
+    install()
+    pair = Pair(layers=3, config=RECOMPUTED if recompute else None)
+    for trainer in pair.both:
+        trainer.chunk.decoder.layers[1].self_attention.register_forward_hook(lambda *args: None)
+    seen = Seen(pair.graphed)
+    for index in range(5):
+        pair.step(ONE, Micro(lengths=(3 + index, 30, 8), seed=index))
+    assert seen.multithreaded == [True] * 2 + [False] * 8
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * 3, "FOREIGN_HOOK": 4 * 2}
+
+
+@pytest.mark.gpu
+def test_bits_where_the_backward_goes_by_way_of_the_host(install: Install) -> None:
+    """Losses are worked on by the host: one thread takes the place of two."""
+    install()
+    pair = Pair()
+    for trainer in pair.both:
+        trainer.model.register_forward_hook(lambda _module, _args, losses: (losses.cpu() * 3).cuda())
+    seen = Seen(pair.graphed)
+    for index in range(4):
+        pair.step(ONE, Micro(lengths=(3 + index, 30, 8), seed=index))
+    assert seen.multithreaded == [True] * 2 + [False] * 6
+    assert set(seen.threads[2:]) == {threading.get_ident()} and threading.get_ident() not in seen.threads[:2]
+
+
+def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
+    """Of one model and one replay: inside of a schedule, and by its calls alone."""
+    trainer, _seen = trained(install)
+    inside = step(trainer, [ONE], update=False)
+    trainer.model.zero_grad_buffer()
+    losses, reduce = forward(trainer.model, ONE, trainer.device)
+    loss, kept = reduce(losses)
+    loss.backward()
+    trainer.model.finish_grad_sync()
+    outside = type(inside)(
+        losses=[kept["losses"]],
+        grads={name: grad.clone() for name, grad in trainer.named_main_grads()},
+    )
+    assert_same(inside, outside)
