@@ -164,10 +164,17 @@ class CapturePlan:
         before = self._rng.snapshot()
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
-            with leaves_no_trace([self._sites[index]], work_runs=True), self._guard():
+            with (
+                leaves_no_trace([self._sites[index]], work_runs=True),
+                self._rng.watched() as rewinds,
+                self._guard(),
+            ):
                 y = self._run_once(index, x)
             if self._rng.drew_unsafely(before):
                 detail = "draws random numbers from a stream that no graph can advance"
+                raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
+            if rewinds.has_drawn():
+                detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
         return y.detach()
 
