@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.agreement import Exchange, alone
+from megagraph.bank.attributes import plain_tensors
 from megagraph.bank.backends import Backend, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import Chain
@@ -226,7 +227,7 @@ class Bank:
 
     def _reads(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""
-        reads = [*module.parameters(), *module.buffers(), *buffers.values()]
+        reads = [*module.parameters(), *module.buffers(), *plain_tensors(module), *buffers.values()]
         return reads + [grad for p in module.parameters() if (grad := main_grad_of(p)) is not None]
 
     def suspend(self) -> None:
