@@ -14,6 +14,7 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ class CapturePlan:
         sites: what to capture, by index in the chain, in execution order; sites that stay eager are left out.
         variant: what to capture for.
         buffers: the slot's metadata buffers by name, filled with their examples.
+        arguments: the variant's, over these buffers.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class CapturePlan:
         sites: Mapping[int, SiteSpec],
         variant: VariantSpec,
         buffers: Mapping[str, Tensor],
+        arguments: Mapping[str, Any],
     ) -> None:
         self._backend = conditions.backend
         self._guard = conditions.guard
@@ -84,7 +87,7 @@ class CapturePlan:
         self._exchange = conditions.exchange
         self._sites = sites
         self._variant = variant
-        self._arguments = variant.arguments(buffers)
+        self._arguments = arguments
         self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
         self._edges = {index: _C.Boundaries() for index in sites}
         # (leaf, output) of each site between its forward and its backward.
