@@ -10,15 +10,18 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.agreement import Exchange, alone
+from megagraph.bank.arguments import arguments_of, tensors_in
+from megagraph.bank.attributes import plain_tensors
 from megagraph.bank.backends import Backend, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
-from megagraph.bank.chain import Chain
+from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker
 from megagraph.bank.saved import Saves
@@ -37,6 +40,7 @@ class _Request:
     chain: "Chain"
     variant: VariantSpec
     buffers: Sequence[Mapping[str, Tensor]]  # by slot
+    arguments: Sequence[Mapping[str, Any]]  # over the buffers of each slot
 
 
 class Bank:
@@ -123,16 +127,13 @@ class Bank:
 
         Raises:
             RuntimeError: where a slot is still held, naming by whom.
+            ValueError: where an argument of a variant would go stale, naming it.
         """
         for chain in requests:
             if holders := chain.holders():
                 raise RuntimeError(f"capture needs every slot to be free; still held: {holders}")
         order = sorted(
-            (
-                _Request(chain=chain, variant=variant, buffers=self._metadata_buffers(chain, variant))
-                for chain, variants in requests.items()
-                for variant in variants
-            ),
+            (self._request(chain, variant) for chain, variants in requests.items() for variant in variants),
             key=lambda request: (request.variant.training, request.variant.rows),
             reverse=True,
         )
@@ -165,7 +166,11 @@ class Bank:
 
     def _plan(self, request: _Request, slot: int) -> CapturePlan:
         return CapturePlan(
-            self._conditions, request.chain.graphable(), request.variant, request.buffers[slot]
+            self._conditions,
+            request.chain.graphable(),
+            request.variant,
+            request.buffers[slot],
+            request.arguments[slot],
         )
 
     def _warm_up(self, request: _Request) -> Mapping[int, Saves]:
@@ -201,10 +206,13 @@ class Bank:
         self.failures.append(error)
         chain.keep_eager(error.index, error.reason)
 
-    def _metadata_buffers(self, chain: Chain, variant: VariantSpec) -> list[dict[str, Tensor]]:
-        return [
+    def _request(self, chain: Chain, variant: VariantSpec) -> _Request:
+        buffers = [
             {name: spec.buffer() for name, spec in variant.metadata.items()} for _ in range(chain.num_slots)
         ]
+        with variant.context():
+            arguments = [arguments_of(variant, of_slot) for of_slot in buffers]
+        return _Request(chain=chain, variant=variant, buffers=buffers, arguments=arguments)
 
     def _add_variant(
         self,
@@ -223,7 +231,7 @@ class Bank:
         for slot, graphs in enumerate(by_slot):
             for site, graph in graphs.items():
                 graph.saves_input, graph.saves_output = saves[site]
-                graph.reads = self._reads(chain.specs[site].module, request.buffers[slot])
+                graph.reads = self._reads(chain.specs[site].module, request, slot)
                 if self._annotate:
                     graph.set_range(f"{chain.specs[site].name}, {variant}, slot {slot}")
                 chain.core.set_graph(site, index, slot, graph)
@@ -231,10 +239,12 @@ class Bank:
                     chain.gradient_order[site] = graph.accumulated
                 self.num_graphs += 2 if variant.training else 1
         chain.variants[variant.key] = index
+        chain.captured[index] = CapturedVariant(variant, request.buffers)
 
-    def _reads(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> list[Tensor]:
+    def _reads(self, module: nn.Module, request: _Request, slot: int) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""
-        reads = [*module.parameters(), *module.buffers(), *buffers.values()]
+        reads = [*module.parameters(), *module.buffers(), *plain_tensors(module)]
+        reads += [*request.buffers[slot].values(), *tensors_in(request.arguments[slot])]
         return reads + [grad for p in module.parameters() if (grad := main_grad_of(p)) is not None]
 
     def suspend(self) -> None:
@@ -267,3 +277,5 @@ class Bank:
         if self.state != _C.BankState.RELEASED:
             self.backend.settle()
             self.core.release()
+            for chain in self.chains:
+                chain.captured.clear()

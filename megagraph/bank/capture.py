@@ -14,6 +14,7 @@ import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ class CapturePlan:
         sites: what to capture, by index in the chain, in execution order; sites that stay eager are left out.
         variant: what to capture for.
         buffers: the slot's metadata buffers by name, filled with their examples.
+        arguments: the variant's, over these buffers.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CapturePlan:
         sites: Mapping[int, SiteSpec],
         variant: VariantSpec,
         buffers: Mapping[str, Tensor],
+        arguments: Mapping[str, Any],
     ) -> None:
         self._backend = conditions.backend
         self._guard = conditions.guard
@@ -85,7 +88,7 @@ class CapturePlan:
         self._exchange = conditions.exchange
         self._sites = sites
         self._variant = variant
-        self._arguments = variant.arguments(buffers)
+        self._arguments = arguments
         self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
         self._edges = {index: _C.Boundaries() for index in sites}
         # (leaf, output) of each site between its forward and its backward.
@@ -170,10 +173,17 @@ class CapturePlan:
         before = self._rng.snapshot()
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
-            with leaves_no_trace([self._sites[index]], work_runs=True), self._guard():
+            with (
+                leaves_no_trace([self._sites[index]], work_runs=True),
+                self._rng.watched() as rewinds,
+                self._guard(),
+            ):
                 y = self._run_once(index, x)
             if self._rng.drew_unsafely(before):
                 detail = "draws random numbers from a stream that no graph can advance"
+                raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
+            if rewinds.has_drawn():
+                detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
         return y.detach()
 

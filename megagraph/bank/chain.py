@@ -3,15 +3,52 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megagraph import _C
-from megagraph.bank.sites import SiteSpec
+from megagraph.bank.sites import SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["Chain"]
+__all__ = ["CapturedVariant", "Chain"]
+
+
+@dataclass(frozen=True)
+class CapturedVariant:
+    """What a variant was captured for, so that a call of it can run eager as its graph would.
+
+    Args:
+        spec: as it was given.
+        buffers: its metadata buffers, by slot and name.
+    """
+
+    spec: VariantSpec
+    buffers: Sequence[Mapping[str, Tensor]]
+
+    def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
+        """The arguments of a call, over the metadata of its micro-batch in memory of their own."""
+        end = None if self.spec.end_source < 0 else sources[self.spec.end_source].flatten()[-1:]
+        contents = {
+            name: metadata.content(self.buffers[slot][name], sources, end)
+            for name, metadata in self.spec.metadata.items()
+        }
+        return self.spec.arguments(contents)
+
+    def staged(self, hidden: Tensor, sources: Sequence[Tensor]) -> Tensor:
+        """The chain's input as staging would write it: in the captured rows, zero past the pack's end.
+
+        Where only as many rows as were captured may be given, others stay as they are.
+        """
+        rows = max(self.spec.rows, hidden.shape[0]) if self.spec.fewer_rows else hidden.shape[0]
+        if self.spec.end_source >= 0:
+            offsets = sources[self.spec.end_source]
+            out: Tensor = torch.ops.megagraph.zero_tail(hidden, offsets, rows)
+            return out
+        missing = rows - hidden.shape[0]
+        return hidden if missing == 0 else torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])])
 
 
 class Chain:
@@ -31,6 +68,9 @@ class Chain:
         self.replay_all = core.replay_all()
         self.first_pool = first_pool
         self.variants: dict[Any, int] = {}
+        self.captured: dict[int, CapturedVariant] = {}
+        # The running micro-batch's, for its calls that run eager.
+        self._running: tuple[CapturedVariant, Sequence[Tensor]] | None = None
         # What stays eager, and why: sites by index, and variants of which no site could be captured.
         self.eager_sites: dict[int, EagerReason] = {}
         self.eager_variants: dict[Any, EagerReason] = {}
@@ -86,10 +126,14 @@ class Chain:
         if index is None:
             return self.eager_variants.get(key, EagerReason.WARMING_UP)
         code = self.core.begin(index, sources)
-        return None if code < 0 else EagerReason(code)
+        if code >= 0:
+            return EagerReason(code)
+        self._running = self.captured[index], sources
+        return None
 
     def end(self) -> None:
         """Ends the running micro-batch; its slot is free when nobody holds a tensor or backward of it."""
+        self._running = None
         self.core.end()
 
     def holders(self) -> str:
@@ -101,11 +145,23 @@ class Chain:
         return not self.core.changed_setting(index)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Runs every site inside a micro-batch: its graph, or its module where that answers so."""
+        """Runs every site inside a micro-batch: its graph, or its module where that answers so.
+
+        A module runs as its graph would: on the captured rows, with the variant's arguments over the
+        micro-batch's own metadata.
+        """
         out = self.replay_all(hidden)
         if out is not NotImplemented:
             return out
-        for spec, site in zip(self.specs, self.sites, strict=True):
+        arguments: Mapping[str, Any] | None = None
+        for index, (spec, site) in enumerate(zip(self.specs, self.sites, strict=True)):
             out = site(hidden)
-            hidden = spec.call(hidden) if out is NotImplemented else out
+            if out is NotImplemented:
+                assert self._running is not None  # the site would have raised
+                variant, sources = self._running
+                if arguments is None:
+                    arguments = variant.arguments(self.core.slot_index, sources)
+                given = variant.staged(hidden, sources) if index == 0 else hidden
+                out = spec.call(given, **arguments)
+            hidden = out
         return hidden

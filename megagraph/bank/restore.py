@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts back what a warm-up or a capture touches: gradients, flags, buffers, torch's settings."""
+"""Puts back what a warm-up or a capture touches: gradients, flags, buffers, attributes, torch's settings."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megagraph.bank.attributes import PlainAttributes, plain_tensors
 from megagraph.bank.sites import SiteSpec
 
 __all__ = ["leaves_no_trace", "main_grad_of", "unfilled"]
@@ -22,13 +23,26 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
 
 
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a call may change a tensor in place: a plain one, whose entries share no memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    overlaps = any(stride == 0 and size > 1 for stride, size in steps)
+    return _has_memory(tensor) and not overlaps and not tensor.is_inference()
+
+
 @contextlib.contextmanager
 def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
-    """Puts back gradients, flags and buffers of the sites' modules, whatever happens inside.
+    """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
     Args:
         sites: owners of the modules.
         work_runs: the work inside really runs, so that contents change too.
+
+    Raises:
+        ValueError: where a buffer, or a tensor in a plain attribute, is another one afterwards: Note
+            [Tensors in plain attributes].
     """
     params = [param for site in sites for param in site.trainable()]
     saved: list[tuple[Tensor, Tensor]] = []
@@ -37,6 +51,9 @@ def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[N
         # Hosts free gradients outside of training; work without a backward pass does not touch them.
         saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
         saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
+        plain = [tensor for site in sites for tensor in plain_tensors(site.module) if _is_writable(tensor)]
+        saved += [(tensor, tensor.detach().clone()) for tensor in plain]
+    attributes = PlainAttributes([site.module for site in sites])
     tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
     grads = [(param, param.grad) for param in params]
     flag = "grad_added_to_main_grad"
@@ -58,8 +75,13 @@ def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[N
         )
         for table, before in tables:
             table.update(before)
+        rebound_attribute = attributes.put_back()
     if rebound:
         raise ValueError("a buffer was reassigned; graphs update buffers in place only")
+    if rebound_attribute is not None:
+        raise ValueError(
+            f"{rebound_attribute} was bound to another tensor; graphs update tensors in place only"
+        )
 
 
 @contextlib.contextmanager

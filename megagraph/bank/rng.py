@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random-number state: put back after a capture, and watched for draws that a graph cannot make."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megagraph.bank.rewinds import Rewinds, rewinds_of_default_generator
 
 __all__ = ["RngSources", "RngTracker"]
 
@@ -34,6 +37,7 @@ class RngSources:
 
     def __init__(self, device: torch.device, trackers: Sequence[RngTracker] = ()) -> None:
         self._trackers = list(trackers)
+        self._device = device
         self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
@@ -62,6 +66,18 @@ class RngSources:
         for tracker, streams in zip(self._trackers, saved, strict=True):
             if streams:
                 tracker.set_states({**tracker.get_states(), **streams})
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Rewinds]:
+        """Follows the device's default generator: Note [Draws after a rewind].
+
+        The host backend runs Python again in each replay, so that nothing is noticed there.
+        """
+        if self._device.type != "cuda":
+            yield Rewinds(self._defaults[-1])
+            return
+        with rewinds_of_default_generator(self._device) as rewinds:
+            yield rewinds
 
     def drew_unsafely(self, snapshot: _Snapshot) -> bool:
         """Whether a stream that no graph can advance has moved since `snapshot`."""

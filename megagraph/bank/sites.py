@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph._C import MetadataSpec
+from megagraph.bank.metadata import MetadataSpec
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["CaptureError", "MetadataSpec", "SiteSpec", "VariantSpec"]
@@ -89,7 +89,9 @@ class VariantSpec:
             zeroed in the chain's input and in the gradient that it returns; -1 for none.
         end_buffer: the metadata buffer that ends with the same entry.
         fewer_rows: the chain's input may have fewer rows than `rows`.
-        arguments: keyword arguments of every site's call, from the slot's metadata buffers.
+        arguments: keyword arguments of every site's call, from the slot's metadata buffers: these
+            themselves or views of them, and constants. Asked at the capture and again where a call runs
+            eager; never in a replay: megagraph/bank/arguments.py, Note [Arguments of a variant].
         name: for progress and profilers; by default the key's.
         context: entered around the variant's warm-up and capture: the mode of its modules, say.
     """

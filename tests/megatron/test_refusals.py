@@ -46,6 +46,8 @@ _BY_CONFIG = {
     "context_parallel_size": (2, "context parallelism"),
     "hybrid_context_parallel": (True, "hybrid context parallelism"),
     "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
+    "qk_clip": (True, "clipping of attention's queries and keys"),
+    "log_max_attention_logit": (True, "logging of attention's largest logit"),
 }
 
 

@@ -32,6 +32,8 @@ _UNSUPPORTED = (
     ("context_parallel_size", 1, "context parallelism"),
     ("hybrid_context_parallel", False, "hybrid context parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
+    ("qk_clip", False, "clipping of attention's queries and keys"),
+    ("log_max_attention_logit", False, "logging of attention's largest logit"),
 )
 _DDP_UNSUPPORTED = (("use_megatron_fsdp", "Megatron-FSDP"),)
 

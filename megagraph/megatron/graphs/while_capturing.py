@@ -119,8 +119,8 @@ def _fixed_streams() -> Iterator[None]:
     """Inside a stream capture, leaves random streams where they are.
 
     Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
-    draws from a swapped stream was found in its warm-up and is not captured; for the others, the swap is
-    without effect.
+    draws from a swapped stream, a named one or one that recomputing sets back, was found in its warm-up and
+    is not captured (megagraph/bank/rewinds.py); for the others, the swap is without effect.
     """
     from megatron.core.tensor_parallel import random as streams
 

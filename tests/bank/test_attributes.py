@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in plain attributes: a capture leaves them alone, and no replay works on one that is gone."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bank_pair import WIDTH, Block, Pair
+from torch import Tensor, nn
+
+from megagraph.bank.attributes import PlainAttributes, plain_tensors
+from megagraph.decide.reasons import EagerReason
+
+
+class Keeps(nn.Module):
+    """Scales, and keeps something of its call by `keep`."""
+
+    def __init__(self, keep: Callable[["Keeps", Tensor], None], **attributes: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.keep = keep
+        self.__dict__.update(attributes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.keep(self, hidden.detach())
+        return hidden * self.scale
+
+
+def largest(module: Any, hidden: Tensor) -> None:
+    """As attention's statistics of its logits."""
+    now = hidden.abs().max()
+    module.largest = now if module.largest is None else torch.max(module.largest, now)
+
+
+def appends(module: Any, hidden: Tensor) -> None:
+    module.history.append(hidden.mean())
+
+
+def puts_in(module: Any, hidden: Tensor) -> None:
+    module.by_name["mean"] = hidden.mean()
+
+
+def creates(module: Any, hidden: Tensor) -> None:
+    module.created = hidden.mean()
+
+
+def drops(module: Any, hidden: Tensor) -> None:
+    module.dropped = None
+
+
+def makes_a_tuple(module: Any, hidden: Tensor) -> None:
+    module.pair = (hidden.mean(), 3)
+
+
+REBINDING = [
+    pytest.param(Keeps(largest, largest=None), "largest", id="a statistic's first tensor"),
+    pytest.param(Keeps(largest, largest=torch.zeros(())), "largest", id="another tensor"),
+    pytest.param(Keeps(appends, history=[torch.zeros(())]), "history", id="a longer list"),
+    pytest.param(Keeps(puts_in, by_name={"mean": torch.zeros(()), "other": 1}), "by_name", id="a dictionary"),
+    pytest.param(Keeps(makes_a_tuple, pair=(torch.zeros(()), 2)), "pair", id="a tuple"),
+    pytest.param(Keeps(creates), "created", id="a new attribute"),
+    pytest.param(Keeps(drops, dropped=torch.zeros(())), "dropped", id="none any more"),
+]
+
+
+def look(module: nn.Module) -> dict[str, Any]:
+    return {name: value if isinstance(value, Tensor) else repr(value) for name, value in vars(module).items()}
+
+
+def on_device(module: Keeps, device: str) -> Keeps:
+    module = copy.deepcopy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            vars(module)[name] = value.to(device)
+    return module
+
+
+@pytest.mark.parametrize(("module", "attribute"), REBINDING)
+def test_a_site_that_binds_another_tensor_stays_eager(device: str, module: Keeps, attribute: str) -> None:
+    """The warm-up's numbers stayed in it, and each replay read a tensor that the host had dropped."""
+    keeps = on_device(module, device)
+    pair = Pair(device, [Block(), nn.Sequential(keeps, Block())])
+    before = look(keeps)
+    pair.capture()
+    assert before.keys() == look(keeps).keys()
+    for name, value in look(keeps).items():
+        assert value is before[name] if isinstance(value, Tensor) else value == before[name]
+    (failure,) = pair.bank.failures
+    assert (failure.index, failure.reason) == (1, EagerReason.CAPTURE_FAILED)
+    assert f"attribute {attribute!r} of Keeps '0' was bound to another tensor" in failure.detail
+    for _ in range(3):
+        assert pair.step() is None
+    assert pair.eager_calls() == {"CAPTURE_FAILED": 3}
+    (eager,) = (child for child in pair.eager_layers[1].modules() if isinstance(child, Keeps))
+    assert repr(vars(keeps).get(attribute)) == repr(vars(eager).get(attribute))
+
+
+def test_a_tensor_that_is_updated_in_place_is_advanced_by_each_replay_and_by_no_capture(device: str) -> None:
+    def count(module: Any, hidden: Tensor) -> None:
+        module.calls.add_(1)
+        module.in_list[0].mul_(0.5).add_(hidden.abs().max())
+
+    layer = Keeps(
+        count, calls=torch.zeros((), device=device), in_list=[torch.ones((), device=device), "other"]
+    )
+    pair = Pair(device, [Block(), layer], num_slots=2)
+    pair.capture()
+    mine: Any = pair.layers[1]
+    eager: Any = pair.eager_layers[1]
+    assert mine.calls.item() == 0 and mine.in_list[0].item() == 1
+    for _ in range(4):
+        assert pair.step() is None
+        assert torch.equal(mine.calls, eager.calls)
+        assert torch.equal(mine.in_list[0], eager.in_list[0])
+    assert pair.bank.counters()["replays"] == 4 * 2
+
+
+def test_tensors_in_plain_attributes_live_as_long_as_the_graphs_that_read_them(device: str) -> None:
+    layer = Keeps(lambda module, hidden: None, factor=torch.full((WIDTH,), 2.0, device=device))
+    pair = Pair(device, [layer]).capture()
+    mine: Any = pair.layers[0]
+    factor = weakref.ref(mine.factor)
+    mine.factor = None
+    gc.collect()
+    assert factor() is not None
+    pair.bank.release()
+    gc.collect()
+    assert factor() is None
+
+
+def test_tensors_that_no_call_can_write_are_left_alone(device: str) -> None:
+    """An inference tensor, one without memory and an expanded one cannot be written back."""
+    with torch.inference_mode():
+        inference = torch.ones(WIDTH, device=device)
+    empty = torch.ones(WIDTH, device=device)
+    empty.untyped_storage().resize_(0)
+    expanded = torch.ones((), device=device).expand(WIDTH)
+    pair = Pair(device, [nn.Identity(), nn.Tanh()])
+    pair.layers[0].__dict__.update(one=inference, two=empty, three=expanded, four=[expanded])
+    assert {id(it) for it in plain_tensors(pair.layers[0])} == {id(inference), id(empty), id(expanded)}
+    pair.capture()
+    assert not pair.bank.failures and pair.step() is None
+
+
+def test_what_is_put_back_is_the_object_that_was_there() -> None:
+    module: Any = Keeps(appends, history=[], largest=None)
+    history, attributes = module.history, PlainAttributes([module])
+    assert attributes.put_back() is None
+    module(torch.ones(2, WIDTH))
+    module.largest = torch.ones(())
+    module.count = 5  # no tensor: not ours
+    assert attributes.put_back() == "attribute 'history' of Keeps"
+    assert module.history is history and history == [] and module.largest is None and module.count == 5
+    assert attributes.put_back() is None
