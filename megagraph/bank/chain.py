@@ -30,7 +30,10 @@ class Chain:
         # All sites in one call and with one autograd node; `NotImplemented` where that cannot be.
         self.replay_all = core.replay_all()
         self.first_pool = first_pool
+        # Of each variant the graphs in use, by index, and all that it has: of several numeric settings.
         self.variants: dict[Any, int] = {}
+        self._captured: dict[Any, list[int]] = {}
+        self._num_graphs: dict[int, int] = {}
         # What stays eager, and why: sites by index, and variants of which no site could be captured.
         self.eager_sites: dict[int, EagerReason] = {}
         self.eager_variants: dict[Any, EagerReason] = {}
@@ -41,6 +44,30 @@ class Chain:
     def num_slots(self) -> int:
         """Micro-batches that may be in flight at once."""
         return self.core.num_slots
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of all variants, forwards and backwards, in every slot."""
+        return sum(self._num_graphs.values())
+
+    def add(self, key: Any, index: int, num_graphs: int) -> None:
+        """Takes note of graphs that a variant has from now on, and uses them."""
+        self.variants[key] = index
+        self._captured.setdefault(key, []).append(index)
+        self._num_graphs[index] = num_graphs
+
+    def drop(self, key: Any) -> None:
+        """Releases every graph of a variant; the memory goes to later ones. `Bank.drop()` says when."""
+        for index in self._captured.get(key, ()):
+            self.core.drop_variant(index)
+            del self._num_graphs[index]
+        self._captured.pop(key, None)
+        self.variants.pop(key, None)
+
+    def use_current_settings(self) -> None:
+        """Points each variant at its graphs of the numeric settings in force, where it has some."""
+        for key, indices in self._captured.items():
+            self.variants[key] = next(filter(self.has_current_settings, indices), self.variants[key])
 
     def graphable(self) -> Mapping[int, SiteSpec]:
         """The sites that do not stay eager, by index."""
