@@ -8,7 +8,7 @@ of Megatron, of packs, or of when to capture. docs/generic.md has an example tha
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,13 @@ class Bank:
         self.chains: list[Chain] = []
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
-        self.num_graphs = 0
         self._poison = poison or device.type == "cpu"
         self._num_pools = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of all chains, forwards and backwards."""
+        return sum(chain.num_graphs for chain in self.chains)
 
     @property
     def state(self) -> _C.BankState:
@@ -221,6 +225,7 @@ class Bank:
         saves: Mapping[int, Saves],
     ) -> None:
         chain, variant = request.chain, request.variant
+        per_site = 2 if variant.training else 1
         index = chain.core.add_variant(
             training=variant.training,
             end_source=variant.end_source,
@@ -237,9 +242,18 @@ class Bank:
                 chain.core.set_graph(site, index, slot, graph)
                 if graph.accumulated:
                     chain.gradient_order[site] = graph.accumulated
-                self.num_graphs += 2 if variant.training else 1
-        chain.variants[variant.key] = index
-        chain.captured[index] = CapturedVariant(variant, request.buffers)
+        num_graphs = per_site * sum(map(len, by_slot))
+        chain.add(index, CapturedVariant(spec=variant, buffers=request.buffers, num_graphs=num_graphs))
+
+    def drop(self, chain: Chain, keys: Iterable[Any]) -> None:
+        """Releases the graphs of some variants of a chain; the others go on. Call it between steps only.
+
+        Raises:
+            RuntimeError: where a slot is still held, naming by whom.
+        """
+        self.backend.settle()
+        for key in keys:
+            chain.drop(key)
 
     def _reads(self, module: nn.Module, request: _Request, slot: int) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""

@@ -23,10 +23,12 @@ class CapturedVariant:
     Args:
         spec: as it was given.
         buffers: its metadata buffers, by slot and name.
+        num_graphs: forwards and backwards, in every slot.
     """
 
     spec: VariantSpec
     buffers: Sequence[Mapping[str, Tensor]]
+    num_graphs: int
 
     def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
         """The arguments of a call, over the metadata of its micro-batch in memory of their own."""
@@ -67,6 +69,7 @@ class Chain:
         # All sites in one call and with one autograd node; `NotImplemented` where that cannot be.
         self.replay_all = core.replay_all()
         self.first_pool = first_pool
+        # The graphs in use of each variant, by index, and all that there are: of several numeric settings.
         self.variants: dict[Any, int] = {}
         self.captured: dict[int, CapturedVariant] = {}
         # The running micro-batch's, for its calls that run eager.
@@ -81,6 +84,34 @@ class Chain:
     def num_slots(self) -> int:
         """Micro-batches that may be in flight at once."""
         return self.core.num_slots
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of all variants, forwards and backwards, in every slot."""
+        return sum(variant.num_graphs for variant in self.captured.values())
+
+    def add(self, index: int, variant: CapturedVariant) -> None:
+        """Takes note of graphs that a variant has from now on, and uses them."""
+        self.variants[variant.spec.key] = index
+        self.captured[index] = variant
+
+    def _captured_for(self, key: Any) -> list[int]:
+        return [index for index, variant in self.captured.items() if variant.spec.key == key]
+
+    def drop(self, key: Any) -> None:
+        """Releases every graph of a variant; the memory goes to later ones. `Bank.drop()` says when."""
+        for index in self._captured_for(key):
+            self.core.drop_variant(index)
+            del self.captured[index]
+        self.variants.pop(key, None)
+
+    def use_current_settings(self) -> None:
+        """Points each variant at its graphs of the numeric settings in force, where it has some."""
+        changed = self.core.changed_setting
+        for key, used in self.variants.items():
+            if changed(used):
+                fitting = filter(self.has_current_settings, self._captured_for(key))
+                self.variants[key] = next(fitting, used)
 
     def graphable(self) -> Mapping[int, SiteSpec]:
         """The sites that do not stay eager, by index."""

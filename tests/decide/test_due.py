@@ -66,3 +66,30 @@ def test_a_capture_of_one_kind_leaves_the_others_settings_known(kinds: DueKinds[
     assert kinds.under_other_settings == {"a"}
     kinds.mark_captured({"a"})
     assert not kinds.under_other_settings
+
+
+def test_graphs_of_some_kinds_go_and_the_others_stay(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "a", "b", "cold")
+    run_step(kinds, "training")
+    kinds.mark_captured({"a", "b"})
+    kinds.forget_graphs(lambda kind: kind in ("b", "training"))
+    assert kinds.due == {"b", "cold"}
+
+
+def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "evaluation")
+    named = []
+    for of_step in (["other"], ["evaluation"], ["evaluation"], ["other"], ["evaluation"], ["evaluation"]):
+        kinds.pass_over({"evaluation"})
+        for kind in of_step:
+            kinds.note(kind)
+        named.append(kinds.end_step())
+    assert named == [set(), set(), set(), set(), {"evaluation"}, set()]
+
+
+def test_a_step_that_passed_nothing_over_names_nobody(kinds: DueKinds[str]) -> None:
+    kinds.pass_over({"evaluation"})
+    kinds.end_step()
+    for _ in range(4):
+        kinds.note("evaluation")
+        assert not kinds.end_step()

@@ -3,7 +3,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from unittest import mock
 
 import megatron_rig as rig
 import torch
+from rl_rig import Offload
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -92,7 +93,7 @@ def _run(
     *,
     eager: bool,
     around: Around,
-    evaluate_at: int | None,
+    evaluate_at: Collection[int],
     steps: list[list[rig.Micro]],
 ) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -103,8 +104,8 @@ def _run(
         trainer = make()
         done, evaluated = [], []
         for index, micros in enumerate(steps):
-            if index == evaluate_at:
-                evaluated = rig.evaluate(trainer, steps[0], eager=eager)
+            if index in evaluate_at:
+                evaluated += rig.evaluate(trainer, steps[0], eager=eager)
             with around(trainer, index):
                 done.append(rig.step(trainer, micros, eager=eager))
         return done, evaluated, rig.report_of(trainer)
@@ -123,7 +124,7 @@ def train_pair(
     data_parallel: bool = False,
     sharded: bool = False,
     misfits_on: int | None = None,
-    evaluate_at: int | None = None,
+    evaluate_at: Collection[int] = (),
     around: Around = _nothing,
 ) -> dict[str, Any]:
     """Trains eager and graphed and compares every step's bits on this rank.
@@ -138,7 +139,7 @@ def train_pair(
         data_parallel: give each rank packs of its own.
         sharded: shard the parameters over the ranks.
         misfits_on: the rank some of whose packs fit no capacity.
-        evaluate_at: the step before which both evaluate.
+        evaluate_at: the steps before which both evaluate.
         around: entered around each step of the graphed run.
 
     Returns:
@@ -245,6 +246,10 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     elif how == "address" and index == TAMPERED_STEP:
         layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
         yield
+    elif how == "gradients" and index == TAMPERED_STEP:
+        offload = Offload()  # holds what takes the old place
+        offload.move_gradients(trainer.model)
+        yield
     elif how == "hold" and index == 1:
         # The step whose boundary captures.
         with mock.patch.object(BlockBank, "is_idle", lambda block: False):
@@ -271,10 +276,10 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
         yield
 
 
-def disagree(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
+def disagree(*, how: str, transformer: dict[str, Any], evaluate_at: Collection[int] = ()) -> dict[str, Any]:
     """As `train_pair()`, while something happens to rank 0 alone."""
     empty_rows = capture.CapturePlan._empty_rows
     try:
-        return train_pair(transformer=transformer, around=partial(_tamper, how))
+        return train_pair(transformer=transformer, around=partial(_tamper, how), evaluate_at=evaluate_at)
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]

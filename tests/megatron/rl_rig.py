@@ -197,6 +197,13 @@ class Offload:
             buffer.grad_data.untyped_storage().resize_(size)
             buffer.grad_data.zero_()
 
+    def move_gradients(self, ddp: Any) -> None:
+        """Frees and allocates the gradient buffers until they lie elsewhere."""
+        before = [buffer.grad_data.data_ptr() for buffer in ddp.buffers]
+        while before == [buffer.grad_data.data_ptr() for buffer in ddp.buffers]:
+            self.gradients(ddp)
+            self.gradients_back(ddp)
+
     def optimizer(self, optimizer: Any, device: torch.device | str) -> None:
         """The optimizer's state to a device."""
         for part in _optimizers(optimizer):

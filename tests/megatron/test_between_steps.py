@@ -50,15 +50,17 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return with_change
 
 
-def test_evaluation_is_graphed_at_the_boundary_after_it_was_first_seen(install: Install) -> None:
+def test_evaluation_is_graphed_when_it_comes_again(install: Install) -> None:
+    """At the first boundary in its modes after it was seen; training steps in between pass it over."""
     install()
     pair = Pair()
     pair.step(ONE, times=2)
     pair.evaluate(ONE, OTHER)
     assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
     pair.step(TWO)
-    graphs = pair.report()["graphs"]
+    assert pair.report()["graphs"] == 2 * LAYERS
     pair.evaluate(TWO, OTHER)
+    graphs = pair.report()["graphs"]
     pair.step(OTHER)
     pair.evaluate(ONE)
     report = pair.report()

@@ -31,7 +31,7 @@ def test_bits(world2: World, ddp: dict[str, Any]) -> None:
         ddp=ddp,
         data_parallel=True,
         sharded="overlap_param_gather" in ddp,
-        evaluate_at=4,
+        evaluate_at=(4,),
     )
     for report in reports:
         assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []

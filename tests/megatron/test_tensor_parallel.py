@@ -45,7 +45,8 @@ def test_dropout_under_sequence_parallelism_draws_from_the_stream_of_each_rank(w
 
 def test_evaluation_between_steps(world2: World) -> None:
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    reports = world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer, evaluate_at=3)
+    job = parallel_jobs.train_pair
+    reports = world2.run(job, tensor_parallel=2, transformer=transformer, evaluate_at=(3,))
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
         assert report["calls"] == CALLS + STEP_CALLS
@@ -84,6 +85,19 @@ def test_what_one_rank_cannot_do_none_does(
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, transformer=TENSOR_PARALLEL)
     for report, expected in zip(reports, (here, there), strict=True):
         assert eager_calls(report) == {name: count // 2 for name, count in expected.items()}
+
+
+def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(world2: World) -> None:
+    reports = world2.run(
+        parallel_jobs.disagree,
+        tensor_parallel=2,
+        how="gradients",
+        transformer=TENSOR_PARALLEL,
+        evaluate_at=(1, 2, 4, 5),
+    )
+    for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
+        assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS, reason: STEP_CALLS}
+        assert report["graphs"] == (2 + 1) * LAYERS and report["failures"] == []
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:

@@ -137,15 +137,14 @@ def test_random_streams_are_put_back_after_a_capture_that_raised(monkeypatch: py
     assert streams.now() == streams.before
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_every_module_gets_its_own_mode_and_flag_of_the_first_micro_batch_back(training: bool) -> None:
+def test_every_module_keeps_its_own_mode_and_gets_its_flag_of_the_first_micro_batch_back() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.Linear(2, 2)))
     module[1].eval()
     module[1][1].train()
     module[0].is_first_microbatch, module[1][1].is_first_microbatch = True, False
     modes = [child.training for child in module.modules()]
-    with pytest.raises(ArithmeticError), while_capturing.in_mode(module, training):
-        assert all(child.training == training for child in module.modules())
+    with pytest.raises(ArithmeticError), while_capturing.first_micro_batch_kept(module):
+        assert [child.training for child in module.modules()] == modes
         module[0].is_first_microbatch, module[1][1].is_first_microbatch = False, True
         raise ArithmeticError("an injected failure")
     assert [child.training for child in module.modules()] == modes

@@ -22,6 +22,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
+from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, is_ddp_hook, listen
@@ -31,8 +32,6 @@ from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
 from megagraph.megatron.watch.layers import LayerWatch
 
 __all__ = ["BlockBank"]
-
-Key = tuple[Capacity, Kind]
 
 
 class BlockBank:
@@ -44,6 +43,11 @@ class BlockBank:
         peers: the ranks that share its communicators.
         config: the plugin's options.
         progress: shown while capturing.
+
+    Attributes:
+        chain: of the present bank.
+        watch: what its graphs rely on.
+        failures: what stays eager, in words.
     """
 
     def __init__(
@@ -64,21 +68,22 @@ class BlockBank:
         self._device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
-        # Of each variant's name: what was captured under one numeric setting after another.
-        self._by_settings: dict[Any, list[int]] = {}
-        self._loops: dict[Key, LayerLoop] = {}
-        # Rotary tables and the like that each variant was captured with.
-        self._constants: dict[Key, Mapping[str, Any]] = {}
         # Of former banks.
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
         self.failures: list[str] = []
         self._last_holders = ""
-        self._watch = LayerWatch(self._specs)
+        self.watch = LayerWatch(self._specs)
         self._set_ddp(ddp)
-        self._bank, self._chain = self._new_bank()
+        self._bank, self.chain, self._loops = self._new_bank()
 
     # -- the model and its DDP -------------------------------------------------------------------
+
+    def _live(self) -> Any:
+        """The model, which lives as long as somebody calls it."""
+        model = self._model()
+        assert model is not None
+        return model
 
     def _layers(self) -> list[nn.Module]:
         return [spec.module for spec in self._specs]
@@ -100,7 +105,7 @@ class BlockBank:
         self._set_ddp(ddp)
         self.reset()
 
-    def _new_bank(self) -> tuple[Bank, Chain]:
+    def _new_bank(self) -> tuple[Bank, Chain, Loops]:
         bank = Bank(
             self._device,
             trackers=while_capturing.rng_trackers(),
@@ -109,7 +114,8 @@ class BlockBank:
             exchange=self._peers.exchange,
             annotate=self._config.cuda_graph_nvtx,
         )
-        return bank, bank.add_chain(self._specs, holds_collectives=self._peers.size > 1)
+        chain = bank.add_chain(self._specs, holds_collectives=self._peers.size > 1)
+        return bank, chain, Loops(chain, self._param_syncs.before_layers)
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -119,17 +125,17 @@ class BlockBank:
         Returns:
             None where it has to run eager: `batch.reason` says why.
         """
-        batch.reason = self._chain.begin(batch.key, batch.sources)
+        batch.reason = self.chain.begin(batch.key, batch.sources)
         if batch.reason is not None:
             return None
-        loop = self._loops[batch.key]
+        loop = self._loops.by_key[batch.key]
         loop.batch = batch
         return loop
 
     def end(self, batch: MicroBatch) -> None:
         """Ends the micro-batch that `begin()` leased a slot for."""
-        self._loops[batch.key].batch = None
-        self._chain.end()
+        self._loops.by_key[batch.key].batch = None
+        self.chain.end()
 
     def count_eager(self, reason: EagerReason) -> None:
         """Counts one micro-batch that runs eager: a call of every layer."""
@@ -139,7 +145,7 @@ class BlockBank:
 
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
-        holders = self._chain.holders()
+        holders = self.chain.holders()
         if holders and holders != self._last_holders:  # once, and not in each step
             log.warning("capture waits: %s", holders)
         self._last_holders = holders
@@ -151,7 +157,7 @@ class BlockBank:
         Args:
             grad: main gradients too.
         """
-        return self._watch.has_memory(grad=grad)
+        return self.watch.has_memory(grad=grad)
 
     def capture(
         self,
@@ -173,7 +179,7 @@ class BlockBank:
         Returns:
             False where everything had to be dropped, also what was captured before.
         """
-        if not self._watch.is_watching:
+        if not self.watch.is_watching:
             self._prepare()
         block = BlockInput(
             row_shape=row_shape,
@@ -181,11 +187,12 @@ class BlockBank:
             params_type=params_type,
             tail=self._config.tail,
             valid_tokens=self._valid_tokens,
+            mode="training" if self._live().decoder.training else "evaluation",
             local_rows=self._peers.rows,
         )
         variants = [self._variant((capacity, kind), block) for kind in kinds for capacity in capacities]
         try:
-            self._bank.capture({self._chain: variants}, self._progress)
+            self._bank.capture({self.chain: variants}, self._progress)
             self._agree_on_variants()
         except GroupGaveUp as error:
             log.warning("%s; training goes on eager", error)
@@ -198,8 +205,9 @@ class BlockBank:
             return False
         self._workspaces = while_capturing.held_workspaces()
         self.failures += self._bank.take_failures()
-        self._watch.expect_memory(grad=any(variant.training for variant in variants))
-        self._take_note_of_variants()
+        self.watch.expect_memory(grad=any(variant.training for variant in variants))
+        self._loops.follow()
+        listen(self.chain, self._ddp(), self._layers())
         shapes = "; ".join(str(capacity) for capacity in capacities)
         log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
@@ -208,25 +216,16 @@ class BlockBank:
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
-        self._watch.expect_modules(self._find_ineligible())
+        self.watch.expect_modules(self._find_ineligible())
         for index, (reason, what) in self._ineligible_in_group().items():
             sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
             log.warning(sentence)
             self.failures.append(sentence)
-            self._chain.keep_eager(index, reason)
-
-    def _take_note_of_variants(self) -> None:
-        chain = self._chain
-        for key, index in chain.variants.items():
-            indices = self._by_settings.setdefault(key, [])
-            indices += [] if index in indices else [index]
-            if key not in self._loops:
-                self._loops[key] = LayerLoop(chain, self._constants[key], self._param_syncs.before_layers)
-        listen(chain, self._ddp(), self._layers())
+            self.chain.keep_eager(index, reason)
 
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
-        chain = self._chain
+        chain = self.chain
         sealed = sorted(map(repr, chain.variants)), sorted(chain.eager_sites)
         are_fine = self._peers.exchange([Verdict.FINE]) == [Verdict.FINE]
         if not are_fine or not self._peers.agree_on(repr(sealed)):
@@ -236,14 +235,12 @@ class BlockBank:
         """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.reset()
-        self._chain.eager_variants |= {variant.key: reason for variant in variants}
+        self.chain.eager_variants |= {variant.key: reason for variant in variants}
 
     def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
-        model = self._model()
-        assert model is not None
         outside = [
             param
-            for name, module in model.named_children()
+            for name, module in self._live().named_children()
             if name != "decoder"
             for param in module.parameters()
         ]
@@ -263,33 +260,23 @@ class BlockBank:
 
     def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
         def context() -> contextlib.AbstractContextManager[None]:
-            model: Any = self._model()  # looked up each time: variants must not keep it alive
-            return while_capturing.in_mode(model.decoder, key[1].training)
+            # Looked up each time: variants must not keep it alive.
+            return while_capturing.first_micro_batch_kept(self._live().decoder)
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
-            # The first ones stay: graphs of former numeric settings read them.
-            if key not in self._constants:
-                model = self._model()
-                assert model is not None
-                self._constants[key] = layer_constants(model, params, hidden)
-            return {"attention_mask": None, "packed_seq_params": params, **self._constants[key]}
+            constants = self._loops.constants(key, lambda: layer_constants(self._live(), params, hidden))
+            return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         return variant_spec(key, block, block_arguments, context)
 
     # -- what graphs rely on ----------------------------------------------------------------------
-
-    def use_graphs_of_current_settings(self) -> None:
-        """Points each variant at its graphs of the numeric settings in force, where it has some."""
-        for key, indices in self._by_settings.items():
-            fitting = filter(self._chain.has_current_settings, indices)
-            self._chain.variants[key] = next(fitting, self._chain.variants[key])
 
     def kinds_without_current_graphs(self) -> set[Kind]:
         """The captured kinds that have no graphs of the numeric settings in force.
 
         What could not be captured under some settings is not tried again under any others.
         """
-        chain = self._chain
+        chain = self.chain
         return {
             key[1]
             for key, index in chain.variants.items()
@@ -298,12 +285,7 @@ class BlockBank:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        return self._watch.what_changed(self._find_ineligible)
-
-    @property
-    def are_gradients_away(self) -> bool:
-        """Whether graphs read main gradients that had no memory when `what_changed()` was last asked."""
-        return self._watch.are_gradients_away
+        return self.watch.what_changed(self._find_ineligible)
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
@@ -311,11 +293,14 @@ class BlockBank:
             self._past[name] = self._past.get(name, 0) + count
         self._past_seconds += self._bank.capture_seconds
         self._bank.release()
-        self._constants.clear()
-        self._loops.clear()
-        self._by_settings.clear()
-        self._watch = LayerWatch(self._specs)
-        self._bank, self._chain = self._new_bank()
+        self.watch = LayerWatch(self._specs)
+        self._bank, self.chain, self._loops = self._new_bank()
+
+    def drop_gradients(self) -> None:
+        """Releases the graphs that read main gradients. Only where no slot is held."""
+        self._bank.drop(self.chain, [key for key in self.chain.variants if key[1].grad])
+        self._loops.follow()
+        self.watch.forget_gradients()
 
     def release(self) -> None:
         """Drops every graph for good."""
@@ -331,11 +316,6 @@ class BlockBank:
     def valid_tokens(self) -> int:
         """Valid tokens of all replayed packs. Waits for the device."""
         return int(self._valid_tokens.item())
-
-    @property
-    def chain(self) -> Chain:
-        """The chain of the present bank, for those who measure it."""
-        return self._chain
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""

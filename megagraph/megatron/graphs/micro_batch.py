@@ -22,12 +22,12 @@ class Kind(NamedTuple):
     Args:
         form: which fields packs carry.
         grad: gradients are recorded.
-        training: the model is in training mode.
+        modes: a hash of the modes, training or evaluation, that the block's modules are in.
     """
 
     form: PackForm
     grad: bool
-    training: bool
+    modes: int
 
 
 @functools.cache

@@ -18,8 +18,9 @@ from megagraph.decide.dispatch import Capacity, PackShape, decide
 from megagraph.decide.due import DueKinds
 from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import log
+from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -70,9 +71,9 @@ class ModelGraphs:
         self._observed: set[PackShape] = set()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
-        self._step_reason: EagerReason | None = None
+        self._changes = Changes(self.block, self.peers, self._kinds)
+        self._is_warm = False  # some kind with gradients was captured
         self._is_suspended = False
-        self._has_resumed = False  # since the last step boundary
         self._replayed_tokens = 0
         self._tail = config.tail
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
@@ -88,15 +89,12 @@ class ModelGraphs:
 
     # -- micro-batches ---------------------------------------------------------------------------
 
-    def decide(
-        self, params: Any, tokens: int, *, training: bool, is_skipped: bool
-    ) -> MicroBatch | EagerReason:
+    def decide(self, params: Any, tokens: int, *, is_skipped: bool) -> MicroBatch | EagerReason:
         """Decides how a micro-batch runs, from its shapes and host integers alone.
 
         Args:
             params: its `PackedSeqParams`, or None.
             tokens: physical tokens of its input.
-            training: whether the model is in training mode.
             is_skipped: graphs are switched off for this step.
 
         Returns:
@@ -118,7 +116,8 @@ class ModelGraphs:
             capacity = found
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
-        kind = Kind(form, torch.is_grad_enabled(), training)
+        watch = self.block.watch
+        kind = Kind(form, torch.is_grad_enabled(), watch.modes())
         self._note(params, kind)
         if capacity is None:
             self._observed.add(shape)
@@ -136,9 +135,10 @@ class ModelGraphs:
             return EagerReason.DISABLED
         if self._is_suspended:
             return EagerReason.SUSPENDED
-        if kind.grad and self.block.are_gradients_away:
-            return EagerReason.ADDRESS_MOVED
-        return self._step_reason
+        changes = self._changes
+        if kind.grad and changes.gradients_reason is not None:
+            return changes.gradients_reason
+        return changes.reason
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
         """Counts a micro-batch that no capacity holds, or none yet."""
@@ -187,28 +187,15 @@ class ModelGraphs:
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
         if self._refusal is None and self._config.mode == "graph":
-            self._look_for_changes(runs_eager=self._is_suspended)
-
-    def _look_for_changes(self, *, runs_eager: bool) -> None:
-        """Finds out what keeps this step eager, here or on another rank of the group."""
-        changed = None if runs_eager else self.block.what_changed()
-        # A host that resumes has moved what it wanted to move: captured again in this very step.
-        costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
-        flags = [int(changed is not None), int(runs_eager or costs_step)]
-        has_changed_anywhere, is_eager_anywhere = self.peers.exchange(flags)
-        if has_changed_anywhere:
-            self._drop_graphs()
-        self._step_reason = changed if costs_step else None
-        if is_eager_anywhere and not (runs_eager or costs_step):
-            self._step_reason = EagerReason.GROUP_DISAGREED
+            self._changes.look(runs_eager=self._is_suspended, captures=False)
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due.
 
-        What changed costs one eager step; the next boundary captures again. After `resume()`, moved
-        memory costs none. What has no memory now is captured when it has.
+        What changed costs one eager step; the next boundary captures again. Moved memory costs none after
+        `resume()`, nor when it has moved before. What has no memory now, or is in other modes, is captured
+        when it has, and when it is in those.
         """
-        self._step_reason = None
         if self._refusal is not None:
             return
         if not self._capacities and self._kinds.warmed_up:
@@ -216,16 +203,19 @@ class ModelGraphs:
         if self._config.mode != "graph":
             return
         runs_eager = is_skipped or self._is_suspended
-        self._look_for_changes(runs_eager=runs_eager)
+        self._changes.look(runs_eager=runs_eager, captures=True)
         if runs_eager:
             return
-        self._has_resumed = False
-        if self._step_reason is not None:
+        self._changes.has_resumed = False
+        if self._changes.reason is not None:
             return
         # Settings that last: after one eager step further graphs, beside those of the former settings.
-        self.block.use_graphs_of_current_settings()
+        chain, watch = self.block.chain, self.block.watch
+        chain.use_current_settings()
         if self._kinds.under_other_settings:
-            self._kinds.reopen(self.block.kinds_without_current_graphs())
+            modes = watch.modes()
+            without = self.block.kinds_without_current_graphs()
+            self._kinds.reopen(kind for kind in without if kind.modes == modes)
         due = self._due() if self._kinds.due else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
@@ -239,8 +229,18 @@ class ModelGraphs:
         return not is_eager and any(kind.grad for kind in self._kinds.captured)
 
     def _due(self) -> set[Kind]:
-        """What to capture now: nothing while somebody holds a slot or memory is away."""
-        due = {kind for kind in self._kinds.due if self.block.has_memory(grad=kind.grad)}
+        """What to capture now: in the modes of now alone; nothing while a slot is held or memory is away."""
+        if torch.is_inference_mode_enabled():
+            return set()
+        watch, has_gradients = self.block.watch, self._changes.gradients_reason is None
+        modes = watch.modes()
+        in_other_modes = {kind for kind in self._kinds.due if kind.modes != modes}
+        self._kinds.pass_over(in_other_modes)
+        due = {
+            kind
+            for kind in self._kinds.due - in_other_modes
+            if (has_gradients or not kind.grad) and self.block.has_memory(grad=kind.grad)
+        }
         return due if due and self._rows is not None and self.block.is_idle() else set()
 
     def _capture(self, due: set[Kind]) -> None:
@@ -249,6 +249,7 @@ class ModelGraphs:
         is_kept = self.block.capture(self._capacities, due, tuple(row_shape), dtype, self._params_type)
         if not is_kept:
             self._kinds.forget_graphs()
+        self._is_warm = self._is_warm or any(kind.grad for kind in due)
         self._kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
 
     def _drop_graphs(self) -> None:
@@ -257,10 +258,17 @@ class ModelGraphs:
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
-        self._kinds.end_step()
+        for kind in self._kinds.end_step():
+            with about(self.name):
+                log.warning(
+                    "micro-batches %s gradients stay eager (WARMING_UP) in steps that begin in other modes: "
+                    "layers are captured between steps, in the modes they have there (train() or eval())",
+                    "with" if kind.grad else "without",
+                )
 
     def _warm_up_of(self, kind: Kind) -> int:
-        return self._config.cuda_graph_warmup_steps if kind.grad else 1
+        # Other modes of a model that is warm need to be seen once.
+        return self._config.cuda_graph_warmup_steps if kind.grad and not self._is_warm else 1
 
     def _learn(self) -> None:
         self._capacities = learn_capacities(self._observed, self._tail.extra_seqs)
@@ -281,7 +289,7 @@ class ModelGraphs:
 
     def resume(self) -> None:
         """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
-        self._has_resumed = self._has_resumed or self._is_suspended
+        self._changes.has_resumed = self._changes.has_resumed or self._is_suspended
         self._is_suspended = False
 
     def leave_group(self, group: Any) -> None:

@@ -47,6 +47,7 @@ class BlockInput:
         params_type: `PackedSeqParams`.
         tail: convention of the canonical offsets.
         valid_tokens: int64 [1], counts the valid tokens of replayed packs.
+        mode: that the block is in, in words.
         local_rows: from a pack's tokens to the rows of hidden states on this rank; fewer where ranks share
             them.
     """
@@ -56,6 +57,7 @@ class BlockInput:
     params_type: type[Any]
     tail: TailConvention
     valid_tokens: Tensor
+    mode: str
     local_rows: Callable[[int], int]
 
 
@@ -93,10 +95,9 @@ def variant_spec(
 
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
-    mode = "training" if kind.training else "evaluation"
     return VariantSpec(
         key=key,
-        name=f"{mode}{'' if kind.grad else ', forward only'}, {capacity}",
+        name=f"{block.mode}{'' if kind.grad else ', forward only'}, {capacity}",
         training=kind.grad,
         rows=rows,
         row_shape=block.row_shape,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["block_context", "capturing", "held_workspaces", "in_mode", "rng_trackers"]
+__all__ = ["block_context", "capturing", "first_micro_batch_kept", "held_workspaces", "rng_trackers"]
 
 
 def rng_trackers() -> list[Any]:
@@ -61,20 +61,13 @@ def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
-def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode for a while; each submodule gets its own mode back.
-
-    So does the flag by which Transformer Engine knows the first micro-batch of a step.
-    """
+def first_micro_batch_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back the flag by which Transformer Engine's modules know the first micro-batch of a step."""
     first = "is_first_microbatch"
-    modes = [(child, child.training) for child in module.modules()]
-    flags = [(child, getattr(child, first)) for child, _ in modes if hasattr(child, first)]
-    module.train(training)
+    flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
     try:
         yield
     finally:
-        for child, mode in modes:
-            child.training = mode
         for child, flag in flags:
             setattr(child, first, flag)
 

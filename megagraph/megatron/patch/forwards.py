@@ -47,9 +47,7 @@ class ForwardWrappers:
             graphs = plugin.graphs_of_model(model)
             is_step = plugin.begin_call(graphs)
             tokens = ids.numel() if hidden_states is None else graphs.peers.num_tokens(hidden_states)
-            batch = graphs.decide(
-                get("packed_seq_params"), tokens, training=model.training, is_skipped=is_cuda_graph_skipped()
-            )
+            batch = graphs.decide(get("packed_seq_params"), tokens, is_skipped=is_cuda_graph_skipped())
             added_rows = 0
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding

@@ -34,6 +34,7 @@ class AddressWatch:
         # read have no memory now.
         self.change: EagerReason | None = None
         self.are_gradients_away = False
+        self.is_of_gradients_alone = False  # the change: graphs without a backward pass may go on
 
     def _parameters(self) -> list[Tensor]:
         return [param for spec in self._specs for param in spec.module.parameters()]
@@ -56,6 +57,10 @@ class AddressWatch:
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
 
+    def forget_gradients(self) -> None:
+        """No graph reads main gradients any more."""
+        self._grads = None
+
     def has_memory(self, *, grad: bool) -> bool:
         """Whether everything has memory, so that it can be captured.
 
@@ -66,7 +71,7 @@ class AddressWatch:
         return all(tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0 for tensor in tensors)
 
     def look(self) -> None:
-        """Compares everything with what it was: see `change` and `are_gradients_away`.
+        """Compares everything with what it was: see `change` and what stands beside it.
 
         While main gradients have no memory, nobody can tell whether they have moved.
         """
@@ -76,7 +81,11 @@ class AddressWatch:
         grads = self._grads
         differ = grads is not None and grads != _C.fingerprint(self._main_grads())[0]
         self.are_gradients_away = differ and not self.has_memory(grad=True)
-        if addresses != self._read[0] or (differ and not self.are_gradients_away):
+        self.is_of_gradients_alone = False
+        if addresses != self._read[0]:
             self.change = EagerReason.ADDRESS_MOVED
+        elif flags != self._read[1]:
+            self.change = EagerReason.PARAMETERS_CHANGED
         else:
-            self.change = None if flags == self._read[1] else EagerReason.PARAMETERS_CHANGED
+            self.is_of_gradients_alone = differ and not self.are_gradients_away
+            self.change = EagerReason.ADDRESS_MOVED if self.is_of_gradients_alone else None

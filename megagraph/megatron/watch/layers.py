@@ -35,8 +35,10 @@ class LayerWatch:
         self.is_watching = False  # until something was captured
         # Whether graphs read main gradients that had no memory when `what_changed()` was last asked.
         self.are_gradients_away = False
+        # What it found was main gradients that have moved, and nothing else.
+        self.have_only_gradients_moved = False
         # Weakly, as hooks and modules may hold the model.
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._modules = self._modules_of_now()
         # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
 
@@ -51,6 +53,13 @@ class LayerWatch:
     def _layers(self) -> list[nn.Module]:
         return [spec.module for spec in self._specs]
 
+    def _modules_of_now(self) -> list[weakref.ref[nn.Module]]:
+        return [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
+
+    def modes(self) -> int:
+        """A hash of the modes, training or evaluation, that the layers' modules are in now."""
+        return _C.training_modes(self._modules)
+
     def expect_modules(self, ineligible: Ineligible) -> None:
         """Remembers the modules of now and their hooks; before the first capture.
 
@@ -59,7 +68,7 @@ class LayerWatch:
         """
         self._ineligible = ineligible
         self._hooks = HookWatch(self._layers())
-        self._modules = [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
+        self._modules = self._modules_of_now()
 
     def expect_memory(self, *, grad: bool) -> None:
         """Remembers where everything lies; after each capture.
@@ -71,13 +80,21 @@ class LayerWatch:
         self.is_watching = True
         self._fingerprint = None
 
+    def forget_gradients(self) -> None:
+        """No graph reads main gradients any more."""
+        self._addresses.forget_gradients()
+        self.are_gradients_away = False
+        self._fingerprint = None
+
     def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
         """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
 
         Args:
             find_ineligible: which layers no graph can replace now; asked where hooks have changed.
         """
+        self.have_only_gradients_moved = False
         if not self.is_watching:
+            self._modules = self._modules_of_now()  # whose modes make a kind
             return None
         if self._fingerprint is not None and self._fingerprint == _C.module_fingerprint(self._modules):
             return None
@@ -88,16 +105,15 @@ class LayerWatch:
     def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
         self._addresses.look()
         self.are_gradients_away = self._addresses.are_gradients_away
-        if self._addresses.change is not None:
+        only_gradients = self._addresses.is_of_gradients_alone
+        if self._addresses.change is not None and not only_gradients:
             return self._addresses.change
-        now = [module for layer in self._layers() for module in layer.modules()]
-        if len(now) != len(self._modules) or any(
-            ref() is not module for ref, module in zip(self._modules, now, strict=True)
-        ):
+        if self._modules_of_now() != self._modules:
             return EagerReason.PARAMETERS_CHANGED
-        if self._hooks is None or not self._hooks.has_changed():
-            return None
-        changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
-        if not changed:
+        if self._hooks is not None and self._hooks.has_changed():
+            changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
+            if changed:
+                return min(reason for _index, (reason, _what) in changed)
             self._hooks = HookWatch(self._layers())  # Megatron's own come and go
-        return min((reason for _index, (reason, _what) in changed), default=None)
+        self.have_only_gradients_moved = only_gradients
+        return self._addresses.change

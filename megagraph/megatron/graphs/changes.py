@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has changed before a step: drops the graphs that relied on it, and says what runs eager for it.
+
+Captures nothing.
+"""
+
+from megagraph.decide.due import DueKinds
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.parallel.tensor import Peers
+
+__all__ = ["Changes"]
+
+_DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
+
+
+class Changes:
+    """What keeps the running step eager, here or on another rank of the group.
+
+    Args:
+        block: the graphs.
+        peers: the ranks that drop and run alike.
+        kinds: is told whose graphs have gone.
+
+    Attributes:
+        reason: why every micro-batch of the step runs eager, or None.
+        gradients_reason: why those do whose graphs add to main gradients, or None.
+        has_resumed: the host has announced that what moved up to now has moved.
+    """
+
+    def __init__(self, block: BlockBank, peers: Peers, kinds: DueKinds[Kind]) -> None:
+        self._block = block
+        self._peers = peers
+        self._kinds = kinds
+        self._has_moved = False  # without an announcement: what moves once moves again
+        self.reason: EagerReason | None = None
+        self.gradients_reason: EagerReason | None = None
+        self.has_resumed = False
+
+    def look(self, *, runs_eager: bool, captures: bool) -> None:
+        """Looks, and drops what must not be replayed any more.
+
+        Args:
+            runs_eager: the step does so in any case.
+            captures: what is due is captured right afterwards.
+        """
+        watch = self._block.watch
+        changed = None if runs_eager else self._block.what_changed()
+        is_away = not runs_eager and watch.are_gradients_away
+        stops = changed if changed is not None and self._costs_step(changed, captures) else None
+        is_partial = changed is None or watch.have_only_gradients_moved
+        self.reason = None if is_partial else stops
+        self.gradients_reason = _MOVED if is_away else stops
+        is_eager = runs_eager or self.reason is not None
+        flags = changed is not None, is_eager, self.gradients_reason is not None
+        has_changed, is_eager_anywhere, is_without_anywhere = self._peers.exchange([*map(int, flags)])
+        if is_eager_anywhere and not is_eager:
+            self.reason = _DISAGREED
+        if is_without_anywhere and self.gradients_reason is None:
+            self.gradients_reason = _DISAGREED
+        if has_changed:
+            self._drop(is_partial)
+
+    def _costs_step(self, changed: EagerReason, captures: bool) -> bool:
+        """Whether a change costs an eager step: moves do not that were announced, or that are the rule."""
+        if changed is not _MOVED or self.has_resumed:
+            return changed is not _MOVED or not captures
+        is_first, self._has_moved = not self._has_moved, True
+        return is_first or not captures
+
+    def _drop(self, is_partial: bool) -> None:
+        """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
+        chain = self._block.chain
+        (everything,) = self._peers.exchange([int(not is_partial or bool(chain.holders()))])
+        if everything:
+            self._block.reset()
+            self._kinds.forget_graphs()
+        else:
+            self._block.drop_gradients()
+            self._kinds.forget_graphs(lambda kind: kind.grad)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of some variants go, between steps; those of the others go on."""
+
+import pytest
+import torch
+from bank_pair import ROWS, Block, Pair, blocks, new_bank, variant
+
+from megagraph.bank.sites import VariantSpec
+from megagraph.decide.reasons import EagerReason
+
+LAYERS = 3
+
+
+def _forward_only(pair: Pair) -> EagerReason | None:
+    with torch.no_grad():
+        return pair.forward(key="eval", requires_grad=False).reason
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, main_grad: bool) -> None:
+    pair = Pair(device, blocks(LAYERS), main_grad=main_grad)
+    both = variant(), variant("eval", training=False)
+    pair.capture(*both)
+    for _ in range(3):
+        assert pair.step() is None and _forward_only(pair) is None
+        pair.bank.drop(pair.chain, ["train"])
+        assert pair.bank.num_graphs == LAYERS
+        assert pair.forward().reason is EagerReason.WARMING_UP
+        assert _forward_only(pair) is None
+        pair.update_weights()
+        pair.capture(both[0])
+        assert pair.bank.num_graphs == 3 * LAYERS
+    assert pair.step() is None and _forward_only(pair) is None
+    assert pair.eager_calls() == {"WARMING_UP": 3 * LAYERS}
+
+
+def test_graphs_of_every_numeric_setting_go(device: str) -> None:
+    pair = Pair(device, blocks(LAYERS)).capture()
+    torch.use_deterministic_algorithms(False)
+    pair.capture()
+    assert pair.bank.num_graphs == 2 * 2 * LAYERS
+    for is_deterministic in (True, False):
+        torch.use_deterministic_algorithms(is_deterministic)
+        pair.chain.use_current_settings()
+        assert pair.forward().reason is None
+    pair.bank.drop(pair.chain, ["train"])
+    assert pair.bank.num_graphs == 0 and not pair.chain.variants
+    for is_deterministic in (True, False):
+        torch.use_deterministic_algorithms(is_deterministic)
+        pair.chain.use_current_settings()
+        assert pair.forward().reason is EagerReason.WARMING_UP
+
+
+def test_nothing_is_dropped_while_a_slot_is_held(device: str) -> None:
+    pair = Pair(device, blocks(LAYERS)).capture()
+    waiting = pair.forward()
+    with pytest.raises(RuntimeError, match="still held: "):
+        pair.bank.drop(pair.chain, ["train"])
+    waiting.backward()
+    del waiting
+    assert pair.step() is None
+    pair.bank.drop(pair.chain, ["train"])
+    pair.bank.drop(pair.chain, ["train", "never captured"])
+    assert pair.bank.num_graphs == 0
+
+
+@pytest.mark.gpu
+def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
+    rows = 1 << 14
+    layers = [Block(256).to("cuda") for _ in range(LAYERS)]
+    bank = new_bank("cuda")
+    chain = bank.add_chain(layers)
+    train, evaluate = (
+        VariantSpec(key=key, training=key == "train", rows=rows, row_shape=(256,), dtype=torch.float32)
+        for key in ("train", "eval")
+    )
+    bank.capture({chain: [train, evaluate]})
+    held = bank.pool_bytes()
+    assert held > ROWS
+    for _ in range(5):
+        bank.drop(chain, ["train"])
+        bank.capture({chain: [train]})
+    assert bank.pool_bytes() <= 1.1 * held

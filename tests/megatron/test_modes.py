@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training and evaluation modes: layers are captured in those that they are found in, each set of its own."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads
+from rl_rig import frozen_model
+from torch import Tensor, nn
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+Install = Callable[..., GraphConfig]
+Around = Callable[[type[nn.Module]], None]
+
+
+class Doubles(nn.Module):
+    """An MLP whose output is twice as large in evaluation mode. Notes the modes that it ran in."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: set[bool] = set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        self.seen.add(self.training)
+        out, bias = self.inner(*args, **kwargs)
+        return (out if self.training else out * 2), bias
+
+
+class Merges(nn.Module):
+    """An MLP that adds to its weight as it leaves training mode, and takes that off again: never the same."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> "Merges":
+        super().train(mode)
+        if mode == self.is_merged:
+            sign = -1 if mode else 1
+            self.inner.linear_fc1.weight.data += sign * 0.1
+            self.is_merged = not mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.inner(*args, **kwargs)
+        return (out * 3 if self.is_merged else out), bias
+
+
+@pytest.fixture
+def around_mlps(monkeypatch: pytest.MonkeyPatch) -> Around:
+    """Puts a module of some class around the MLP of every layer that is made."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def put(wrapper: type[nn.Module]) -> None:
+        def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
+            original(layer, *args, **kwargs)
+            layer.mlp = wrapper(layer.mlp)
+
+        monkeypatch.setattr(TransformerLayer, "__init__", changed)
+
+    return put
+
+
+def _second_mlp(trainer: Trainer) -> Any:
+    return trainer.chunk.decoder.layers[1].mlp
+
+
+def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train(
+    install: Install, around_mlps: Around
+) -> None:
+    """Bug: the capture put every module into the model's own mode, and the layer trained from then on."""
+    around_mlps(Doubles)
+    install()
+    pair = Pair()
+    for trainer in pair.both:
+        _second_mlp(trainer).eval()
+    pair.step(ONE, TWO, times=4)
+    assert _second_mlp(pair.graphed).seen == {False}
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert pair.report()["replays"] == 3 * 2 * LAYERS
+
+
+def test_modes_that_have_graphs_replay_however_often_they_alternate(
+    install: Install, around_mlps: Around
+) -> None:
+    """Bug: the modes of submodules were no part of a kind, so that a layer that went into evaluation mode was
+    replayed as it had trained."""
+    around_mlps(Doubles)
+    install(cuda_graph_warmup_steps=2)
+    pair = Pair()
+    pair.step(ONE, times=3)
+
+    def put(mode: bool) -> None:
+        for trainer in pair.both:
+            _second_mlp(trainer).train(mode)
+
+    put(False)
+    pair.step(TWO)  # seen once: the model is warm
+    before = pair.report()
+    assert before["eager"] == {"WARMING_UP": 3 * LAYERS}
+    for mode in (False, True, False, True):
+        put(mode)
+        pair.step(ONE, TWO)
+    after = pair.report()
+    assert after["eager"] == before["eager"]
+    assert after["replays"] - before["replays"] == 4 * 2 * LAYERS
+    assert after["graphs"] == 2 * 2 * LAYERS
+
+
+def test_no_capture_calls_train_whose_side_effects_may_change_weights(
+    install: Install, around_mlps: Around
+) -> None:
+    """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
+    around_mlps(Merges)
+    install()
+    pair = Pair()
+    for _ in range(3):
+        pair.step(ONE, TWO)
+        pair.evaluate(OTHER)
+        weights = [_second_mlp(trainer).inner.linear_fc1.weight for trainer in pair.both]
+        assert torch.equal(*weights)
+    assert pair.report()["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
+    assert pair.report()["replays"] == 2 * (2 + 1) * LAYERS
+    assert pair.report()["graphs"] == (2 + 1) * LAYERS
+
+
+def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
+    """A step whose forward function also runs the model in evaluation mode, without gradients."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    passes: list[Tensor] = []
+
+    def forward_step(data: Any, chunk: Any) -> Any:
+        micro = next(data)
+        chunk.eval()
+        with torch.no_grad():
+            losses, _ = forward(chunk, micro, trainer.device)
+            passes.append(losses.clone())
+            del losses
+        chunk.train()
+        return forward(chunk, micro, trainer.device)
+
+    trainer.model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micros),
+        model=[trainer.model],
+        num_microbatches=len(micros),
+        seq_length=OPTIONS.max_tokens,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return Step(losses=passes, grads=grads(trainer.chunk))
+
+
+def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_once(
+    install: Install, around_mlps: Around, caplog: pytest.LogCaptureFixture
+) -> None:
+    around_mlps(Doubles)
+    install()
+    pair = Pair()
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        for _ in range(6):
+            with megagraph.disable_cuda_graphs_this_step():
+                eager = _with_reference_passes(pair.eager, [ONE, TWO])
+            assert_same(_with_reference_passes(pair.graphed, [ONE, TWO]), eager)
+    assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * LAYERS}
+    assert pair.report()["replays"] == 5 * 2 * LAYERS
+    said = [line for line in caplog.messages if "in steps that begin in other modes" in line]
+    assert said == [
+        "GPTModel #2: micro-batches without gradients stay eager (WARMING_UP) in steps that begin in other "
+        "modes: layers are captured between steps, in the modes they have there (train() or eval())"
+    ]
+
+
+def test_an_evaluation_that_training_steps_pass_over_is_none_of_those(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    pair = Pair()
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.evaluate(ONE)
+        pair.step(ONE, times=5)
+        pair.evaluate(TWO)
+    assert not caplog.messages
+    assert pair.report()["replays"] == (4 + 1) * LAYERS
+
+
+def test_nothing_is_captured_in_inference_mode(install: Install) -> None:
+    """Its tensors could not be written any more outside of it."""
+    install()
+    model, called = frozen_model(seed=3)
+    device = next(model.parameters()).device
+    found = []
+    for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with context():
+            found.append(forward(called, ONE, device)[0].clone())
+    assert torch.equal(found[0], found[2])
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
+    assert report["replays"] == LAYERS
