@@ -225,7 +225,8 @@ class ModelGraphs:
     @property
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
-        is_eager = self._is_suspended or self._step_reason is not None
+        changes = self._changes
+        is_eager = self._is_suspended or changes.reason is not None or changes.gradients_reason is not None
         return not is_eager and any(kind.grad for kind in self._kinds.captured)
 
     def _due(self) -> set[Kind]:
