@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/bank/replay/launch.h"
 #include "csrc/torch/attempt.h"
 #include "csrc/torch/surroundings.h"
 
@@ -257,6 +258,7 @@ void Chain::append_input(SegmentList& segments, const at::Tensor& input, const a
 void Chain::on_slot_free(int slot, int variant) noexcept {
   if (!poison_) return;
   const bool is_done = attempt([&] {
+    const Launch launch(device_);
     const at::NoGradGuard no_grad;
     const NoDispatchModes plain;  // somebody's may be on wherever a tensor dies
     for (const auto& site : sites_) {

@@ -20,7 +20,7 @@ namespace megagraph {
 namespace {
 
 struct LastLaunch {
-  std::mutex mutex;
+  std::recursive_mutex mutex;  // a slot may become free, and be poisoned, inside a launch
   std::optional<c10::cuda::CUDAStream> stream;
   at::cuda::CUDAEvent done;  // recorded where the stream is not the default one
 };
@@ -45,9 +45,9 @@ class Launch::InOrder {
       if (is_default(*last_.stream)) last_.done.record(*last_.stream);
       last_.done.block(stream_);
     }
-    last_.stream = stream_;
   }
   ~InOrder() {
+    last_.stream = stream_;
     if (!is_default(stream_)) attempt([&] { last_.done.record(stream_); });
   }
   InOrder(const InOrder&) = delete;
@@ -55,7 +55,7 @@ class Launch::InOrder {
 
  private:
   LastLaunch& last_;
-  const std::lock_guard<std::mutex> lock_;
+  const std::lock_guard<std::recursive_mutex> lock_;
   const c10::cuda::CUDAStream stream_;
 };
 

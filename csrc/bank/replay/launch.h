@@ -6,7 +6,7 @@
 // they draw, the place of the random offset; and a slot is free when its backward has been
 // enqueued, not when it is done. On one stream that is order enough. Where the caller has changed
 // to another stream, of the same model or of another one, the launch first waits for the launches
-// before it. The default stream always exists, so what it waits for can be asked late; another one
+// before it. So does what fills a freed slot with NaN. The default stream always exists, so what it waits for can be asked late; another one
 // may be gone by then, so each launch there leaves an event.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace megagraph {
 
 // While it lives: `device` is the current one, and what is launched on its current stream comes
-// after every earlier launch there.
+// after every earlier launch there. One thread may nest them.
 class Launch {
  public:
   explicit Launch(c10::Device device);
