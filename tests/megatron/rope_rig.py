@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs by what they declare, and runs of the plugin's three modes on them."""
+"""Packs by what they declare, models by their rotary tables, and runs of the plugin's three modes on them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron_rig import CAPACITY, OPTIONS, Micro, Run, assert_same, graph_config, report_of, step, weights
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, gpt_model
 
 MODES = ("off", "eager", "graph")
 
@@ -92,3 +93,77 @@ def three_modes(
     for mode in MODES[1:]:
         assert_same_bits(runs["off"], runs[mode])
     return runs
+
+
+def assert_close_losses(one: Run, other: Run) -> None:
+    """Losses that differ by roundings at most."""
+    tolerance = {"rtol": 0.0, "atol": 0.05} if OPTIONS.bf16 else {}
+    for left, right in zip(one.steps, other.steps, strict=True):
+        for wanted, found in zip(left.losses, right.losses, strict=True):
+            torch.testing.assert_close(found, wanted, **tolerance)
+
+
+class Scattered(Trainer):
+    """A model whose rotary table holds unrelated angles, so that a wrong row is no matter of roundings."""
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        model: Any = gpt_model(self.options, config, spec)
+        generator = torch.Generator().manual_seed(3)
+        angles = torch.randn(64, 1, 1, OPTIONS.hidden // OPTIONS.heads, generator=generator) * 10
+
+        @functools.cache
+        def table(rows: int, **_given: Any) -> Tensor:
+            return angles[:rows].to(self.device)
+
+        model.rotary_pos_emb.forward = table
+        return model  # type: ignore[no-any-return]
+
+
+def hand_out_frequencies(model: Any) -> nn.Module:
+    """Hands a model's decoder a row of frequencies for each token, gathered by its position."""
+    positions: list[Tensor] = []
+    preprocess = model._preprocess
+
+    @functools.wraps(preprocess)
+    def remember(*args: Any, **given: Any) -> Any:
+        positions[:] = [given["position_ids"]]
+        return preprocess(*args, **given)
+
+    def gather(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"][positions[0][0]]}
+
+    model._preprocess = remember
+    model.decoder.register_forward_pre_hook(gather, with_kwargs=True)
+    found: nn.Module = model
+    return found
+
+
+class PerToken(Trainer):
+    """A model whose layers get frequencies of each token."""
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        return hand_out_frequencies(super().make_chunk(config, spec))
+
+
+class PerTokenScattered(Scattered):
+    """Both."""
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        return hand_out_frequencies(super().make_chunk(config, spec))
+
+
+def per_token_with_sequence_parallelism(*, transformer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Both modes on packs below the capacity and of its size, on each rank. Returns the reports."""
+    steps: list[list[Micro]] = [
+        [
+            Declared(lengths=(20, 8), max_seqlen=declared, seed=index),
+            Declared(lengths=(9, 40, 15), max_seqlen=64, seed=50 + index),
+        ]
+        for index, declared in enumerate((28, 20, 28, 64, 20))
+    ]
+    off, eager, graphed = (
+        run(mode, steps, lambda: PerTokenScattered(OPTIONS, config=transformer)) for mode in MODES
+    )
+    assert_same_bits(eager, graphed)
+    assert_close_losses(off, graphed)
+    return [eager.report, graphed.report]

@@ -121,7 +121,9 @@ class ModelGraphs:
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
         are_rows = (
-            self._tables.tell_positions and shape.max_seqlen == tokens and declares_every_row(params, tokens)
+            self._tables.depend_on_max_seqlen
+            and shape.max_seqlen == tokens
+            and declares_every_row(params, tokens)
         )
         kind = Kind(form, torch.is_grad_enabled(), training, are_rows)
         self._note(params, kind)

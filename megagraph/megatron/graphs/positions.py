@@ -50,9 +50,9 @@ class OwnTables:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        # Whether `max_seqlen` says where positions begin: fused RoPE begins anew in each document.
+        # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
-        self.tell_positions = (
+        self.depend_on_max_seqlen = (
             getattr(model, "rotary_pos_emb", None) is not None and not config.apply_rope_fusion
         )
         self._known: dict[int, Tensor] = {}
@@ -70,10 +70,12 @@ class OwnTables:
         rows: int = params.max_seqlen_q
         if table is None or table is self._known.get(rows):
             return True
-        if not isinstance(table, Tensor) or table.size(0) != rows:
-            return False
         own = self._ask(params, hidden_states)
-        if not isinstance(own, Tensor) or own.shape != table.shape or own.dtype != table.dtype:
+        if (
+            not (isinstance(own, Tensor) and isinstance(table, Tensor))
+            or own.shape != table.shape
+            or own.dtype != table.dtype
+        ):
             return False
         if own is not table and not torch.equal(own, table):
             return False
@@ -86,4 +88,4 @@ class OwnTables:
         try:
             return layer_constants(model, params, hidden_states).get("rotary_pos_emb")
         except Exception:
-            return None  # a host's model that needs more than a pack to make its tables
+            return None  # a host's model that makes its tables of more than a pack's length
