@@ -29,10 +29,11 @@ def layer_constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Map
         ValueError: where unfused RoPE has a table of another length than the pack declares, so that where
             positions begin cannot be told.
     """
+    config: Any = model.config
     constants = _constants(model, params, hidden_states)
-    table, config = constants.get("rotary_pos_emb"), model.config
+    table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
-    if rows != params.max_seqlen_q and not config.apply_rope_fusion:  # type: ignore[union-attr]
+    if rows != params.max_seqlen_q and not config.apply_rope_fusion:
         raise ValueError(f"expected a rotary table of max_seqlen, {params.max_seqlen_q} rows, got {rows}")
     return constants
 

@@ -60,7 +60,7 @@ class OwnTables:
     def hold(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         """Whether a table is the one that the model makes for a pack.
 
-        Waits for the device where the table is another object of the same shape.
+        Waits for the device where the table was not known and has the shape of the model's own.
 
         Args:
             table: what the layers are handed.
@@ -71,13 +71,9 @@ class OwnTables:
         if table is None or table is self._known.get(rows):
             return True
         own = self._ask(params, hidden_states)
-        if (
-            not (isinstance(own, Tensor) and isinstance(table, Tensor))
-            or own.shape != table.shape
-            or own.dtype != table.dtype
-        ):
+        if not (isinstance(own, Tensor) and isinstance(table, Tensor)):
             return False
-        if own is not table and not torch.equal(own, table):
+        if own.shape != table.shape or own.dtype != table.dtype or not torch.equal(own, table):
             return False
         self._known[rows] = table
         return True
