@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from benchmarks.measuring.launch_bare import BareLoop
 from benchmarks.subjects.packs import hidden_states
@@ -14,7 +15,7 @@ from megagraph.bank.chain import Chain
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.megatron.patch.rope import wrap_rope
+from megagraph.modules import RotaryTables
 
 
 def graphs_of(trainer: Trainer) -> Any:
@@ -64,6 +65,12 @@ class Replays:
 @contextlib.contextmanager
 def our_rope() -> Iterator[None]:
     """Our RoPE of packs in unpatched attention: Megatron's reads offsets on the host."""
-    seam = seams.ATTENTION_ROPE
-    with mock.patch.object(seam.owner(), seam.name, wrap_rope(seam.function())):
+    seam, tables = seams.ATTENTION_ROPE, RotaryTables()
+
+    def rotate(
+        t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor, mscale: float = 1.0, **unused: Any
+    ) -> Tensor:
+        return tables.rotate(t, freqs, cu_seqlens, mscale=mscale)
+
+    with mock.patch.object(seam.owner(), seam.name, rotate):
         yield

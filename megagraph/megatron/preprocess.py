@@ -24,7 +24,21 @@ def layer_constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Map
         model: a GPTModel or HybridModel.
         params: the pack.
         hidden_states: [T, 1, H], given as the decoder's input.
+
+    Raises:
+        ValueError: where unfused RoPE has a table of another length than the pack declares, so that where
+            positions begin cannot be told.
     """
+    config: Any = model.config
+    constants = _constants(model, params, hidden_states)
+    table = constants.get("rotary_pos_emb")
+    rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
+    if rows != params.max_seqlen_q and not config.apply_rope_fusion:
+        raise ValueError(f"expected a rotary table of max_seqlen, {params.max_seqlen_q} rows, got {rows}")
+    return constants
+
+
+def _constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
     preprocess: Any = getattr(model, "_preprocess", None)
     if preprocess is None:
         return _handed_to_hybrid_stack(model, params, hidden_states)

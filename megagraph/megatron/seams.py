@@ -25,6 +25,7 @@ __all__ = [
     "SUPPORTED",
     "Seam",
     "check_core",
+    "replaced_rope",
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -128,6 +129,9 @@ ATTENTION_ROPE = Seam(
     path="apply_rotary_pos_emb",
     parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
 )
+# What it calls, by name in its own module. Our op has the bits of the release's own.
+_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
 # NCCL waits for ever for a communicator whose operations a living graph holds.
 DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_group", parameters=("group",))
 DESTROY_MODEL_PARALLEL = Seam(
@@ -145,6 +149,18 @@ _CALLED = (
     Seam(module="megatron.core.transformer.cuda_graphs", path="is_graph_capturing", parameters=()),
     Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
 )
+
+
+def replaced_rope() -> str | None:
+    """The name of a function that a host has put in place of one of Megatron's unfused RoPE, or None."""
+    attention: Any = ATTENTION_ROPE.function()
+    while getattr(attention, "__globals__", {}).get("__name__", "").startswith("megagraph."):
+        attention = attention.__wrapped__
+    own = vars(importlib.import_module(_ROPE_MODULE))
+    for function in (attention, *(own[name] for name in _ROPE_PARTS if name in own)):
+        if getattr(function, "__globals__", None) is not own:
+            return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return None
 
 
 def check_core() -> str:

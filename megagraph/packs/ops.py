@@ -142,8 +142,8 @@ def rope_thd(
 ) -> tuple[Tensor, ...]:
     """Rotate packed queries and keys by their position in their document, all in one launch.
 
-    Does not compute the tables, is differentiable once and not in them, and does not know Megatron's packed
-    tables (one entry per physical token): positions restart at 0 in each document. Equals Megatron's
+    Does not compute the tables, and is differentiable once and not in them. Positions begin at 0 in each
+    document; offsets [0, T] map the rows of a pack to those of a table that is as long. Equals Megatron's
     unfused path bit for bit with ``cos = (freqs.cos() * mscale).to(dtype)`` and ``sin`` likewise.
 
     Args:

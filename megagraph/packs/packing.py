@@ -26,6 +26,7 @@ __all__ = [
     "PackedSequences",
     "TailConvention",
     "canonical_fields",
+    "declares_every_row",
     "has_own_cp_group",
     "offsets_rules",
     "pack_shape",
@@ -80,12 +81,15 @@ class PackForm(NamedTuple):
 
     @staticmethod
     def of(params: PackedSequences) -> "PackForm | None":
-        """The form of a pack; None if queries and keys have offsets of their own."""
+        """The form of a pack; None if queries and keys have offsets, or a longest document, of their own."""
         q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
         q_padded, kv_padded = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
         if not (q is kv or _same_memory(q, kv)):
             return None
         if not (q_padded is kv_padded or _same_memory(q_padded, kv_padded)):
+            return None
+        longest, longest_kv = params.max_seqlen_q, params.max_seqlen_kv
+        if type(longest) is int and type(longest_kv) is int and longest != longest_kv:
             return None
         is_aliased = q_padded is q and kv_padded is kv
         has_padded = q_padded is not None and not is_aliased
@@ -125,6 +129,21 @@ def pack_shape(
         longest = tokens * cp_size if longest is None or on_device else int(longest)
     num_seqs = params.cu_seqlens_q.numel() - 1 + tail.extra_seqs
     return PackShape(tokens, num_seqs, longest if longest > 1 else 1, cp_size)
+
+
+def declares_every_row(params: PackedSequences, tokens: int) -> bool:
+    """Whether a pack of several documents declares one as long as the pack: a `max_seqlen` of all its rows.
+
+    Of one document alone that is no more than its length. Waits for the device if `max_seqlen` lives there.
+
+    Args:
+        params: the pack.
+        tokens: its physical tokens.
+    """
+    declared = (params.max_seqlen_q, params.max_seqlen_kv)
+    if params.cu_seqlens_q.numel() <= 2 or any(longest is None for longest in declared):
+        return False
+    return max(map(int, declared)) == tokens
 
 
 def has_own_cp_group(params: PackedSequences) -> bool:

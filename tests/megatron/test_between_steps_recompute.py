@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, Run, assert_same_run, graph_config, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, assert_same_run, graph_config, train
+from rope_rig import assert_same_bits, canonical, run, three_modes
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -113,6 +117,39 @@ def test_selective_recompute_survives_evaluations_between_steps(install: Callabl
     if not ON_GPU:
         assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
         assert report["replays"] == 2 * (2 + 1) * LAYERS
+
+
+# Tables as long as their pack: positions go on from document to document.
+CANONICAL = [[canonical((10, 30, 24), seed=i), canonical((16, 16, 32), seed=50 + i)] for i in range(4)]
+
+
+@pytest.mark.parametrize("module", ["core_attn", "mlp"])
+def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run(module: str) -> None:
+    """No part that a graphed model may recompute rotates anything."""
+    transformer = {**_selective(module), "add_bias_linear": False}
+    three_modes(CANONICAL, lambda: Trainer(OPTIONS, config=transformer))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_a_host_recomputes_rotate_as_they_did(
+    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backward, outside of any forward of ours."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.forward
+    calls: list[Any] = []
+
+    def checkpointed(layer: Any, hidden_states: Tensor, **given: Any) -> Any:
+        def body(hidden: Tensor) -> Any:
+            calls.append(layer)
+            return original(layer, hidden_states=hidden, **given)
+
+        return checkpoint(body, hidden_states, use_reentrant=use_reentrant)
+
+    monkeypatch.setattr(TransformerLayer, "forward", checkpointed)
+    assert_same_bits(run("off", CANONICAL), run("eager", CANONICAL))
+    assert len(calls) == 2 * 2 * len(CANONICAL) * 2 * LAYERS  # in both runs, each call twice
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])

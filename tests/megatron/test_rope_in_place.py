@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megagraph.megatron.graphs.positions import remember_positions
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
@@ -70,13 +71,20 @@ def config(**changes: bool) -> Any:
     return SimpleNamespace(**(fields | changes))
 
 
+def canonical(*ends: int, are_rows: bool = False) -> Tensor:
+    """Offsets of a canonical pack."""
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    remember_positions(SimpleNamespace(cu_seqlens_q=offsets, cu_seqlens_q_padded=None), are_rows)
+    return offsets
+
+
 def operands() -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, D] that are NaN past the last offset, frequencies, offsets."""
+    """Queries [T, H, D] that are NaN past the last offset, frequencies, offsets of a canonical pack."""
     generator = torch.Generator().manual_seed(0)
     t = torch.randn(TOKENS, HEADS, WIDTH, generator=generator)
     t[ENDS[-1] :] = NAN
     freqs = torch.randn(TOKENS, 1, 1, WIDTH, generator=generator)
-    return t, freqs, torch.tensor(ENDS, dtype=torch.int32)
+    return t, freqs, canonical(*ENDS)
 
 
 LAYOUTS: list[tuple[bool, dict[str, bool], RopeLayout]] = [
@@ -91,7 +99,7 @@ LAYOUTS: list[tuple[bool, dict[str, bool], RopeLayout]] = [
 
 
 @pytest.mark.parametrize(("newer", "changes", "layout"), LAYOUTS)
-def test_a_pack_is_rotated_by_our_op_in_the_layout_of_its_config(
+def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config(
     newer: bool, changes: dict[str, bool], layout: RopeLayout
 ) -> None:
     megatrons = Megatrons(newer=newer)
@@ -106,10 +114,33 @@ def test_a_pack_is_rotated_by_our_op_in_the_layout_of_its_config(
         assert not torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=other, mscale=SCALE))
 
 
+@pytest.mark.parametrize("ends", [ENDS, (*ENDS, 10, 10), (0, 0, 4, 4, 10), (0, 12)])
+def test_rows_that_are_positions_go_on_from_document_to_document(ends: tuple[int, ...]) -> None:
+    t, freqs, _ = operands()
+    rope = wrap_rope(Megatrons(newer=True).function)
+    out = rope(t, freqs, config(), canonical(*ends, are_rows=True), SCALE)
+    whole = torch.tensor([0, ends[-1]], dtype=torch.int32)
+    wanted = RotaryTables().rotate(t, freqs, whole, mscale=SCALE)
+    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+    assert out[: ENDS[-1]].isfinite().all() and not out[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_any_other_pack_is_megatrons_own_business(fused: bool) -> None:
+    """Bug: it was rotated by our op, in models that are not ours as well."""
+    megatrons, group = Megatrons(newer=False), Rank(1, 0)
+    t, freqs, _ = operands()
+    given = torch.tensor(ENDS, dtype=torch.int32)
+    out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=fused), given, SCALE, group)
+    (call,) = megatrons.calls
+    assert call["cu_seqlens"] is given and call["mscale"] == SCALE and call["cp_group"] is group
+    assert out[ENDS[-1] :].isnan().all()  # as Megatron left it
+
+
 def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:
     _, freqs, _ = operands()
     rope = wrap_rope(Megatrons(newer=False).function)
-    cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+    cu_seqlens = canonical(0, 8, 12)
     t = torch.randn(6, HEADS, WIDTH)
     shares = [rope(t, freqs, config(), cu_seqlens, cp_group=Rank(2, rank)) for rank in range(2)]
     for rank, share in enumerate(shares):

@@ -6,8 +6,8 @@
 // they draw, the place of the random offset; and a slot is free when its backward has been
 // enqueued, not when it is done. On one stream that is order enough. Where the caller has changed
 // to another stream, of the same model or of another one, the launch first waits for the launches
-// before it. So does what fills a freed slot with NaN. The default stream always exists, so what it waits for can be asked late; another one
-// may be gone by then, so each launch there leaves an event.
+// before it. So does what fills a freed slot with NaN. The default stream always exists, so an
+// event can be asked of it late; another one may be gone by then, so each launch there leaves one.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.positions import OwnTables, remember_positions
 from megagraph.packs import ops
 from megagraph.packs.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
 
@@ -23,11 +24,14 @@ class Kind(NamedTuple):
         form: which fields packs carry.
         grad: gradients are recorded.
         modes: a hash of the modes, training or evaluation, that the block's modules are in.
+        rows_are_positions: the model's rotary table would be as long as the pack, so that positions go on
+            from document to document; else they begin anew in each.
     """
 
     form: PackForm
     grad: bool
     modes: int
+    rows_are_positions: bool = False
 
 
 @functools.cache
@@ -71,11 +75,15 @@ class MicroBatch:
         tail: the convention of its canonical offsets.
         pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
             embedding and cut after the output layer, and nothing is done in between.
+        own_tables: knows the model's rotary tables.
     """
 
     __slots__ = (
         "_canonical",
+        "_is_as_given",
+        "_own_tables",
         "_pads_at_entry",
+        "_rows_are_positions",
         "_tail",
         "capacity",
         "entry_padding",
@@ -95,6 +103,7 @@ class MicroBatch:
         reason: EagerReason | None,
         tail: TailConvention,
         pads_at_entry: bool,
+        own_tables: OwnTables,
     ) -> None:
         self.params = params
         self.tokens = tokens
@@ -108,6 +117,9 @@ class MicroBatch:
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail
         self._pads_at_entry = pads_at_entry
+        self._own_tables = own_tables
+        self._rows_are_positions = self.kind.rows_are_positions
+        self._is_as_given = False
         self._canonical: Any = None
 
     @property
@@ -115,14 +127,38 @@ class MicroBatch:
         """The offsets as given whose last entry is the pack's physical end."""
         return self.sources[-1]
 
+    def heed_table(self, table: Any, hidden_states: Tensor) -> None:
+        """Before layers run eager: lets a rotary table that is not the model's own mean what it meant.
+
+        Its rows are those of the pack as it was given, so that this is what the layers get. Where ranks share
+        rows, the host has made it of padded rows.
+
+        Args:
+            table: what the layers are handed.
+            hidden_states: what the block was given.
+        """
+        if self._own_tables.hold(table, self.canonical_params(), hidden_states):
+            return
+        if self._pads_at_entry:
+            self._rows_are_positions = isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
+            self._canonical = None
+        else:
+            self._is_as_given = True
+
     def canonical_params(self) -> Any:
-        """The canonical pack, for layers that run eager; made at the first request."""
+        """The canonical pack, for layers that run eager; made at the first request.
+
+        The pack as it was given where `heed_table()` has found that it must be.
+        """
+        if self._is_as_given:
+            return self.params
         if self._canonical is None:
             form = self.kind.form
             rules = _rules(self._tail, self.capacity.tokens, form.has_padded)
             given = {"actual": self.sources[0], "padded": self.sources[-1]}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets)
+            remember_positions(self._canonical, self._rows_are_positions)
         return self._canonical
 
     def constant_params(self) -> Any:
@@ -140,7 +176,7 @@ class MicroBatch:
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
-        if self._pads_at_entry:
+        if self._pads_at_entry or self._is_as_given:
             return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
 

@@ -22,11 +22,12 @@ from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.layer import LayerLoop
-from megagraph.packs.packing import PackForm, has_own_cp_group, pack_shape
+from megagraph.packs.packing import PackForm, declares_every_row, has_own_cp_group, pack_shape
 
 __all__ = ["ModelGraphs"]
 
@@ -76,6 +77,7 @@ class ModelGraphs:
         self._is_suspended = False
         self._replayed_tokens = 0
         self._tail = config.tail
+        self._tables = OwnTables(model)
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
         self.running: MicroBatch | EagerReason | None = None
 
@@ -116,14 +118,19 @@ class ModelGraphs:
             capacity = found
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
-        watch = self.block.watch
-        kind = Kind(form, torch.is_grad_enabled(), watch.modes())
+        are_rows = (
+            self._tables.depend_on_max_seqlen
+            and shape.max_seqlen == tokens
+            and declares_every_row(params, tokens)
+        )
+        kind = Kind(form, torch.is_grad_enabled(), self.block.watch.modes(), are_rows)
         self._note(params, kind)
         if capacity is None:
             self._observed.add(shape)
             return _WARMING_UP
         reason = self._why_not_now(kind, is_skipped)
-        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self.peers.shards_sequence)
+        shards = self.peers.shards_sequence
+        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, shards, self._tables)
 
     def _note(self, params: Any, kind: Kind) -> None:
         """Remembers what a capture will be for."""
@@ -146,16 +153,22 @@ class ModelGraphs:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
         self.block.count_eager(reason)
 
-    def begin(self, batch: MicroBatch, hidden_states: Tensor) -> LayerLoop | None:
+    def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
 
         Counts an eager micro-batch. `end()` ends one that replays.
+
+        Args:
+            batch: the micro-batch.
+            hidden_states: what the block was given.
+            table: the rotary table that the block was given.
         """
         self._rows = hidden_states.shape[1:], hidden_states.dtype
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
             if batch.reason is EagerReason.NUMERICS_CHANGED:
                 self._kinds.note_other_settings(batch.kind)
+            batch.heed_table(table, hidden_states)
             self.block.count_eager(batch.reason)
         return loop
 

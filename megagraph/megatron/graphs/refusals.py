@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.seams import replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of"]
 
@@ -70,6 +71,9 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
             return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
+    replaced = None if config.apply_rope_fusion else replaced_rope()
+    if replaced is not None:
+        return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_pattern(block)
     if refusal is not None:

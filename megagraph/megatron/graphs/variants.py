@@ -16,6 +16,7 @@ from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.micro_batch import Kind, new_params
+from megagraph.megatron.graphs.positions import remember_positions
 from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
@@ -89,9 +90,11 @@ def variant_spec(
     rows = block.local_rows(capacity.tokens)
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        fields = canonical_fields(buffers, kind.form, block.tail, capacity)
+        offsets = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
+        params = new_params(block.params_type, canonical_fields(offsets, kind.form, block.tail, capacity))
+        remember_positions(params, kind.rows_are_positions)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
-        return block_arguments(new_params(block.params_type, fields), hidden)
+        return block_arguments(params, hidden)
 
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens

@@ -85,7 +85,7 @@ class ForwardWrappers:
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, hidden_states)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, hidden_states)
+            loop = graphs.begin(batch, hidden_states, kwargs.get("rotary_pos_emb"))
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
                 return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of Megatron's RoPE inside attention: packs through our op, the rest untouched.
+"""What runs in place of Megatron's RoPE inside attention: canonical packs through our op, the rest untouched.
 
-Megatron's own THD path reads the offsets on the host, which no graph can do.
+Megatron's own THD path reads the offsets on the host, which no graph can do, and refuses rows past the last
+one. Layers that are neither captured nor run on a canonical pack never come here: they keep Megatron's own.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagraph.megatron.graphs.positions import rows_are_positions
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
 
@@ -39,12 +41,13 @@ def _without_gradient_tail(t: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
-def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_rotary_pos_emb` as the attention module sees it.
+def _as_one_document(cu_seqlens: Tensor) -> Tensor:
+    """Offsets of a pack whose positions go on from document to document, int32 [2]."""
+    return cu_seqlens[:: cu_seqlens.numel() - 1].contiguous()
 
-    Positions restart at 0 in each document, whatever the length of the table; Megatron's unfused
-    path continues them if the table happens to be as long as the pack.
-    """
+
+def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_rotary_pos_emb` as the attention module sees it."""
     tables = RotaryTables()
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
     by_config = "mla_rotary_interleaved" not in inspect.signature(original).parameters
@@ -64,7 +67,8 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         cp_group: Any = None,
         **rest: Any,
     ) -> Any:
-        if cu_seqlens is None or any(rest.values()):
+        are_rows = None if cu_seqlens is None else rows_are_positions(cu_seqlens)
+        if cu_seqlens is None or are_rows is None or any(rest.values()):
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         if config.apply_rope_fusion:
             # The fused kernel leaves rows past the last offset as it finds them, there and back.
@@ -77,7 +81,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         return tables.rotate(
             t,
             freqs,
-            cu_seqlens,
+            _as_one_document(cu_seqlens) if are_rows else cu_seqlens,
             layout=layout_of(config),
             mscale=mscale,
             cp_size=1 if cp_group is None else cp_group.size(),

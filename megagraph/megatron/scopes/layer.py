@@ -52,6 +52,10 @@ class RunningBatch(Protocol):
 
     reason: EagerReason | None
 
+    def heed_table(self, table: Any, hidden_states: Tensor) -> None:
+        """Takes note of a rotary table that is not the capture's."""
+        ...
+
     def pad(self, hidden_states: Tensor) -> Tensor:
         """The hidden states of the canonical pack."""
         ...
@@ -100,6 +104,7 @@ class LayerLoop:
         for name, value in arguments.items():
             if value is not self._constants.get(name) and not self._is_equal(name, value):
                 self.batch.reason = EagerReason.SIGNATURE_CHANGED
+                self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
                 return self._run_eager(hidden_states, arguments), None
         before_layer = self._before_layers()
         if before_layer is None:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which row of its rotary table each row of a pack is rotated by.
+
+Megatron makes a table of `max_seqlen` rows. Its unfused RoPE maps rows exactly where the table is as long as
+the pack, and otherwise begins anew in each document. A canonical pack has another length and another
+`max_seqlen`, so it remembers what the pack as given meant: on its offsets, by which RoPE inside a layer knows
+it. Whoever runs the layer (a capture, an eager micro-batch, a recompute in the backward), the offsets are
+these, and no other pack has them.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph.megatron.preprocess import layer_constants
+
+__all__ = ["OwnTables", "remember_positions", "rows_are_positions"]
+
+_MARK = "_megagraph_rows_are_positions"
+
+
+def remember_positions(params: Any, are_rows: bool) -> None:
+    """Marks the offsets of a canonical pack, which nobody else holds.
+
+    Args:
+        params: its `PackedSeqParams`.
+        are_rows: each row is rotated by the table's row of the same index.
+    """
+    for offsets in (params.cu_seqlens_q, params.cu_seqlens_q_padded):
+        if offsets is not None:
+            setattr(offsets, _MARK, are_rows)
+
+
+def rows_are_positions(offsets: Tensor) -> bool | None:
+    """What was remembered; None for the offsets of any pack but a canonical one."""
+    found: bool | None = getattr(offsets, _MARK, None)
+    return found
+
+
+class OwnTables:
+    """Tells the rotary tables that a model makes from others that its layers are handed.
+
+    What a host hands them, frequencies of each token for one, has rows for the pack as it was given.
+
+    Args:
+        model: the GPTModel or HybridModel.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
+        config: Any = model.config
+        self.depend_on_max_seqlen = (
+            getattr(model, "rotary_pos_emb", None) is not None and not config.apply_rope_fusion
+        )
+        self._known: dict[int, Tensor] = {}
+
+    def hold(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
+        """Whether a table is the one that the model makes for a pack.
+
+        Waits for the device where the table was not known and has the shape of the model's own.
+
+        Args:
+            table: what the layers are handed.
+            params: the canonical pack.
+            hidden_states: of any pack.
+        """
+        rows: int = params.max_seqlen_q
+        if table is None or table is self._known.get(rows):
+            return True
+        own = self._ask(params, hidden_states)
+        if not (isinstance(own, Tensor) and isinstance(table, Tensor)):
+            return False
+        if own.shape != table.shape or own.dtype != table.dtype or not torch.equal(own, table):
+            return False
+        self._known[rows] = table
+        return True
+
+    def _ask(self, params: Any, hidden_states: Tensor) -> Any:
+        model = self._model()
+        assert model is not None
+        try:
+            return layer_constants(model, params, hidden_states).get("rotary_pos_emb")
+        except Exception:
+            return None  # a host's model that makes its tables of more than a pack's length

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions have Megatron's meaning: graphed, as the eager reference, and in models that are not ours.
+
+Megatron makes a table of `max_seqlen` rows. One as long as the pack maps row to row, so that positions go on
+from document to document; any other begins anew in each. Fused RoPE always begins anew.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, assert_same, step
+from rope_rig import (
+    MODES,
+    Declared,
+    PerToken,
+    Scattered,
+    assert_close_losses,
+    assert_same_bits,
+    canonical,
+    per_token_with_sequence_parallelism,
+    run,
+    three_modes,
+)
+from torch import Tensor, nn
+from worlds import World
+
+from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer, gpt_model
+from megagraph.modules import VarlenAttention
+
+pytestmark = pytest.mark.megatron
+
+HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
+SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
+# Megatron's interleaved RoPE takes no empty documents.
+WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
+
+
+def canonical_steps(
+    capacity: Capacity, count: int = 7, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any
+) -> list[list[Micro]]:
+    return [
+        [
+            canonical(shapes[(2 * index + m) % len(shapes)], capacity=capacity, seed=7 * index + m, **further)
+            for m in range(2)
+        ]
+        for index in range(count)
+    ]
+
+
+def trainer_of(**config: Any) -> Trainer:
+    return Trainer(OPTIONS, config=config)
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("capacity", [CAPACITY, HALF], ids=["all the tokens", "half of them"])
+def test_canonical_packs_have_the_bits_of_an_unpatched_run(
+    capacity: Capacity, interleaved: bool, aliased: bool
+) -> None:
+    """Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes."""
+    shapes = WITHOUT_EMPTY if interleaved else SHAPES
+    steps = canonical_steps(capacity, shapes=shapes, aliased=aliased)
+    runs = three_modes(steps, lambda: trainer_of(rotary_interleaved=interleaved), capacities=(capacity,))
+    assert runs["eager"].report["eager"] == {"DISABLED": 7 * 2 * LAYERS}
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert runs["graph"].report["failures"] == []
+
+
+def test_the_two_meanings_differ() -> None:
+    """Or the tests here would compare nothing: by roundings, as attention sees distances alone."""
+    all_rows, half = (run("off", canonical_steps(c, count=1)).steps[0].losses for c in (CAPACITY, HALF))
+    assert not torch.equal(all_rows[0], half[0])
+
+
+def test_each_pack_keeps_its_own_meaning_beside_packs_of_the_other() -> None:
+    """Two kinds, each with a warm-up and graphs of its own."""
+    steps: list[list[Micro]] = []
+    for index in range(6):
+        lengths = SHAPES[index]
+        all_rows, longest = (
+            Declared(lengths=lengths, max_seqlen=declared, num_seqs=5, seed=index) for declared in (64, 32)
+        )
+        steps.append([all_rows, longest] if index % 2 else [longest, all_rows])
+    eager, graphed = run("eager", steps), run("graph", steps)
+    assert_same_bits(eager, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert graphed.report["graphs"] == 2 * 2 * LAYERS
+    assert_same_bits(run("off", steps), graphed)
+
+
+def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning() -> None:
+    """The table has the capacity's rows then, in either meaning."""
+    steps: list[list[Micro]] = [
+        [
+            Declared(lengths=(9, 20 + index), max_seqlen=29 + index, seed=index),
+            Declared(lengths=(15, 8, 3 + index), max_seqlen=15, seed=50 + index),
+        ]
+        for index in range(5)
+    ]
+    off, eager, graphed = (run(mode, steps, lambda: Scattered(OPTIONS)) for mode in MODES)
+    assert_same_bits(eager, graphed)
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert_close_losses(off, graphed)  # padding changes roundings
+
+
+def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
+    """Its table is as long as the pack, and both meanings are the same."""
+    steps: list[list[Micro]] = [[Micro(lengths=(9, 20), seed=i), Micro(lengths=(30 + i,))] for i in range(4)]
+    graphed = run("graph", steps)
+    assert_same_bits(run("eager", steps), graphed)
+    assert graphed.report["graphs"] == 2 * LAYERS
+
+
+def test_a_hybrid_model_has_the_bits_of_an_unpatched_run() -> None:
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+    three_modes(canonical_steps(CAPACITY), HybridTrainer)
+
+
+def test_packs_whose_keys_declare_another_length_run_as_they_were_given() -> None:
+    """Megatron makes its table of the larger of the two."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Keys(Declared):
+        def params(self, device: torch.device) -> Any:
+            params = super().params(device)
+            params.max_seqlen_q = max(self.lengths)
+            return params
+
+    steps: list[list[Micro]] = [
+        [Keys(lengths=lengths, max_seqlen=64, num_seqs=5)] for lengths in (*SHAPES, *SHAPES[:1])
+    ]
+    runs = three_modes(steps)
+    assert runs["graph"].report["eager"] == {"SIGNATURE_CHANGED": 7 * LAYERS}
+
+
+# -- models that are not ours --------------------------------------------------------------------
+
+
+def test_a_refused_model_keeps_megatrons_own_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: positions began anew in each document, since the wrapper acted in every model."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    # 0.16 reads this name where it could not import it.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "add_bias_linear": False}
+
+    def mixture() -> Trainer:
+        spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
+        spec.submodules.self_attention.submodules.core_attention = VarlenAttention
+        return Trainer(OPTIONS, config=experts, spec=spec)
+
+    runs = three_modes(canonical_steps(CAPACITY), mixture)
+    assert runs["graph"].report["eager"] == {"SCOPE_UNSUPPORTED": 7 * 2 * LAYERS}
+
+
+def test_packs_that_fit_no_capacity_keep_megatrons_own_rope() -> None:
+    small = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
+    runs = three_modes(canonical_steps(CAPACITY), capacities=(small,))
+    assert runs["graph"].report["eager"] == {"TOO_MANY_SEQUENCES": 7 * 2 * LAYERS}
+
+
+def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Callable[..., GraphConfig]) -> None:
+    """A host's forward in place of the model's, which knows of nothing."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Bypassed(Trainer):
+        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+            model = super().make_chunk(config, spec)
+            model.forward = inspect.unwrap(GPTModel.forward).__get__(model)  # type: ignore[method-assign]
+            return model
+
+    steps = canonical_steps(CAPACITY, count=3)
+    off = run("off", steps, lambda: Bypassed(OPTIONS))
+    install()
+    trainer = Bypassed(OPTIONS)
+    for index, micros in enumerate(steps):
+        assert_same(off.steps[index], step(trainer, micros))
+
+
+def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours stands for it, so its model is refused, by name."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    original = rope_utils._apply_rotary_pos_emb_thd
+    calls: list[int] = []
+
+    def of_a_host(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(t.size(0))
+        out: Tensor = 0.5 * original(t, *args, **kwargs)
+        return out
+
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
+    steps = canonical_steps(CAPACITY, count=3)
+    runs = three_modes(steps)
+    assert len(calls) == 3 * (3 * 2 * LAYERS * 2)  # runs of micro-batches of layers of queries and keys
+    report = runs["graph"].report
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * LAYERS}
+    (failure,) = report["failures"]
+    assert "of_a_host" in failure
+
+
+# -- frequencies of each token -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
+@pytest.mark.parametrize("pack", ["canonical", "as they come"])
+def test_frequencies_of_each_token_have_the_bits_of_an_unpatched_run(pack: str, max_seqlen: int) -> None:
+    """Bug: they were taken for a table of positions in each document."""
+    capacity = Capacity(tokens=64, num_seqs=5, max_seqlen=max_seqlen)
+    steps = canonical_steps(capacity)
+    if pack != "canonical":
+        steps = [
+            [Micro(lengths=(9, 20 + index), seed=index), Micro(lengths=(15, 8, 3 + index))]
+            for index in range(7)
+        ]
+    runs = three_modes(steps, lambda: PerToken(OPTIONS), capacities=(capacity,))
+    assert runs["eager"].report["eager"] == {"DISABLED": 7 * 2 * LAYERS}
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 6 * 2 * LAYERS}
+
+
+def test_ranks_that_share_rows_pad_frequencies_of_each_token(world2: World) -> None:
+    """The model has gathered them of padded rows before its block is called."""
+    transformer = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    of_ranks = world2.run(per_token_with_sequence_parallelism, tensor_parallel=2, transformer=transformer)
+    for eager, graphed in of_ranks:
+        assert eager["eager"] == {"DISABLED": 5 * 2 * LAYERS}
+        assert set(graphed["eager"]) == {"WARMING_UP", "SIGNATURE_CHANGED"}
+        assert graphed["failures"] == []
+
+
+def test_a_model_whose_table_has_a_length_of_its_own_runs_as_it_was_given() -> None:
+    """As long as each pack here, whatever packs declare."""
+
+    class Fixed(Trainer):
+        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+            model: Any = gpt_model(self.options, config, spec)
+            model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: 64
+            return model  # type: ignore[no-any-return]
+
+    runs = three_modes(canonical_steps(HALF), lambda: Fixed(OPTIONS), capacities=(HALF,))
+    report = runs["graph"].report
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 6 * 2 * LAYERS}
+    assert "expected a rotary table of max_seqlen, 32 rows, got 64" in report["failures"][0]
+
+
+def test_a_models_own_table_that_has_changed_is_still_its_own() -> None:
+    """As long as the pack, and no frequencies of each token: the pack itself declares fewer rows."""
+
+    class Changed(Trainer):
+        calls = 0
+
+        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+            model: Any = gpt_model(self.options, config, spec)
+
+            def change(given: Any, _args: Any) -> None:
+                self.calls += 1
+                if self.calls == 4:
+                    given.rotary_pos_emb.inv_freq *= 0.5
+                    given.rotary_pos_emb.forward.cache_clear()
+
+            model.register_forward_pre_hook(change)
+            return model  # type: ignore[no-any-return]
+
+    steps: list[list[Micro]] = [
+        [Declared(lengths=lengths, max_seqlen=max(lengths), num_seqs=5)] for lengths in SHAPES
+    ]
+    runs = three_modes(steps, lambda: Changed(OPTIONS))
+    assert runs["graph"].report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
