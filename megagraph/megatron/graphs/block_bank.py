@@ -103,7 +103,7 @@ class BlockBank:
     def _new_bank(self) -> tuple[Bank, Chain]:
         bank = Bank(
             self._device,
-            trackers=while_capturing.rng_trackers(),
+            trackers=[while_capturing.rng_tracker_source()],
             poison=self._config.poison,
             guard=while_capturing.capturing,
             exchange=self._peers.exchange,
@@ -298,6 +298,8 @@ class BlockBank:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
+        if self._bank.rng.has_other_streams():
+            return EagerReason.ADDRESS_MOVED
         return self._watch.what_changed(self._find_ineligible)
 
     @property
