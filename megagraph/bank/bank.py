@@ -70,6 +70,8 @@ class Bank:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.rng = RngSources(device, trackers)
+        # Whether trackers draw from other generators than the graphs, which must not be replayed then.
+        self.has_other_streams = self.rng.has_other_streams
         self.backend: Backend = backend_for(device, self.rng.generators)
         self._conditions = Conditions(backend=self.backend, rng=self.rng, guard=guard, exchange=exchange)
         self._annotate = annotate

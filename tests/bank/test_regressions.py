@@ -273,7 +273,7 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
 
 @pytest.mark.gpu
 def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
-    """Not a bug yet: torch frees every cuBLAS workspace where `torch.compile` asks for graphs of its own.
+    """No bug so far: `torch.compile` frees every cuBLAS workspace where it asks for graphs of its own.
 
     Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
     """

@@ -298,7 +298,7 @@ class BlockBank:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        if self._bank.rng.has_other_streams():
+        if self._bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
         return self._watch.what_changed(self._find_ineligible)
 
