@@ -210,6 +210,9 @@ class AccumulatorSwap(metaclass=_pybind11_type):
     @property
     def has_parts(self) -> bool: ...
     def take_kept_grads(self) -> list[Tensor | None]: ...
+    @property
+    def has_parts(self) -> bool:
+        """Whether a target without main_grad got its gradient in more than one delivery."""
 
 class OpTrace(metaclass=_pybind11_type):
     """Remembers which op started last, while it lives."""

@@ -17,6 +17,8 @@ from megagraph import _C
 
 __all__ = ["Backend", "CudaBackend", "HostBackend", "backend_for"]
 
+Generators = Callable[[], Sequence[torch.Generator]]
+
 
 class Backend(Protocol):
     """Records a body of work over static buffers and returns what replays it."""
@@ -90,13 +92,13 @@ class CudaBackend:
 
     Args:
         device: the CUDA device.
-        generators: what the captured work may draw from beside the device's default generator; each
-            must be safe under capture.
+        generators: asked at each capture for what its work may draw from beside the device's default
+            generator; each must be safe under capture.
     """
 
     runs_while_recording = False
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device, generators: Generators = tuple) -> None:
         if not _C.WITH_CUDA:
             raise RuntimeError(
                 f"megagraph was built without a CUDA compiler and cannot capture on {device}: install "
@@ -104,7 +106,7 @@ class CudaBackend:
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._generators = list(generators)
+        self._generators = generators
         self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
         self._pools: list[tuple[int, int]] = []
 
@@ -124,7 +126,7 @@ class CudaBackend:
             caller.wait_stream(self._stream)
 
     def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
-        capture = _C.CudaCapture(self._pools[slot_pool], self._generators)
+        capture = _C.CudaCapture(self._pools[slot_pool], self._generators())
         try:
             capture.begin()
             body()
@@ -149,7 +151,7 @@ class CudaBackend:
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._pools)
 
 
-def backend_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> Backend:
+def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:
     """The backend of a device. Raises `RuntimeError` if this build has none for it."""
     if device.type == "cpu":
         return HostBackend()

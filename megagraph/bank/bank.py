@@ -23,7 +23,7 @@ from megagraph.bank.backends import Backend, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
-from megagraph.bank.rng import RngSources, RngTracker
+from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
 from megagraph.bank.saved import Saves
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
@@ -48,7 +48,7 @@ class Bank:
 
     Args:
         device: where the model is. On the CPU the host backend stands in for graphs.
-        trackers: named random streams that the model draws from.
+        trackers: named random streams that the model draws from; a function where a tracker may be replaced.
         poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
             reads them too late shows.
         guard: entered around everything that runs in a capture.
@@ -61,7 +61,7 @@ class Bank:
         self,
         device: torch.device | str,
         *,
-        trackers: Sequence[RngTracker] = (),
+        trackers: Sequence[RngTracker | TrackerSource] = (),
         poison: bool = False,
         guard: Guard = contextlib.nullcontext,
         exchange: Exchange = alone,
@@ -71,7 +71,9 @@ class Bank:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.rng = RngSources(device, trackers)
-        self.backend: Backend = backend_for(device, self.rng.generators())
+        # Whether trackers draw from other generators than the graphs, which must not be replayed then.
+        self.has_other_streams = self.rng.has_other_streams
+        self.backend: Backend = backend_for(device, self.rng.generators)
         self._conditions = Conditions(backend=self.backend, rng=self.rng, guard=guard, exchange=exchange)
         self._annotate = annotate
         self.core = _C.GraphBank(self.backend.device)
@@ -141,6 +143,7 @@ class Bank:
             key=lambda request: (request.variant.training, request.variant.rows),
             reverse=True,
         )
+        self.rng.expect_streams()
         start = time.perf_counter()
         self.core.become(_C.BankState.CAPTURING)
         was_enabled = gc.isenabled()

@@ -189,7 +189,8 @@ class CapturePlan:
 
     def _run_once(self, index: int, x: Tensor) -> Tensor:
         site, training = self._sites[index], self._variant.training
-        with swapped(swap_of(site, training)), torch.set_grad_enabled(training):
+        swap = swap_of(site, training)
+        with swapped(swap), torch.set_grad_enabled(training):
             given = x.detach().requires_grad_(training)
             with saved_tensors() as saved:
                 y = site.call(given, **self._arguments)
@@ -198,6 +199,9 @@ class CapturePlan:
             self._await_peers(index, "warm-up of the forward")
             if training:
                 torch.autograd.backward(y, torch.ones_like(y))
+        if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
+            detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
+            raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
         if y.shape[:1] != x.shape[:1]:
             raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
         return y

@@ -2,7 +2,9 @@
 """Random-number state: put back after a capture, and watched for draws that a graph cannot make."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from megagraph.bank.rewinds import Rewinds, rewinds_of_default_generator
 
-__all__ = ["RngSources", "RngTracker"]
+__all__ = ["RngSources", "RngTracker", "TrackerSource"]
 
 
 class RngTracker(Protocol):
@@ -24,6 +26,25 @@ class RngTracker(Protocol):
     def set_states(self, states: Mapping[str, Tensor | torch.Generator]) -> None: ...
 
 
+def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two generators advance together: swapping them makes new ones of one state."""
+    if one is other or one.device != other.device or one.device.type != "cuda":
+        return one is other
+    if not torch.equal(one.get_state(), other.get_state()):
+        return False
+    offset = one.get_offset()
+    one.set_offset(offset + 4)  # Philox counts in fours
+    try:
+        return other.get_offset() != offset
+    finally:
+        one.set_offset(offset)
+
+
+def _itself(tracker: RngTracker) -> RngTracker:
+    return tracker
+
+
+TrackerSource = Callable[[], RngTracker]
 _Snapshot = tuple[list[Tensor], list[dict[str, Tensor | torch.Generator]]]
 
 
@@ -32,29 +53,54 @@ class RngSources:
 
     Args:
         device: its default generator is always included, and the CPU's.
-        trackers: named streams beside it.
+        trackers: named streams beside it; a function where a tracker may be replaced.
     """
 
-    def __init__(self, device: torch.device, trackers: Sequence[RngTracker] = ()) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, device: torch.device, trackers: Sequence[RngTracker | TrackerSource] = ()) -> None:
+        self._sources = [
+            tracker if callable(tracker) else functools.partial(_itself, tracker) for tracker in trackers
+        ]
         self._device = device
         self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             self._defaults.append(torch.cuda.default_generators[device.index])
+        # What graphs draw from, once there are any, and every stream when that was last compared.
+        self._captured: list[torch.Generator] | None = None
+        self._seen: list[Tensor | torch.Generator] = []
 
     def generators(self) -> list[torch.Generator]:
         """The graph-safe streams of the trackers; a capture has to register them."""
-        streams = [stream for tracker in self._trackers for stream in tracker.get_states().values()]
+        streams = [stream for source in self._sources for stream in source().get_states().values()]
         return [stream for stream in streams if isinstance(stream, torch.Generator)]
+
+    def expect_streams(self) -> None:
+        """Remembers the generators of now; before the first capture."""
+        if self._captured is None:
+            self._captured = self.generators()
+
+    def has_other_streams(self) -> bool:
+        """Whether trackers draw from other generators than the graphs: their states were set, say."""
+        if self._captured is None:
+            return False
+        seen: list[Tensor | torch.Generator] = []
+        for source in self._sources:
+            seen += source().get_states().values()
+        if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
+            return False
+        now = self.generators()
+        if len(now) != len(self._captured) or not all(map(_is_same_stream, self._captured, now)):
+            return True
+        self._seen = seen
+        return False
 
     def snapshot(self) -> _Snapshot:
         """The state of every stream now."""
         states = [generator.get_state() for generator in [*self._defaults, *self.generators()]]
         saved: list[dict[str, Tensor | torch.Generator]] = [
-            {name: stream for name, stream in tracker.get_states().items() if isinstance(stream, Tensor)}
-            for tracker in self._trackers
+            {name: stream for name, stream in source().get_states().items() if isinstance(stream, Tensor)}
+            for source in self._sources
         ]
         return states, saved
 
@@ -63,8 +109,9 @@ class RngSources:
         states, saved = snapshot
         for generator, state in zip([*self._defaults, *self.generators()], states, strict=True):
             generator.set_state(state)
-        for tracker, streams in zip(self._trackers, saved, strict=True):
+        for source, streams in zip(self._sources, saved, strict=True):
             if streams:
+                tracker = source()
                 tracker.set_states({**tracker.get_states(), **streams})
 
     @contextlib.contextmanager

@@ -4,9 +4,11 @@
 from typing import Any
 
 import torch
-from bank_pair import WIDTH, Block, Pair
+from bank_pair import WIDTH, Block, Pair, variant
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from megagraph.decide.reasons import EagerReason
 
 FILLER = 7.0  # of the gradients that a fused layer hands on; whoever adds one shows
 
@@ -79,19 +81,33 @@ class PartlyRecomputed(nn.Module):
         return inner + nn.functional.linear(inner, self.weight)
 
 
-def test_a_gradient_that_comes_in_several_parts_is_added_up(device: str) -> None:
-    """Without `main_grad`, where the graph keeps the gradient for autograd.
+def test_a_gradient_that_comes_in_several_parts_leaves_its_layer_eager(device: str) -> None:
+    """Without `main_grad`, eager adds part by part to an earlier gradient, and a graph added their sum."""
+    pair = Pair(device, [Block(), PartlyRecomputed(), Block()]).capture(variant(), variant("even", rows=4))
+    (failure,) = pair.bank.failures
+    assert (failure.index, failure.reason) == (1, EagerReason.SHARED_PARAMETER)
+    assert "gets its gradient in parts" in failure.detail
+    for _ in range(3):  # each on top of the one before
+        assert pair.step() is None
+        assert pair.step(pair.input(4), "even") is None
+    assert pair.eager_calls() == {"SHARED_PARAMETER": 6}
+    assert pair.bank.counters()["replays"] == 12
 
-    From nothing: on top of an earlier one eager adds part by part, and a graph their sum.
-    """
-    pair = Pair(device, [Block(), PartlyRecomputed(), Block()]).capture()
+
+def test_two_uses_in_one_backward_pass_are_one_part(device: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return torch.tanh(hidden @ self.weight) @ self.weight
+
+    pair = Pair(device, [Twice(), Block()]).capture()
     assert pair.bank.failures == []
     for _ in range(3):
-        for side in (pair.layers, pair.eager_layers):
-            for param in (param for layer in side for param in layer.parameters()):
-                param.grad = None
         assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 9
+    assert pair.bank.counters()["replays"] == 6
 
 
 def test_a_gradient_that_comes_in_several_parts_is_added_up_in_main_grad(device: str) -> None:

@@ -215,3 +215,43 @@ def test_a_draw_on_the_host_is_safe_only_where_the_host_runs_the_replays(name: s
     assert not sources.drew_unsafely(before)
     torch.rand(3)
     assert sources.drew_unsafely(before) == is_unsafe
+
+
+def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str) -> None:
+    """Graphs went on drawing from those that a checkpoint had replaced."""
+    tracker = Tracker(device, graph_safe=True)
+    pair = Pair(device, [Noisy(tracker)], trackers=[tracker])
+    rng = pair.bank.rng
+    tracker.set_states({"dropout": torch.Generator(device).manual_seed(8)})
+    assert not rng.has_other_streams(), "nothing draws yet"
+    pair.capture()
+    check_draws(pair, tracker)
+    tracker.set_states(dict(tracker.get_states()))
+    assert not rng.has_other_streams()
+    captured = tracker.get_states()
+    same_content = torch.Generator(device)
+    same_content.set_state(tracker.content())
+    for others in ({"dropout": same_content}, {}, {**captured, "more": torch.Generator(device)}):
+        tracker.set_states(others)
+        assert rng.has_other_streams()
+    tracker.set_states({**captured, "saved": rng_states(device)[-1]})
+    assert not rng.has_other_streams(), "no graph draws from a saved state"
+    tracker.set_states(captured)
+    assert not rng.has_other_streams()
+
+
+@pytest.mark.gpu
+def test_generators_of_one_state_are_the_same_stream() -> None:
+    """Megatron's tracker makes a new one each time that somebody draws from a stream."""
+    tracker = Tracker("cuda", graph_safe=True)
+    pair = Pair("cuda", [Noisy(tracker)], trackers=[tracker]).capture()
+    (stream,) = tracker.get_states().values()
+    assert isinstance(stream, torch.Generator)
+    for _ in range(2):
+        before = tracker.content()
+        tracker.set_states({"dropout": stream.graphsafe_get_state()})
+        assert not pair.bank.rng.has_other_streams()
+        assert torch.equal(tracker.content(), before)
+        check_draws(pair, tracker)
+    tracker.set_states({"dropout": stream.clone_state()})
+    assert pair.bank.rng.has_other_streams()

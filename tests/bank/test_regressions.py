@@ -269,3 +269,48 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
         assert_same_bits(layer.weight.grad, weight_grad, "gradient")
     assert all(bool(stranger.isnan().all()) for stranger in strangers)
     bank.release()
+
+
+@pytest.mark.gpu
+def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
+    """No bug so far: `torch.compile` frees every cuBLAS workspace where it asks for graphs of its own.
+
+    Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
+    """
+    width, rows = 640, 8192
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to("cuda", torch.bfloat16)
+        for _ in range(3)
+    ]
+    bank = new_bank("cuda")
+    chain = bank.add_chain(layers)
+    spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
+    bank.capture({chain: [spec]})
+    params = [param for layer in layers for param in layer.parameters()]
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    eager = x
+    for layer in layers:
+        eager = layer(eager)
+    want = [eager.detach(), *torch.autograd.grad(eager.square().sum(), [x, *params])]
+    strangers: list[Tensor] = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        # Takes whatever has become free, in pieces of any size that a workspace has.
+        sizes = [1 << 21, 1 << 18, 1 << 10] * 8
+        strangers += [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+        x.grad = None
+        for param in params:
+            param.grad = None
+        with chain.micro_batch("train") as reason:
+            assert reason is None
+            out = chain(x)
+        got = [out.detach().clone()]
+        out.square().sum().backward()
+        del out
+        for grad, wanted in zip([*got, *(it.grad for it in (x, *params))], want, strict=True):
+            assert_same_bits(grad, wanted, "a replay after the workspaces were cleared")
+    assert all(bool(stranger.isnan().all()) for stranger in strangers)
+    assert bank.counters()["replays"] == 4 * len(layers)
+    bank.release()

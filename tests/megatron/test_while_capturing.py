@@ -3,15 +3,28 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, assert_same_run, graph_config, train
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Micro,
+    Run,
+    assert_same_run,
+    graph_config,
+    report_of,
+    step,
+    train,
+    weights,
+)
 from torch import Tensor, nn
 
+import megagraph
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import while_capturing
 
 pytestmark = pytest.mark.megatron
@@ -60,7 +73,7 @@ def test_transformer_engine_is_told_where_the_random_streams_are_its_own(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", graph)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", engine)
     tracker = CudaRNGStatesTracker() if is_tes_own else object()
-    monkeypatch.setattr(while_capturing, "rng_trackers", lambda: [tracker])
+    monkeypatch.setattr(while_capturing, "rng_tracker_source", lambda: lambda: tracker)
     monkeypatch.setattr(streams, "is_graph_safe_cuda_rng_tracker", lambda tracker: True)
     with contextlib.suppress(ArithmeticError), while_capturing.capturing():
         assert told == (["start"] if is_tes_own else [])
@@ -75,7 +88,7 @@ class _Streams:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, graph_safe: bool) -> None:
         from megatron.core.tensor_parallel import random as streams
 
-        (self.tracker,) = while_capturing.rng_trackers()
+        self.tracker = while_capturing.rng_tracker_source()()
         self.module: Any = streams
         self.calls: list[str] = []
 
@@ -152,6 +165,91 @@ def test_every_module_keeps_its_own_mode_and_gets_its_flag_of_the_first_micro_ba
     assert not hasattr(module[1][0], "is_first_microbatch")
 
 
+@pytest.fixture
+def tracker_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Any]]:
+    """Makes Megatron's tracker anew, of generators or of saved states; puts back what was there."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(random, name, getattr(random, name))
+    state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def make(graph_safe: bool) -> Any:
+        if torch.cuda.is_available():
+            tensor_parallel.model_parallel_cuda_manual_seed(
+                77, use_cudagraphable_rng=graph_safe, force_reset_rng=True
+            )
+            return tensor_parallel.get_cuda_rng_tracker()
+        monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", random.CudaRNGStatesTracker())
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(77)})
+        return tracker
+
+    yield make
+    if state is not None:
+        torch.cuda.set_rng_state(state)
+
+
+class _DropsByName(nn.Module):
+    """An MLP that loses entries of its input by a stream of Megatron's tracker."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core import tensor_parallel
+
+        if hidden.is_cuda:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                hidden = nn.functional.dropout(hidden, 0.3, self.training)
+        return self.inner(hidden, *args, **kwargs)
+
+
+@pytest.mark.parametrize("replaces", ["its generators", "the tracker"])
+def test_generators_that_are_replaced_between_steps_are_captured_anew(
+    replaces: str, tracker_of: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs drew from the former ones: a checkpoint that was loaded changed no mask."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def with_dropout(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        layer.mlp = _DropsByName(layer.mlp)
+
+    def replace(tracker: Any) -> None:
+        if replaces == "the tracker":
+            tracker_of(True)
+            return
+        others = {name: type(it)(it.device).manual_seed(5) for name, it in tracker.get_states().items()}
+        tracker.set_states(others)
+
+    monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
+    micros = [Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)]
+    runs = []
+    for eager in (False, True):
+        tracker, run = tracker_of(True), Run()
+        megagraph.install(graph_config())
+        try:
+            trainer = Trainer(OPTIONS)
+            for index in range(6):
+                if index == 3:
+                    replace(tracker)
+                run.steps.append(step(trainer, micros, eager=eager))
+                run.report = report_of(trainer)
+            run.weights = weights(trainer.chunk)
+        finally:
+            megagraph.uninstall()
+        runs.append(run)
+    assert_same_run(*runs)
+    calls = 2 * LAYERS
+    assert runs[0].report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls}
+    assert runs[0].report["replays"] == 4 * calls
+
+
 class _Drops(nn.Module):
     """An MLP that loses entries of its input by torch's own dropout."""
 
@@ -166,13 +264,12 @@ class _Drops(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["states", "generators"])
 def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
-    graph_safe: bool, monkeypatch: pytest.MonkeyPatch
+    graph_safe: bool, tracker_of: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
 
     Where generators are swapped and not their states, eager draws another mask too, and the graph the same.
     """
-    from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -182,20 +279,13 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
         original(layer, *args, **kwargs)
         layer.mlp = _Drops(layer.mlp)
 
-    before = random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED
-    state = torch.cuda.get_rng_state()
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", before[0])
-    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", before[1])
     monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
     one, two = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}
     runs = []
     for eager in (False, True):
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            77, use_cudagraphable_rng=graph_safe, force_reset_rng=True
-        )
+        tracker_of(graph_safe)
         runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, transformer=recompute))
-    torch.cuda.set_rng_state(state)
     assert_same_run(*runs)
     assert len(runs[0].steps[0].grads) > 2 * LAYERS
     # Later releases do not recompute while they are told of a capture: their one draw is in the graph.

@@ -73,6 +73,8 @@ class BlockBank:
         self._past_seconds = 0.0
         self.failures: list[str] = []
         self._last_holders = ""
+        # Whether that was all, when `what_changed()` was last asked.
+        self.have_only_gradients_moved = False
         self.watch = LayerWatch(self._specs)
         self._set_ddp(ddp)
         self._bank, self.chain, self._loops = self._new_bank()
@@ -108,7 +110,7 @@ class BlockBank:
     def _new_bank(self) -> tuple[Bank, Chain, Loops]:
         bank = Bank(
             self._device,
-            trackers=while_capturing.rng_trackers(),
+            trackers=[while_capturing.rng_tracker_source()],
             poison=self._config.poison,
             guard=while_capturing.capturing,
             exchange=self._peers.exchange,
@@ -285,7 +287,12 @@ class BlockBank:
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        return self.watch.what_changed(self._find_ineligible)
+        self.have_only_gradients_moved = False
+        if self._bank.has_other_streams():
+            return EagerReason.ADDRESS_MOVED
+        changed = self.watch.what_changed(self._find_ineligible)
+        self.have_only_gradients_moved = self.watch.have_only_gradients_moved
+        return changed
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""

@@ -49,7 +49,7 @@ class Changes:
         changed = None if runs_eager else self._block.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
-        is_partial = changed is None or watch.have_only_gradients_moved
+        is_partial = changed is None or self._block.have_only_gradients_moved
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
         is_eager = runs_eager or self.reason is not None

@@ -13,14 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["block_context", "capturing", "first_micro_batch_kept", "held_workspaces", "rng_trackers"]
+__all__ = ["block_context", "capturing", "first_micro_batch_kept", "held_workspaces", "rng_tracker_source"]
 
 
-def rng_trackers() -> list[Any]:
-    """Megatron's named random streams, which may be Transformer Engine's."""
+def rng_tracker_source() -> Callable[[], Any]:
+    """What is asked for Megatron's tracker of random streams, which may be replaced at any time."""
     from megatron.core import tensor_parallel
 
-    return [tensor_parallel.get_cuda_rng_tracker()]
+    source: Callable[[], Any] = tensor_parallel.get_cuda_rng_tracker
+    return source
+
+
+def _rng_tracker() -> Any:
+    """Megatron's named random streams, which may be Transformer Engine's."""
+    return rng_tracker_source()()
 
 
 def held_workspaces() -> list[Tensor]:
@@ -51,7 +57,7 @@ def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextMa
     has_own_stream = config.sequence_parallel and isinstance(block, TransformerBlock)
 
     def own_stream() -> contextlib.AbstractContextManager[Any]:
-        (tracker,) = rng_trackers()  # may be replaced at any time
+        tracker = _rng_tracker()  # may be replaced at any time
         if not streams.is_graph_safe_cuda_rng_tracker(tracker):
             return contextlib.nullcontext()
         forked: contextlib.AbstractContextManager[Any] = tracker.fork()
@@ -96,7 +102,7 @@ def _te_capturing() -> Iterator[None]:
     """
     te_graph = sys.modules.get("transformer_engine.pytorch.graph")
     te_streams = sys.modules.get("transformer_engine.pytorch.distributed")
-    (tracker,) = rng_trackers()
+    tracker = _rng_tracker()
     if te_graph is None or te_streams is None or not isinstance(tracker, te_streams.CudaRNGStatesTracker):
         yield
         return
@@ -117,7 +123,7 @@ def _fixed_streams() -> Iterator[None]:
     """
     from megatron.core.tensor_parallel import random as streams
 
-    (tracker,) = rng_trackers()
+    tracker = _rng_tracker()
     if not torch.cuda.is_available() or streams.is_graph_safe_cuda_rng_tracker(tracker):
         yield
         return
