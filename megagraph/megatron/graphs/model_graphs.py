@@ -123,7 +123,8 @@ class ModelGraphs:
             and shape.max_seqlen == tokens
             and declares_every_row(params, tokens)
         )
-        kind = Kind(form, torch.is_grad_enabled(), self.block.watch.modes(), are_rows)
+        watch = self.block.watch
+        kind = Kind(form, torch.is_grad_enabled(), watch.modes(), are_rows)
         self._note(params, kind)
         if capacity is None:
             self._observed.add(shape)
