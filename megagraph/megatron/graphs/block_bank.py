@@ -22,11 +22,11 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
+from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, is_ddp_hook, listen
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.preprocess import layer_constants
 from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
 from megagraph.megatron.watch.layers import LayerWatch
 
@@ -67,8 +67,7 @@ class BlockBank:
         # Of each variant's name: what was captured under one numeric setting after another.
         self._by_settings: dict[Any, list[int]] = {}
         self._loops: dict[Key, LayerLoop] = {}
-        # Rotary tables and the like that each variant was captured with.
-        self._constants: dict[Key, Mapping[str, Any]] = {}
+        self.constants = LayerArguments(self._model)
         # Of former banks.
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
@@ -131,9 +130,14 @@ class BlockBank:
         self._loops[batch.key].batch = None
         self._chain.end()
 
-    def count_eager(self, reason: EagerReason) -> None:
-        """Counts one micro-batch that runs eager: a call of every layer."""
-        self._bank.count_eager(reason, self.num_layers)
+    def count_eager(self, reason: EagerReason, layers: int | None = None) -> None:
+        """Counts what runs eager: a call of every layer, or of some."""
+        self._bank.count_eager(reason, self.num_layers if layers is None else layers)
+
+    def why_left_eager(self, key: Key) -> EagerReason | None:
+        """Why a variant has no graph of any layer and will get none, or None."""
+        chain = self._chain
+        return None if key in chain.variants else chain.eager_variants.get(key)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class BlockBank:
             indices = self._by_settings.setdefault(key, [])
             indices += [] if index in indices else [index]
             if key not in self._loops:
-                self._loops[key] = LayerLoop(chain, self._constants[key], self._param_syncs.before_layers)
+                self._loops[key] = LayerLoop(chain, self.constants[key], self._param_syncs.before_layers)
 
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
@@ -267,12 +271,8 @@ class BlockBank:
             return while_capturing.in_mode(model.decoder, key[1].training)
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
-            # The first ones stay: graphs of former numeric settings read them.
-            if key not in self._constants:
-                model = self._model()
-                assert model is not None
-                self._constants[key] = layer_constants(model, params, hidden)
-            return {"attention_mask": None, "packed_seq_params": params, **self._constants[key]}
+            constants = self.constants.of(key, params, hidden)
+            return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         return variant_spec(key, block, block_arguments, context)
 
@@ -311,7 +311,7 @@ class BlockBank:
             self._past[name] = self._past.get(name, 0) + count
         self._past_seconds += self._bank.capture_seconds
         self._bank.release()
-        self._constants.clear()
+        self.constants.clear()
         self._loops.clear()
         self._by_settings.clear()
         self._watch = LayerWatch(self._specs)

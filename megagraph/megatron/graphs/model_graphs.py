@@ -20,6 +20,7 @@ from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -43,7 +44,12 @@ class ModelGraphs:
         config: the plugin's options.
         progress: shown while capturing.
         name: for the log and the report; by default the model's class.
+
+    Attributes:
+        entries: how its forward and its block's are entered. To be set before the first call.
     """
+
+    entries: Entries
 
     def __init__(
         self,
@@ -119,12 +125,33 @@ class ModelGraphs:
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
         kind = Kind(form, torch.is_grad_enabled(), training)
+        if not self.entries.are_settled:
+            return _WARMING_UP
         self._note(params, kind)
         if capacity is None:
             self._observed.add(shape)
             return _WARMING_UP
+        key = capacity, kind
         reason = self._why_not_now(kind, is_skipped)
-        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, self.peers.shards_sequence)
+        if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
+            left_eager = self.block.why_left_eager(key)
+            if left_eager is not None:
+                return left_eager
+        batch = MicroBatch(params, tokens, key, reason, self._tail, self.peers.shards_sequence)
+        return batch if self.entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
+
+    def _has_constants(self, batch: MicroBatch) -> bool:
+        """Whether it is known what an overridden model's layers will be called with."""
+        if batch.key in self.block.constants:
+            return True
+        if self._rows is None:
+            return False
+        row_shape, dtype = self._rows
+        shape = self.peers.rows(batch.capacity.tokens), *row_shape
+        failure = self.block.constants.find(batch.key, batch.canonical_params(), shape, dtype)
+        if failure is not None:
+            self.entries.fail(failure)
+        return failure is None
 
     def _note(self, params: Any, kind: Kind) -> None:
         """Remembers what a capture will be for."""
@@ -140,9 +167,11 @@ class ModelGraphs:
             return EagerReason.ADDRESS_MOVED
         return self._step_reason
 
-    def count_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
-        """Counts a micro-batch that no capacity holds, or none yet."""
-        if reason in _CAPTURED_LATER:
+    def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
+        """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
+        if self._refusal is not None:
+            reason = self._refusal.reason
+        if reason in _CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
         self.block.count_eager(reason)
 
@@ -184,8 +213,19 @@ class ModelGraphs:
         if self._refusal is None:
             self._refuse(refusal_of(model, ddp))
 
+    def _settle_entries(self) -> None:
+        """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
+        failure = self.entries.settle()
+        for sentence in self.entries.take_news():
+            log.info(sentence)
+        if failure is not None and self._refusal is None:
+            self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
+        self.block.constants.forward = self.entries.model.overriding
+
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
+        if not self.entries.are_settled:
+            self._settle_entries()
         if self._refusal is None and self._config.mode == "graph":
             self._look_for_changes(runs_eager=self._is_suspended)
 
@@ -209,6 +249,8 @@ class ModelGraphs:
         memory costs none. What has no memory now is captured when it has.
         """
         self._step_reason = None
+        if not self.entries.are_settled:
+            self._settle_entries()
         if self._refusal is not None:
             return
         if not self._capacities and self._kinds.warmed_up:
