@@ -44,6 +44,7 @@ class _Installation:
             self._wrap(seams.HYBRID_FORWARD, overrides.model_seam(seams.HYBRID_FORWARD))
             stack = seams.HYBRID_STACK_FORWARD
             self._wrap(stack, overrides.block_seam(stack, wrappers.stack_forward))
+        overrides.wrap_known_classes()
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)

@@ -63,6 +63,19 @@ class Overrides:
 
         return wrapper
 
+    def wrap_known_classes(self) -> None:
+        """Wraps what overrides forwards in classes that exist by now; later ones are found where they run."""
+        for owners, wrap in (
+            (self._of_models, self._overriding_model),
+            (self._of_blocks, self._overriding_block),
+        ):
+            for owner, (seam, _level) in owners.items():
+                classes = [owner]
+                for cls in classes:
+                    classes += cls.__subclasses__()
+                for _level in self._of_classes(classes[1:], seam, wrap):
+                    pass
+
     def restore(self) -> None:
         """Puts every override back, except where somebody else has put something in its place since."""
         for owner, before, wrapped in reversed(self._changes):
