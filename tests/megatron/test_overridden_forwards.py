@@ -81,6 +81,28 @@ def test_an_overridden_forward_replays_with_the_bits_of_eager(
     assert report["replays"] >= 2 * 4 * LAYERS
 
 
+def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: Install) -> None:
+    install()
+
+    class Later(OwnModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(
+                kwargs["input_ids"], None, None, None, kwargs["labels"], kwargs["packed_seq_params"]
+            )
+
+    class LaterBlock(OwnBlock):
+        forward = vars(OwnBlock)["forward"]
+
+    pair = HostPair(GPTModel, LaterBlock)
+    assert _only(_trained(pair), "WARMING_UP")
+    refused = HostTrainer(Later)
+    for _ in range(3):
+        step(refused, [ONE])
+    report = megagraph.reports()[-1]
+    assert report["calls"] == 3 * LAYERS and report["replays"] == 0
+    assert "Later.forward overrides GPTModel.forward and has no parameter" in report["failures"][0]
+
+
 def test_what_is_entered_is_named_once(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     install()
     with caplog.at_level(logging.INFO, logger="megagraph"):

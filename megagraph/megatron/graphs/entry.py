@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Through which forward a micro-batch enters, where classes or instances override Megatron's own.
 
-Knows names and calls; wraps nothing.
+Keeps what is known of that, and says it; wraps nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 
 __all__ = ["Entries", "Entry", "Level"]
 
@@ -165,7 +166,7 @@ class Entries:
         return EagerReason.SCOPE_UNSUPPORTED
 
     def settle(self) -> str | None:
-        """At a step boundary: settles where the plugin acts, if it is known by now.
+        """At a step boundary: settles where the plugin acts, if it is known by now, and says so.
 
         Returns:
             Why the model has to stay eager, or None.
@@ -180,9 +181,7 @@ class Entries:
                 if entry.acting is not None and not entry.is_megatrons:
                     self.tell(f"{entry.acting.where} is entered in place of {entry.acting.overrides}")
         self.are_settled = is_known or failure is not None
+        for sentence in self._news:
+            log.info(sentence)
+        self._news.clear()
         return failure
-
-    def take_news(self) -> list[str]:
-        """What is to be said, each once."""
-        news, self._news = self._news, []
-        return news

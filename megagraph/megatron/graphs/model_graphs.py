@@ -142,13 +142,12 @@ class ModelGraphs:
 
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
-        if batch.key in self.block.constants:
-            return True
-        if self._rows is None:
-            return False
+        constants = self.block.constants
+        if batch.key in constants or self._rows is None:
+            return self._rows is not None
         row_shape, dtype = self._rows
         shape = self.peers.rows(batch.capacity.tokens), *row_shape
-        failure = self.block.constants.find(batch.key, batch.canonical_params(), shape, dtype)
+        failure = constants.find(batch.key, batch.canonical_params(), shape, dtype)
         if failure is not None:
             self.entries.fail(failure)
         return failure is None
@@ -215,12 +214,11 @@ class ModelGraphs:
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
-        failure = self.entries.settle()
-        for sentence in self.entries.take_news():
-            log.info(sentence)
+        entries, constants = self.entries, self.block.constants
+        failure = entries.settle()
         if failure is not None and self._refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
-        self.block.constants.forward = self.entries.model.overriding
+        constants.forward = entries.model.overriding
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
