@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,11 +14,12 @@ from torch import nn
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.log import about, subject
+from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
 
-__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
+__all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
 
 _skip_depth = 0
 
@@ -58,6 +59,22 @@ def _put_weakly(by_id: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs)
     weakref.finalize(module, by_id.pop, id(module), None).atexit = False
 
 
+class Finder(Protocol):
+    """Finds the forwards through which models are entered, and sees to it that the plugin is in each."""
+
+    def entries_of(self, model: nn.Module) -> Entries:
+        """How a model and its block of layers are entered now."""
+        ...
+
+    def look_at(self, models: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Looks through models that a schedule was given, before they run.
+
+        Returns:
+            The models inside that are entered in another way than when this last looked.
+        """
+        ...
+
+
 class Plugin:
     """Models and steps.
 
@@ -69,6 +86,7 @@ class Plugin:
     def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
         self.config = config
         self._progress = progress
+        self.finder: Finder  # which knows the plugin, and is handed over before any model runs
         self._interval_log = IntervalLog(config.log_interval)
         # By the id of a model, and of the block that it owns. An entry goes with its module, so before
         # another one can have that id. Weak keys would be made and hashed in each call.
@@ -108,6 +126,7 @@ class Plugin:
         name = self._name(model)
         with about(name):
             graphs = ModelGraphs(model, ddp, self.config, progress, name)
+            graphs.entries = self.finder.entries_of(model)
         if self._is_suspended:
             graphs.suspend()
         _put_weakly(self._graphs, model, graphs)
@@ -162,6 +181,9 @@ class Plugin:
             models = list(model) if isinstance(model, list | tuple) else [model]
             outer = self._step_models, self._step_graphs
             self._retire()
+            for changed in self.finder.look_at(models):
+                if id(changed) in self._graphs:
+                    self._graphs[id(changed)].entries = self.finder.entries_of(changed)
             inside = self._graphs_inside(models)
             self._step_models, self._step_graphs = models, set(inside)
             try:

@@ -2,7 +2,7 @@
 """Asks a model of Megatron what it hands to its layers beside a pack: rotary tables and the like."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ __all__ = ["layer_constants"]
 _TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
 
 
-def layer_constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
+def layer_constants(
+    model: nn.Module, params: Any, hidden_states: Tensor, forward: Callable[..., Any] | None = None
+) -> Mapping[str, Any]:
     """What the layers are called with for a pack, less the pack, its mask and the hidden states.
 
     Runs no layer and reads no values of the hidden states.
@@ -24,13 +26,14 @@ def layer_constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Map
         model: a GPTModel or HybridModel.
         params: the pack.
         hidden_states: [T, 1, H], given as the decoder's input.
+        forward: runs in place of the model's own, which it overrides.
 
     Raises:
         ValueError: where unfused RoPE has a table of another length than the pack declares, so that where
             positions begin cannot be told.
     """
     config: Any = model.config
-    constants = _constants(model, params, hidden_states)
+    constants = _constants(model, params, hidden_states, forward)
     table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
     if rows != params.max_seqlen_q and not config.apply_rope_fusion:
@@ -38,10 +41,13 @@ def layer_constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Map
     return constants
 
 
-def _constants(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
+def _constants(
+    model: nn.Module, params: Any, hidden_states: Tensor, forward: Callable[..., Any] | None
+) -> Mapping[str, Any]:
     preprocess: Any = getattr(model, "_preprocess", None)
-    if preprocess is None:
-        return _handed_to_hybrid_stack(model, params, hidden_states)
+    if forward is not None or preprocess is None:
+        own = inspect.unwrap(HYBRID_FORWARD.function()) if forward is None else forward
+        return _handed_to_decoder(model, own, params, hidden_states)
     accepted = inspect.signature(preprocess).parameters
     given = {
         "input_ids": None,
@@ -62,23 +68,39 @@ class _Handed(Exception):
         self.arguments = arguments
 
 
-def _hand_back(**arguments: Any) -> None:
-    raise _Handed(arguments)
+class _HandsBack:
+    """Stands for a decoder, and raises what it is called with."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def __call__(self, hidden_states: Any = None, attention_mask: Any = None, **arguments: Any) -> None:
+        raise _Handed(arguments)
 
 
-def _handed_to_hybrid_stack(model: nn.Module, params: Any, hidden_states: Tensor) -> Mapping[str, Any]:
-    """The same for a HybridModel, which has no `_preprocess`.
+def _handed_to_decoder(
+    model: nn.Module, forward: Callable[..., Any], params: Any, hidden_states: Tensor
+) -> Mapping[str, Any]:
+    """The same for a model without `_preprocess`, or one whose forward need not use it.
 
-    Its own forward runs as far as the decoder, in place of which a function stands for so long.
+    The forward runs as far as the decoder, in place of which something else stands for so long.
     """
-    forward = inspect.unwrap(HYBRID_FORWARD.function())
-    model.__dict__["decoder"] = _hand_back  # found before the registered module
+    _model, *parameters = inspect.signature(forward).parameters.values()
+    given = {
+        parameter.name: None
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    model.__dict__["decoder"] = _HandsBack(model.get_submodule("decoder"))  # found before the module
     try:
-        forward(model, None, None, None, decoder_input=hidden_states, packed_seq_params=params)
+        forward(model, **{**given, "decoder_input": hidden_states, "packed_seq_params": params})
     except _Handed as handed:
-        given = {"hidden_states", "attention_mask", "packed_seq_params"}
         found = handed.arguments.items()
-        return {name: value for name, value in found if name not in given and value is not None}
+        return {name: value for name, value in found if name != "packed_seq_params" and value is not None}
     finally:
         del model.__dict__["decoder"]
-    raise AssertionError("HybridModel.forward did not call its decoder")
+    raise AssertionError("the model's forward did not call its decoder")

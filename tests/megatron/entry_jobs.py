@@ -6,6 +6,7 @@ from typing import Any
 
 import megatron_rig as rig
 import torch
+from host_rig import HostPair, OwnBlock, OwnModel
 from parallel_jobs import OPTIONS
 from torch import Tensor
 
@@ -77,4 +78,18 @@ def calls(*, way: str, transformer: dict[str, Any]) -> dict[str, Any]:
     for micro, ours in zip(PACKS, found, strict=True):
         for one, other in zip(ours, run(micro), strict=True):
             torch.testing.assert_close(one, other)
+    return report
+
+
+def overridden(*, transformer: dict[str, Any]) -> dict[str, Any]:
+    """Trains a host's model, eager and with graphs, on a pack below its capacity and one that fills it.
+
+    Returns:
+        The graphed one's report. Their bits have been compared.
+    """
+    megagraph.install(rig.graph_config())
+    pair = HostPair(OwnModel, OwnBlock, options=OPTIONS, config=transformer)
+    pair.step(*PACKS, times=5)
+    report = pair.report()
+    megagraph.uninstall()
     return report

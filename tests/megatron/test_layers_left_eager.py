@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import OPTIONS, Micro, Pair, assert_same_run, graph_config, report_of, step, train
+from megatron_rig import (
+    CAPACITY,
+    OPTIONS,
+    Micro,
+    Pair,
+    assert_same,
+    assert_same_run,
+    graph_config,
+    report_of,
+    step,
+    train,
+)
 from torch import Tensor, nn
 
 import megagraph
@@ -18,6 +30,7 @@ pytestmark = pytest.mark.megatron
 
 LAYERS = 3
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+FULL = Micro(lengths=(20, 44), seed=2)  # as many rows as the capacity
 Install = Callable[..., GraphConfig]
 
 
@@ -61,7 +74,7 @@ def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(ins
     for trainer in pair.both:
         for index in range(LAYERS):
             _mlp(trainer, index).register_forward_hook(_scale)
-    pair.step(ONE, times=3)
+    pair.step(FULL, times=3)  # runs as given, and the reference on a canonical pack
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
 
 
@@ -198,10 +211,42 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
     install()
     pair = Pair(layers=LAYERS)
     monkeypatch.setattr(GPTModel, "_preprocess", preprocess)
-    pair.step(ONE, TWO, times=4)
+    pair.step(FULL, FULL, times=4)  # runs as given, and the reference on canonical packs
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2 * LAYERS}
     assert report["failures"] == ["ArithmeticError: an injected failure"]
+
+
+def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> None:
+    """Bug: it ran on canonical packs, which some layers cannot take; nothing is gained by them then."""
+    rows: list[int] = []
+
+    def look(trainer: Trainer) -> None:
+        mlp = _mlp(trainer)
+        original = mlp.forward
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows.append(hidden.size(0))
+            return original(hidden, *args, **kwargs)
+
+        mlp.forward = forward
+
+    def left(trainer: Trainer) -> list[Any]:
+        return [step(trainer, [micro]) for micro in (FULL, ONE, TWO)]
+
+    plain = Trainer(dataclasses.replace(OPTIONS, layers=LAYERS))
+    expected = left(plain)
+    install()
+    trainer = Trainer(dataclasses.replace(OPTIONS, layers=LAYERS))
+    for index in range(LAYERS):
+        _breaks(trainer, _is_capturing, index)
+    look(trainer)
+    for given, ours in zip(expected, left(trainer), strict=True):
+        assert_same(given, ours)
+    assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
+    assert rows[-2:] == [ONE.physical, TWO.physical]
+    step(trainer, [ONE], eager=True)
+    assert rows[-1] == CAPACITY.tokens  # the reference stays on canonical packs
 
 
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: Install) -> None:

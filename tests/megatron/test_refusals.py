@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps a whole model eager, each by its name; and models without Megatron's DDP."""
 
+import copy
 import dataclasses
+import importlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = pytest.mark.megatron
@@ -133,6 +135,54 @@ def test_a_mixture_of_experts_trains_eager_under_its_reason(
         left = step(trainer, [ONE, TWO])
     assert not any(grad.isnan().any() for grad in left.grads.values())
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * LAYERS}
+
+
+def _delta_net_spec(config: Any) -> Any:
+    """A block of layers of which the last has a gated delta net in place of its attention."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megagraph.megatron.specs import get_gpt_block_varlen_spec
+    from megagraph.modules import Norm
+
+    spec = get_gpt_block_varlen_spec(config)
+    last = copy.deepcopy(spec.layer_specs[-1])
+    last.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        ),
+    )
+    spec.layer_specs = [*spec.layer_specs[:-1], last]
+    return spec
+
+
+def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step."""
+    nets = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    common = getattr(nets, "common", nets)
+    monkeypatch.setattr(common, "HAVE_FLA", True)  # its kernels, which only a run needs
+    config: dict[str, Any] = {
+        "linear_conv_kernel_dim": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "activation_func": torch.nn.functional.silu,
+        "deterministic_mode": True,  # so that it needs no kernels but its own
+        "perform_initialization": False,  # which wants random streams
+    }
+
+    transformer = transformer_config(OPTIONS, **config)
+    model = gpt_model(OPTIONS, transformer, _delta_net_spec(transformer))
+    refusal = refusal_of(model, None)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence == (
+        "a gated delta net (GatedDeltaNet at layers.1.self_attention) is not supported yet"
+    )
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

@@ -131,6 +131,16 @@ def test_what_fits_the_given_rows_alone_keeps_them_as_they_were_given(world2: Wo
         assert report["replays"] == (2 + 1) * LAYERS  # the pack that fills its capacity replays
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_model_with_forwards_of_its_own_on_several_ranks(world2: World, sequence_parallel: bool) -> None:
+    """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
+    for report in world2.run(entry_jobs.overridden, tensor_parallel=2, transformer=transformer):
+        assert report["calls"] == 5 * 2 * LAYERS and report["failures"] == []
+        assert {*report["eager"]} == {"WARMING_UP", *(["SIGNATURE_CHANGED"] if sequence_parallel else [])}
+        assert report["replays"] >= 2 * (1 if sequence_parallel else 2) * LAYERS
+
+
 class _Groups:
     """A model of so many tensor-parallel ranks, with its group where it says so."""
 

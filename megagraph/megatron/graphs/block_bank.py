@@ -22,12 +22,12 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
+from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, is_ddp_hook, listen
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.preprocess import layer_constants
 from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
 from megagraph.megatron.watch.layers import LayerWatch
 
@@ -68,6 +68,7 @@ class BlockBank:
         self._device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self.constants = LayerArguments(self._model)
         # Of former banks.
         self._past: dict[str, int] = {}
         self._past_seconds = 0.0
@@ -117,7 +118,7 @@ class BlockBank:
             annotate=self._config.cuda_graph_nvtx,
         )
         chain = bank.add_chain(self._specs, holds_collectives=self._peers.size > 1)
-        return bank, chain, Loops(chain, self._param_syncs.before_layers)
+        return bank, chain, Loops(chain, self.constants, self._param_syncs.before_layers)
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -139,9 +140,14 @@ class BlockBank:
         self._loops.by_key[batch.key].batch = None
         self.chain.end()
 
-    def count_eager(self, reason: EagerReason) -> None:
-        """Counts one micro-batch that runs eager: a call of every layer."""
-        self._bank.count_eager(reason, self.num_layers)
+    def count_eager(self, reason: EagerReason, layers: int | None = None) -> None:
+        """Counts what runs eager: a call of every layer, or of some."""
+        self._bank.count_eager(reason, self.num_layers if layers is None else layers)
+
+    def why_left_eager(self, key: Key) -> EagerReason | None:
+        """Why a variant has no graph of any layer and will get none, or None."""
+        chain = self.chain
+        return None if key in chain.variants else chain.eager_variants.get(key)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -266,7 +272,7 @@ class BlockBank:
             return while_capturing.first_micro_batch_kept(self._live().decoder)
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
-            constants = self._loops.constants(key, lambda: layer_constants(self._live(), params, hidden))
+            constants = self.constants.of(key, params, hidden)
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         return variant_spec(key, block, block_arguments, context)
@@ -300,6 +306,7 @@ class BlockBank:
             self._past[name] = self._past.get(name, 0) + count
         self._past_seconds += self._bank.capture_seconds
         self._bank.release()
+        self.constants.clear()
         self.watch = LayerWatch(self._specs)
         self._bank, self.chain, self._loops = self._new_bank()
 

@@ -4,11 +4,11 @@
 Captures nothing, and decides on no micro-batch.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from megagraph.bank.chain import Chain
 from megagraph.decide.dispatch import Capacity
+from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.scopes.layer import LayerLoop
 
@@ -22,27 +22,23 @@ class Loops:
 
     Args:
         chain: the block's layers.
+        constants: what they are called with beside a pack.
         before_layers: as `LayerLoop` takes it.
 
     Attributes:
         by_key: the loop of each variant.
     """
 
-    def __init__(self, chain: Chain, before_layers: Callable[[], Callable[[int], None] | None]) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        constants: LayerArguments,
+        before_layers: Callable[[], Callable[[int], None] | None],
+    ) -> None:
         self._chain = chain
         self._before_layers = before_layers
         self.by_key: dict[Key, LayerLoop] = {}
-        # Rotary tables and the like.
-        self._constants: dict[Key, Mapping[str, Any]] = {}
-
-    def constants(self, key: Key, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What a variant's layers are given beside a pack, made at the first request.
-
-        The first ones stay: graphs of former numeric settings read them.
-        """
-        if key not in self._constants:
-            self._constants[key] = make()
-        return self._constants[key]
+        self._constants = constants
 
     def follow(self) -> None:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""

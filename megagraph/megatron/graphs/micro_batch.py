@@ -185,3 +185,9 @@ class MicroBatch:
         if self._pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)
+
+    def first_rows(self, hidden_states: Tensor) -> Tensor:
+        """The same rows as a view, whatever they hold past the pack's end."""
+        if self._pads_at_entry or hidden_states.size(0) == self.tokens:
+            return hidden_states
+        return hidden_states.narrow(0, 0, self.tokens)

@@ -4,7 +4,6 @@
 Patches nothing; the seams call it.
 """
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape, decide
 from megagraph.decide.due import DueKinds
-from megagraph.decide.learn import learn_capacities
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
+from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
@@ -45,7 +44,12 @@ class ModelGraphs:
         config: the plugin's options.
         progress: shown while capturing.
         name: for the log and the report; by default the model's class.
+
+    Attributes:
+        entries: how its forward and its block's are entered. To be set before the first call.
     """
+
+    entries: Entries
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class ModelGraphs:
     ) -> None:
         check_graph_options(model.config)
         self._config = config
-        self._capacities = config.all_capacities()
+        self._capacities = Capacities(config)
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.peers = Peers(model)
@@ -66,10 +70,9 @@ class ModelGraphs:
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp))
         if self._refusal is None:
-            for capacity in self._capacities:
+            for capacity in self._capacities.known:
                 self.peers.rows(capacity.tokens)  # raises where ranks cannot share them
         self._kinds: DueKinds[Kind] = DueKinds(self._warm_up_of)
-        self._observed: set[PackShape] = set()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
         self._changes = Changes(self.block, self.peers, self._kinds)
@@ -77,7 +80,7 @@ class ModelGraphs:
         self._is_suspended = False
         self._replayed_tokens = 0
         self._tail = config.tail
-        self._tables = OwnTables(model)
+        self._tables = OwnTables(model, self.block.constants.make)
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
         self.running: MicroBatch | EagerReason | None = None
 
@@ -110,33 +113,40 @@ class ModelGraphs:
         form = PackForm.of(params)
         if form is None or torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
-        capacity: Capacity | None = None  # while capacities are still to be learned
-        if self._capacities:
-            found = decide(shape, {shape.cp_size: self._capacities})
-            if isinstance(found, EagerReason):
-                return found
-            capacity = found
+        capacity = self._capacities.decide(shape)
+        if isinstance(capacity, EagerReason):
+            return capacity
         if has_own_cp_group(params):
             return EagerReason.CP_SIZE_NOT_CAPTURED
-        are_rows = (
-            self._tables.depend_on_max_seqlen
-            and shape.max_seqlen == tokens
-            and declares_every_row(params, tokens)
-        )
+        if not self.entries.are_settled:
+            return _WARMING_UP
+        depends = self._tables.depend_on_max_seqlen
+        are_rows = depends and shape.max_seqlen == tokens and declares_every_row(params, tokens)
         watch = self.block.watch
         kind = Kind(form, torch.is_grad_enabled(), watch.modes(), are_rows)
-        self._note(params, kind)
-        if capacity is None:
-            self._observed.add(shape)
-            return _WARMING_UP
-        reason = self._why_not_now(kind, is_skipped)
-        shards = self.peers.shards_sequence
-        return MicroBatch(params, tokens, (capacity, kind), reason, self._tail, shards, self._tables)
-
-    def _note(self, params: Any, kind: Kind) -> None:
-        """Remembers what a capture will be for."""
         self._params_type = type(params)
         self._kinds.note(kind)
+        if capacity is None:
+            self._capacities.observe(shape)
+            return _WARMING_UP
+        key = capacity, kind
+        reason = self._why_not_now(kind, is_skipped)
+        if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
+            left_eager = self.block.why_left_eager(key)
+            if left_eager is not None:
+                return left_eager
+        shards = self.peers.shards_sequence
+        batch = MicroBatch(params, tokens, key, reason, self._tail, shards, self._tables)
+        return batch if self.entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
+
+    def _has_constants(self, batch: MicroBatch) -> bool:
+        """Whether it is known what an overridden model's layers will be called with."""
+        if self._rows is None:
+            return False
+        failure = self.block.constants.find(batch, self.peers.rows(batch.capacity.tokens), *self._rows)
+        if failure is not None:
+            self.entries.fail(failure)
+        return failure is None
 
     def _why_not_now(self, kind: Kind, is_skipped: bool) -> EagerReason | None:
         if is_skipped or self._config.mode == "eager":
@@ -148,9 +158,11 @@ class ModelGraphs:
             return changes.gradients_reason
         return changes.reason
 
-    def count_as_given(self, reason: EagerReason, hidden_states: Tensor) -> None:
-        """Counts a micro-batch that no capacity holds, or none yet."""
-        if reason in _CAPTURED_LATER:
+    def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
+        """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
+        if self._refusal is not None:
+            reason = self._refusal.reason
+        if reason in _CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
         self.block.count_eager(reason)
 
@@ -198,8 +210,18 @@ class ModelGraphs:
         if self._refusal is None:
             self._refuse(refusal_of(model, ddp))
 
+    def _settle_entries(self) -> None:
+        """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
+        entries, constants = self.entries, self.block.constants
+        failure = entries.settle()
+        if failure is not None and self._refusal is None:
+            self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
+        constants.forward = entries.model.overriding
+
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
+        if not self.entries.are_settled:
+            self._settle_entries()
         if self._refusal is None and self._config.mode == "graph":
             self._changes.look(runs_eager=self._is_suspended, captures=False)
 
@@ -210,10 +232,12 @@ class ModelGraphs:
         `resume()`, nor when it has moved before. What has no memory now, or is in other modes, is captured
         when it has, and when it is in those.
         """
+        if not self.entries.are_settled:
+            self._settle_entries()
         if self._refusal is not None:
             return
-        if not self._capacities and self._kinds.warmed_up:
-            self._learn()
+        if not self._capacities.known and self._kinds.warmed_up:
+            self._capacities.learn()
         if self._config.mode != "graph":
             return
         runs_eager = is_skipped or self._is_suspended
@@ -261,7 +285,7 @@ class ModelGraphs:
     def _capture(self, due: set[Kind]) -> None:
         assert self._rows is not None and self._params_type is not None
         row_shape, dtype = self._rows
-        is_kept = self.block.capture(self._capacities, due, tuple(row_shape), dtype, self._params_type)
+        is_kept = self.block.capture(self._capacities.known, due, tuple(row_shape), dtype, self._params_type)
         if not is_kept:
             self._kinds.forget_graphs()
         self._is_warm = self._is_warm or any(kind.grad for kind in due)
@@ -284,17 +308,6 @@ class ModelGraphs:
     def _warm_up_of(self, kind: Kind) -> int:
         # Other modes of a model that is warm need to be seen once.
         return self._config.cuda_graph_warmup_steps if kind.grad and not self._is_warm else 1
-
-    def _learn(self) -> None:
-        self._capacities = learn_capacities(self._observed, self._tail.extra_seqs)
-        counts = ",".join(str(capacity.num_seqs) for capacity in self._capacities)
-        log.info(
-            "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
-            "max_seqlen_per_dp_cp_rank=%d",
-            len(self._observed),
-            counts,
-            self._capacities[0].tokens,
-        )
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -330,7 +343,7 @@ class ModelGraphs:
             "calls": counters["calls"],
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
-            "capacities": [dataclasses.asdict(capacity) for capacity in self._capacities],
+            "capacities": self._capacities.report(),
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
             "failures": [*self._failures, *figures["failures"]],

@@ -8,13 +8,11 @@ it. Whoever runs the layer (a capture, an eager micro-batch, a recompute in the 
 these, and no other pack has them.
 """
 
-import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from megagraph.megatron.preprocess import layer_constants
 
 __all__ = ["OwnTables", "remember_positions", "rows_are_positions"]
 
@@ -46,10 +44,11 @@ class OwnTables:
 
     Args:
         model: the GPTModel or HybridModel.
+        make: asks it what it hands to its layers for a pack and hidden states.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, make: Callable[[Any, Tensor], Mapping[str, Any]]) -> None:
+        self._make = make
         # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
         self.depend_on_max_seqlen = (
@@ -70,18 +69,13 @@ class OwnTables:
         rows: int = params.max_seqlen_q
         if table is None or table is self._known.get(rows):
             return True
-        own = self._ask(params, hidden_states)
+        try:
+            own = self._make(params, hidden_states).get("rotary_pos_emb")
+        except Exception:  # a host's model that makes its tables of more than a pack's length
+            return False
         if not (isinstance(own, Tensor) and isinstance(table, Tensor)):
             return False
         if own.shape != table.shape or own.dtype != table.dtype or not torch.equal(own, table):
             return False
         self._known[rows] = table
         return True
-
-    def _ask(self, params: Any, hidden_states: Tensor) -> Any:
-        model = self._model()
-        assert model is not None
-        try:
-            return layer_constants(model, params, hidden_states).get("rotary_pos_emb")
-        except Exception:
-            return None  # a host's model that makes its tables of more than a pack's length

@@ -47,6 +47,13 @@ _HYBRID_UNSUPPORTED = {
     "+": "multi-latent attention",
     "E": "mixture of experts",
 }
+# Ends of the names of modules that need offsets up to the last row, or states between documents.
+_MODULES_UNSUPPORTED = {
+    "GatedDeltaNet": "a gated delta net",
+    "_GDNBase": "a gated delta net",
+    "DSAttention": "sparse attention",
+    "MambaMixer": "a Mamba layer",
+}
 
 
 def check_graph_options(config: Any) -> None:
@@ -75,7 +82,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
     if replaced is not None:
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
-    refusal = _refusal_of_pattern(block)
+    refusal = _refusal_of_pattern(block) or _refusal_of_modules(block)
     if refusal is not None:
         return refusal
     if getattr(config, "recompute_granularity", None) == "full":
@@ -92,6 +99,16 @@ def _refusal_of_pattern(block: Any) -> Refusal | None:
         if symbol not in _HYBRID_SUPPORTED:
             name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
             return _not_supported(f"{name} ({symbol!r} in the hybrid layer pattern)")
+    return None
+
+
+def _refusal_of_modules(block: nn.Module) -> Refusal | None:
+    """The first module inside of a kind, or derived from one, that cannot run on a canonical pack."""
+    for path, module in block.named_modules():
+        names = [cls.__name__ for cls in type(module).__mro__]
+        for end, name in _MODULES_UNSUPPORTED.items():
+            if any(one.endswith(end) for one in names):
+                return _not_supported(f"{name} ({type(module).__name__} at {path})")
     return None
 
 

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.scopes.layer import LayerLoop, shadowed_layers
 
-__all__ = ["ForwardWrappers"]
+__all__ = ["Arguments", "ForwardWrappers", "decided_as_given", "places_of"]
 
 
 class ForwardWrappers:
@@ -30,9 +32,10 @@ class ForwardWrappers:
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
 
-    def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def model_forward(self, level: Level) -> Callable[..., Any]:
         """Wraps the model's forward: decides, and hands on the pack that the decision asks for."""
-        places = _places_of(original)
+        original = level.function
+        places = places_of(original)
         read = {name: place for name, place in places.items() if name in _READ}
         plugin = self._plugin
 
@@ -45,6 +48,10 @@ class ForwardWrappers:
                 with plugin.untouched(model):
                     return original(model, *args, **kwargs)  # without input it says what is missing
             graphs = plugin.graphs_of_model(model)
+            entries = graphs.entries
+            if entries.model.acting is not level and not entries.model.takes(level):
+                return original(model, *args, **kwargs)
+            entries.model.reached += 1
             is_step = plugin.begin_call(graphs)
             tokens = ids.numel() if hidden_states is None else graphs.peers.num_tokens(hidden_states)
             batch = graphs.decide(get("packed_seq_params"), tokens, is_skipped=is_cuda_graph_skipped())
@@ -53,16 +60,21 @@ class ForwardWrappers:
                 added_rows = batch.entry_padding
                 has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
                 has_rows = hidden_states is not None or get("output_processor") is not None
-                if has_more or (added_rows and has_rows):
+                is_foreign = not entries.are_megatrons
+                if has_more or (added_rows and (has_rows or is_foreign)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 else:
-                    args, kwargs = _padded(batch, _Arguments(places, args, kwargs))
+                    is_constant = batch.reason is None or is_foreign
+                    args, kwargs = _padded(batch, Arguments(places, args, kwargs), is_constant)
+            reached = entries.block.reached
             outer, graphs.running = graphs.running, batch
             try:
                 out = original(model, *args, **kwargs)
             finally:
                 graphs.running = outer
+            if entries.block.reached == reached:
+                graphs.count_as_given(entries.block_missed(decided_as_given(batch)))
             if added_rows:
                 out = _cut_rows(out, tokens)
             if is_step:
@@ -71,8 +83,14 @@ class ForwardWrappers:
 
         return forward
 
-    def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `TransformerBlock.forward`: pads the input, replays if so decided, cuts the output."""
+    def block_forward(self, level: Level, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Wraps `TransformerBlock.forward`: pads the input, replays if so decided, cuts the output.
+
+        Args:
+            level: the forward.
+            run: called in its place.
+        """
+        original = level.function if run is None else run
         graphs_of_block = self._plugin.graphs_of_block
 
         def forward(
@@ -81,11 +99,20 @@ class ForwardWrappers:
             graphs = graphs_of_block(id(block))
             if graphs is None or graphs.running is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
+            entries = graphs.entries
+            if entries.block.acting is not level and not entries.block.takes(level):
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            entries.block.reached += 1
             batch = graphs.running
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, hidden_states)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, hidden_states, kwargs.get("rotary_pos_emb"))
+            table = kwargs.get("rotary_pos_emb")
+            if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
+                graphs.count_as_given(EagerReason.SIGNATURE_CHANGED)
+                kwargs["packed_seq_params"] = batch.params
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            loop = graphs.begin(batch, hidden_states, table)
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
                 return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
@@ -98,24 +125,30 @@ class ForwardWrappers:
 
         return forward
 
-    def stack_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def stack_forward(self, level: Level) -> Callable[..., Any]:
         """Wraps `HybridStack.forward` as `block_forward()` does; its loop takes the layers' place alike.
 
         The stack hands rotary tables to a `TransformerLayer` only, which the loop is not. It gets them here.
         """
-        places = _places_of(original)
+        original = level.function
+        places = places_of(original)
 
         def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
                 (loop,) = stack.__dict__["layers"]
-                given = _Arguments(places, args, kwargs)
+                given = Arguments(places, args, kwargs)
                 stack.__dict__["layers"] = (_StackLoop(loop, given),)
             return original(stack, *args, **kwargs)
 
-        return self.block_forward(run)
+        return self.block_forward(level, run)
 
 
-def _places_of(method: Callable[..., Any]) -> Mapping[str, int]:
+def decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:
+    """Why a micro-batch runs as it was given; None where it was decided to run on a canonical pack."""
+    return batch if isinstance(batch, EagerReason) else None
+
+
+def places_of(method: Callable[..., Any]) -> Mapping[str, int]:
     """Where each argument of a method stands that may be given by position, `self` not counted."""
     _self, *parameters = inspect.signature(method).parameters.values()
     return {
@@ -125,7 +158,7 @@ def _places_of(method: Callable[..., Any]) -> Mapping[str, int]:
     }
 
 
-class _Arguments:
+class Arguments:
     """The arguments of one call, by name, without the work of binding them in each micro-batch.
 
     Args:
@@ -163,12 +196,21 @@ class _StackLoop:
 
     layer_number = 1  # read for the context of fp8, which is refused
 
-    def __init__(self, loop: LayerLoop, given: _Arguments) -> None:
+    def __init__(self, loop: LayerLoop, given: Arguments) -> None:
         self._loop = loop
         self._further = {name: given.get(name) for name in ("rotary_pos_emb", "padding_mask")}
 
     def __call__(self, hidden_states: Tensor, **arguments: Any) -> tuple[Tensor, None]:
         return self._loop(hidden_states, **arguments, **self._further)
+
+
+def _has_expected(
+    graphs: ModelGraphs, batch: MicroBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether an overridden model hands to its block what the variant's layers are captured with."""
+    constants = graphs.block.constants.get(batch.key)
+    further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
+    return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
 
 # Of a model's arguments those that its wrapper reads in every call.
@@ -195,11 +237,15 @@ def _with_positional(
 _ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
 
 
-def _padded(batch: MicroBatch, given: _Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments with the pack that was decided on, and rows added to each row list."""
-    given.put(
-        "packed_seq_params", batch.constant_params() if batch.reason is None else batch.canonical_params()
-    )
+def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments with the pack that was decided on, and rows added to each row list.
+
+    Args:
+        batch: the decision.
+        given: the arguments.
+        is_constant: the offsets stay as given, and only constants are the capacity's.
+    """
+    given.put("packed_seq_params", batch.constant_params() if is_constant else batch.canonical_params())
     if batch.entry_padding:
         for name, filler in _ROW_LISTS.items():
             rows: Tensor | None = given.get(name)

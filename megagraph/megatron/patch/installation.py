@@ -15,6 +15,7 @@ from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
 from megagraph.megatron.patch.forwards import ForwardWrappers
+from megagraph.megatron.patch.overrides import Overrides
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
@@ -33,13 +34,17 @@ class _Installation:
         self._report = None if report is None else report.absolute()
         self._originals: list[tuple[seams.Seam, Any]] = []
         wrappers = ForwardWrappers(plugin)
+        self._overrides = overrides = Overrides(plugin, wrappers)
+        plugin.finder = overrides
         for schedule in seams.SCHEDULES:
             self._wrap(schedule, plugin.schedule)
-        self._wrap(seams.GPT_FORWARD, wrappers.model_forward)
-        self._wrap(seams.BLOCK_FORWARD, wrappers.block_forward)
+        self._wrap(seams.GPT_FORWARD, overrides.model_seam(seams.GPT_FORWARD))
+        self._wrap(seams.BLOCK_FORWARD, overrides.block_seam(seams.BLOCK_FORWARD, wrappers.block_forward))
         if seams.HYBRID_FORWARD.is_present():
-            self._wrap(seams.HYBRID_FORWARD, wrappers.model_forward)
-            self._wrap(seams.HYBRID_STACK_FORWARD, wrappers.stack_forward)
+            self._wrap(seams.HYBRID_FORWARD, overrides.model_seam(seams.HYBRID_FORWARD))
+            stack = seams.HYBRID_STACK_FORWARD
+            self._wrap(stack, overrides.block_seam(stack, wrappers.stack_forward))
+        overrides.wrap_known_classes()
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
@@ -52,6 +57,7 @@ class _Installation:
 
     def remove(self) -> None:
         """Puts every original back."""
+        self._overrides.restore()
         for seam, original in reversed(self._originals):
             setattr(seam.owner(), seam.name, original)
         self._originals.clear()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megagraph.bank.chain import Chain
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.arguments import Constants
 
 __all__ = ["LayerLoop", "RunningBatch", "layer_sites", "shadowed_layers"]
 
@@ -78,16 +79,14 @@ class LayerLoop:
     def __init__(
         self,
         chain: Chain,
-        constants: Mapping[str, Any],
+        constants: Constants,
         before_layers: Callable[[], Callable[[int], None] | None],
     ) -> None:
         self._specs = chain.specs
         self._sites = chain.sites
         self._replay_all = chain.replay_all
         self._constants = constants
-        # The last tensor that equalled a constant, by name.
-        self._equal_constants: dict[str, Tensor] = {}
-        self._before_layers = before_layers
+        self.before_layers = before_layers
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: RunningBatch | None = None
 
@@ -102,11 +101,11 @@ class LayerLoop:
         """Runs every layer: its graph, or itself where its site answers so."""
         assert self.batch is not None
         for name, value in arguments.items():
-            if value is not self._constants.get(name) and not self._is_equal(name, value):
+            if value is not self._constants.get(name) and not self._constants.is_equal(name, value):
                 self.batch.reason = EagerReason.SIGNATURE_CHANGED
                 self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
                 return self._run_eager(hidden_states, arguments), None
-        before_layer = self._before_layers()
+        before_layer = self.before_layers()
         if before_layer is None:
             out = self._replay_all(hidden_states)
             if out is not NotImplemented:
@@ -143,22 +142,6 @@ class LayerLoop:
         out = _hidden_states_of(spec.module, hidden_states, **{**arguments, **canonical})
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
         return out if torch.is_grad_enabled() else out.detach()
-
-    def _is_equal(self, name: str, value: Any) -> bool:
-        """Whether an argument equals the object that the graphs were captured with.
-
-        Megatron keeps 32 rotary tables, over all models, and makes one that it dropped anew: an equal
-        tensor is compared once, which waits for the device, and known from then on.
-        """
-        known = self._constants.get(name)
-        if value is not None and value is self._equal_constants.get(name):
-            return True
-        if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
-            return False
-        if value.shape != known.shape or value.dtype != known.dtype or not torch.equal(value, known):
-            return False
-        self._equal_constants[name] = value
-        return True
 
 
 @contextlib.contextmanager

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capacities of one model: as configured, or learned from the packs of its warm-up."""
+
+import dataclasses
+from typing import Any
+
+from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity, PackShape, decide
+from megagraph.decide.learn import learn_capacities
+from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
+
+__all__ = ["Capacities"]
+
+
+class Capacities:
+    """What packs the graphs of one model can hold.
+
+    Args:
+        config: the plugin's options.
+
+    Attributes:
+        known: smallest first; empty while they are still to be learned.
+    """
+
+    def __init__(self, config: GraphConfig) -> None:
+        self.known = config.all_capacities()
+        self._extra_seqs = config.tail.extra_seqs
+        self._observed: set[PackShape] = set()
+
+    def decide(self, shape: PackShape) -> Capacity | EagerReason | None:
+        """The capacity for a pack, or why none holds it; None while they are still to be learned."""
+        return decide(shape, {shape.cp_size: self.known}) if self.known else None
+
+    def observe(self, shape: PackShape) -> None:
+        """Remembers a pack of the warm-up."""
+        self._observed.add(shape)
+
+    def learn(self) -> None:
+        """Learns them from what was observed."""
+        self.known = learn_capacities(self._observed, self._extra_seqs)
+        counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
+        log.info(
+            "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
+            "max_seqlen_per_dp_cp_rank=%d",
+            len(self._observed),
+            counts,
+            self.known[0].tokens,
+        )
+
+    def report(self) -> list[dict[str, Any]]:
+        """As plain values."""
+        return [dataclasses.asdict(capacity) for capacity in self.known]

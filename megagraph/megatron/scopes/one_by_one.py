@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scope: the layers of a block whose forward is not Megatron's, each where the block calls it.
+
+Such a block may work on the hidden states between two layers. So each layer is replaced by itself, and what
+lies between sees as many rows as were given, and the pack as it was given.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megagraph.bank.chain import Chain
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.arguments import Constants
+from megagraph.megatron.scopes.layer import LayerLoop, RunningBatch
+
+__all__ = ["LayersOneByOne"]
+
+_NAMED = ("hidden_states", "attention_mask", "packed_seq_params")
+
+
+class GivenBatch(RunningBatch, Protocol):
+    """What is asked of the micro-batch beside that."""
+
+    params: Any
+
+    def first_rows(self, hidden_states: Tensor) -> Tensor:
+        """As many rows as were given, as a view."""
+        ...
+
+
+class LayersOneByOne:
+    """Stands in for the forward of each layer while one micro-batch runs.
+
+    A layer replays, or runs eager on the canonical pack as its site or the decision says. A call with other
+    arguments than those of the capture runs as it was given.
+
+    Args:
+        batch: the micro-batch.
+        chain: the layers and their graphs.
+        constants: the arguments of the capture.
+        loop: of the variant that replays; None where the decision was to run eager.
+        count_eager: counts a call that runs as given although the micro-batch replays.
+    """
+
+    def __init__(
+        self,
+        batch: GivenBatch,
+        chain: Chain,
+        constants: Constants,
+        loop: LayerLoop | None,
+        count_eager: Callable[[EagerReason], None],
+    ) -> None:
+        self._batch = batch
+        self._specs = chain.specs
+        self._sites = chain.sites
+        self._constants = constants
+        self._replays = loop is not None
+        self._before_layer = None if loop is None else loop.before_layers()
+        self._count_eager = count_eager
+        # The rows that a layer handed out last, and all rows that they are a part of.
+        self._cut: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._is_replaying = False
+        self.num_called = 0
+
+    @contextlib.contextmanager
+    def shadowing(self) -> Iterator[None]:
+        """While inside, calls of the layers come here; hooks on them run as ever."""
+        layers = [spec.module for spec in self._specs]
+        before = [vars(layer).get("forward") for layer in layers]
+        for index, layer in enumerate(layers):
+            vars(layer)["forward"] = functools.partial(self._run, index, layer.forward)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                _put_back(layer, forward)
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_replaying:  # the host backend runs the layer again
+            return forward(*args, **kwargs)
+        self.num_called += 1
+        given: Any = args[0] if args else kwargs.get("hidden_states")
+        # Taken out first: whoever holds the last output keeps the next layer from staging.
+        whole = self._whole if given is self._cut else None
+        self._cut = self._whole = None
+        arguments = {name: value for name, value in kwargs.items() if name not in _NAMED}
+        if len(args) > 1 or not self._is_expected(kwargs, arguments):
+            if self._replays:
+                self._count_eager(EagerReason.SIGNATURE_CHANGED)
+            return forward(*args, **kwargs)
+        if self._before_layer is not None:
+            self._before_layer(index)
+        if self._replays:
+            if whole is None and index > 0:
+                whole = self._batch.pad(given)
+            out = self._replay(index, given if whole is None else whole)
+            if out is not NotImplemented:
+                return self._handed_out(out), None
+        return self._run_eager(forward, self._batch.pad(given) if whole is None else whole, arguments)
+
+    def _replay(self, index: int, hidden_states: Tensor) -> Any:
+        self._is_replaying = True
+        try:
+            return self._sites[index](hidden_states)
+        finally:
+            self._is_replaying = False
+
+    def _is_expected(self, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+        return (
+            kwargs.get("attention_mask") is None
+            and kwargs.get("packed_seq_params") is self._batch.params
+            and self._constants.are(arguments)
+        )
+
+    def _run_eager(self, forward: Callable[..., Any], whole: Tensor, arguments: Mapping[str, Any]) -> Any:
+        canonical = {"attention_mask": None, "packed_seq_params": self._batch.canonical_params()}
+        out, *further = forward(hidden_states=whole, **{**arguments, **canonical})
+        # Megatron adds residuals with gradients switched on, also where the caller has them off.
+        return self._handed_out(out if torch.is_grad_enabled() else out.detach()), *further
+
+    def _handed_out(self, whole: Tensor) -> Tensor:
+        self._whole, self._cut = whole, self._batch.first_rows(whole)
+        return self._cut
+
+
+def _put_back(layer: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del vars(layer)["forward"]
+    else:
+        vars(layer)["forward"] = forward

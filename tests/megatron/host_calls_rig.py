@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How verl, Megatron-Bridge and ms-swift call Megatron: their packs, arguments and phases, in our words.
+
+Read in verl 0.9.1, megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_rig import OPTIONS, Micro, grads
+from rl_rig import Offload
+from torch import Tensor, nn
+
+from megagraph.demo.trainer import Trainer
+
+TEMPERATURE = 0.7
+Call = Callable[[Any, Micro, Any], Tensor]
+
+
+def _offsets(lengths: Sequence[int], device: Any) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+# -- packs ------------------------------------------------------------------------------------------
+
+
+def verl_pack(micro: Micro, device: Any) -> Any:
+    """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
+    offsets = _offsets(micro.rows, device)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        max_seqlen_q=micro.longest,
+        cu_seqlens_kv=offsets,
+        max_seqlen_kv=micro.longest,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        local_cp_size=1,
+    )
+    params._verl_mtp_loss_normalization_factor = 0.5
+    return params
+
+
+def bridge_pack(micro: Micro, device: Any) -> Any:
+    """A tensor on the host for the longest document; without padding no padded offsets."""
+    offsets, longest = _offsets(micro.rows, device), torch.tensor(micro.longest)
+    return PackedSeqParams(
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        qkv_format="thd",
+    )
+
+
+def bridge_padded_pack(micro: Micro, device: Any) -> Any:
+    """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
+    tail = OPTIONS.max_tokens - micro.physical
+    missing = 3 - len(micro.rows)
+    actual = _offsets([*micro.lengths, 0, *[0] * missing], device)
+    padded = _offsets([*micro.rows, tail, *[0] * missing], device)
+    longest = torch.tensor(OPTIONS.max_tokens)
+    return PackedSeqParams(
+        cu_seqlens_q=actual,
+        cu_seqlens_kv=actual,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        qkv_format="thd",
+    )
+
+
+def swift_pack(micro: Micro, device: Any) -> Any:
+    """Offsets from the positions that are zero; set on the pack afterwards: its tokens and more."""
+    _tokens, _labels, _mask, positions = micro.row_lists()
+    starts = torch.nonzero(positions == 0).flatten().tolist()
+    offsets = torch.tensor([*starts, micro.physical], dtype=torch.int32, device=device)
+    params = PackedSeqParams(
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=micro.longest,
+        max_seqlen_kv=micro.longest,
+        qkv_format="thd",
+    )
+    params.total_tokens = micro.physical
+    params.seq_lens, params.num_samples = list(micro.rows), len(micro.rows)
+    return params
+
+
+def bridge_schedule() -> dict[str, Any]:
+    """What Megatron-Bridge gives to the schedule beside what verl does."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
+
+
+# -- calls: from a pack to a value for each token -----------------------------------------------------
+
+
+def _rows(micro: Micro, device: Any, rows: int | None = None) -> list[Tensor]:
+    lists = [rows_[None].to(device) for rows_ in micro.row_lists()]
+    more = 0 if rows is None else rows - micro.physical
+    return [nn.functional.pad(rows_, (0, more)) for rows_ in lists]
+
+
+def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Logits, edited in place, without positions, mask or labels."""
+    tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
+    logits = model(input_ids=tokens, attention_mask=None, position_ids=None, packed_seq_params=params)
+    logits.div_(TEMPERATURE)
+    return -logits[0].float().log_softmax(-1).gather(-1, labels[0, :, None]).squeeze(-1)
+
+
+def labels_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Losses for labels, with positions."""
+    tokens, labels, _mask, positions = _rows(micro, params.cu_seqlens_q.device)
+    losses: Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=None,
+        labels=labels,
+        packed_seq_params=params,
+    )
+    return losses[0].float()
+
+
+def full_rows_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """The same where the tail is a document of the pack."""
+    device = params.cu_seqlens_q.device
+    tokens, labels, _mask, positions = _rows(micro, device, OPTIONS.max_tokens)
+    losses: Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=None,
+        labels=labels,
+        packed_seq_params=params,
+    )
+    return losses[0, : micro.physical].float()
+
+
+def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, context: Any, **_: Any) -> Any:
+    """What stands for verl's fused kernel: from hidden states to log-probabilities, in one go."""
+    logits = output_layer(hidden_states)[0][:, 0].float() / context["temperature"]
+    return {"log_probs": logits.log_softmax(-1).gather(-1, labels[0, :, None]).squeeze(-1)}
+
+
+def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Through the output processor, where the release has it."""
+    tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
+    out = model(
+        input_ids=tokens,
+        attention_mask=None,
+        position_ids=None,
+        packed_seq_params=params,
+        labels=labels,
+        output_processor=_fused_output,
+        output_processor_context={"temperature": TEMPERATURE},
+    )
+    return -out["log_probs"]
+
+
+def fused_forward(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    decoder_input: Tensor | None = None,
+    labels: Tensor | None = None,
+    packed_seq_params: Any = None,
+    *,
+    temperature: float = 1.0,
+    **further: Any,
+) -> dict[str, Tensor]:
+    """What verl sets on an instance where the release has no output processor."""
+    hidden, *tables = model._preprocess(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        decoder_input=decoder_input,
+        packed_seq_params=packed_seq_params,
+    )
+    names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
+    out = model.decoder(
+        hidden_states=hidden,
+        attention_mask=attention_mask,
+        packed_seq_params=packed_seq_params,
+        **dict(zip(names, tables, strict=False)),
+        **further,
+    )
+    assert labels is not None
+    found: dict[str, Tensor] = _fused_output(
+        hidden_states=out,
+        output_layer=model.output_layer,
+        labels=labels,
+        context={"temperature": temperature},
+    )
+    return found
+
+
+def fused_instance_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Through that forward."""
+    tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
+    out = model(
+        input_ids=tokens,
+        attention_mask=None,
+        position_ids=None,
+        packed_seq_params=params,
+        labels=labels,
+        temperature=TEMPERATURE,
+    )
+    return -out["log_probs"]
+
+
+# -- a linear with an adapter -------------------------------------------------------------------------
+
+
+class AdaptedLinear(nn.Module):
+    """Megatron-Bridge's way: the frozen linear and a low-rank path beside it, as one module."""
+
+    def __init__(self, linear: Any, rank: int) -> None:
+        super().__init__()
+        self.to_wrap = linear.requires_grad_(False)
+        rows, columns = linear.weight.shape
+        self.down = nn.Parameter(torch.randn(rank, columns, dtype=linear.weight.dtype) / columns)
+        self.up = nn.Parameter(torch.randn(rows, rank, dtype=linear.weight.dtype) / rows)
+        self._adapter_enabled = True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.to_wrap(x, *args, **kwargs)
+        if not self._adapter_enabled:
+            return out, bias
+        return out + x @ self.down.T @ self.up.T, bias
+
+
+def adapt(model: Any) -> None:
+    """Freezes a model and gives each of its layers' MLPs an adapter."""
+    torch.manual_seed(5)
+    model.requires_grad_(False)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1 = AdaptedLinear(layer.mlp.linear_fc1, rank=4)
+
+
+# -- phases -------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Host:
+    """A trainer's loop as a host runs it.
+
+    Args:
+        trainer: of the policy.
+        pack: makes the pack of a micro-batch.
+        call: calls the model on it.
+        schedule: further arguments of the schedule.
+        reference: asked for log-probabilities inside the policy's forward step; None for none.
+        offloads: weights and gradients are away between the phases, and nobody says so.
+    """
+
+    trainer: Trainer
+    pack: Callable[[Micro, Any], Any]
+    call: Call
+    schedule: dict[str, Any] = field(default_factory=dict)
+    reference: nn.Module | None = None
+    offloads: bool = False
+    left: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._schedule = get_forward_backward_func()  # once, before the loop
+        self._offload = Offload()
+        self._is_away = False
+
+    def _values(self, model: Any, micro: Micro) -> Tensor:
+        return self.call(model, micro, self.pack(micro, self.trainer.device))
+
+    def _run(self, micros: Sequence[Micro], *, forward_only: bool) -> None:
+        def forward_step(data: Iterator[Micro], model: Any) -> tuple[Tensor, Any]:
+            micro = next(data)
+            values = self._values(model, micro)
+            if self.reference is not None:
+                with torch.no_grad():
+                    values = values + self._values(self.reference, micro).exp()
+            mask = micro.row_lists()[2].to(values.device)
+            return values, partial(_mean, mask=mask)
+
+        results = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(micros),
+            model=[self.trainer.model],
+            num_microbatches=len(micros),
+            forward_only=forward_only,
+            **{"seq_length": 1, "micro_batch_size": 1, **self.schedule},
+        )
+        self.left += [result["values"] for result in results]
+
+    def train(self, micros: Sequence[Micro]) -> None:
+        """A step; its gradients and losses are kept."""
+        with _moved(self):
+            self.trainer.model.zero_grad_buffer()
+            self.trainer.optimizer.zero_grad()
+            self._run(micros, forward_only=False)
+            self.left += grads(self.trainer.chunk).values()
+            self.trainer.update()
+
+    def log_probs(self, micros: Sequence[Micro]) -> None:
+        """Through the schedule, forward only, in evaluation mode."""
+        with _moved(self):
+            self.trainer.model.eval()
+            with torch.no_grad():
+                self._run(micros, forward_only=True)
+            self.trainer.model.train()
+
+    def bare_log_probs(self, micros: Sequence[Micro]) -> None:
+        """Of the unwrapped model, outside of any schedule, as GRPO of ms-swift asks for them."""
+        model = self.trainer.chunk
+        for micro in micros:
+            model.eval()
+            with torch.no_grad():
+                self.left.append(self._values(model, micro).clone())
+            model.train()
+
+
+class _moved:
+    """Around a phase: everything comes back before it and goes away after it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def __enter__(self) -> None:
+        host = self._host
+        if host.offloads and host._is_away:
+            host._offload.weights_back(host.trainer.model, host.trainer.device)
+            host._offload.gradients_back(host.trainer.model)
+
+    def __exit__(self, *_: object) -> None:
+        host = self._host
+        if host.offloads:
+            host._offload.weights(host.trainer.model)
+            host._offload.gradients(host.trainer.model)
+            host._is_away = True
+
+
+def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    masked = values.where(mask > 0, 0.0)
+    return masked.sum() / mask.sum().clamp(min=1), {"values": masked.detach().clone()}

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and blocks that override Megatron's forward: served where they can be, else refused and counted."""
+
+import dataclasses
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from host_rig import HostPair, HostTrainer, OwnBlock, OwnModel, PerTokenModel, bare_model
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron_rig import LAYERS, OPTIONS, Micro, assert_same, forward, graph_config, step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO, THREE = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+FULL = Micro(lengths=(40, 24), seed=3)
+Install = Callable[..., GraphConfig]
+OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
+
+
+def _trained(pair: HostPair, times: int = 5) -> dict[str, Any]:
+    """Steps whose packs change; evaluations too. The report of the graphed one."""
+    for index in range(times):
+        pair.step(ONE if index % 2 else TWO, THREE, FULL)
+        pair.evaluate(TWO)
+    return pair.report()
+
+
+def _only(report: dict[str, Any], *reasons: str) -> bool:
+    return report["replays"] > 0 and {*report["eager"]} <= {*reasons}
+
+
+class SuperModel(GPTModel):  # type: ignore[misc]
+    """Hands everything on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class SuperBlock(TransformerBlock):  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class OwnSuperModel(OwnModel):
+    """Calls a forward that does not call Megatron's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "block"),
+    [
+        (OwnModel, None),
+        (GPTModel, OwnBlock),
+        (OwnModel, OwnBlock),
+        (SuperModel, None),
+        (GPTModel, SuperBlock),
+        (SuperModel, SuperBlock),
+        (OwnSuperModel, OwnBlock),
+    ],
+)
+def test_an_overridden_forward_replays_with_the_bits_of_eager(
+    model: type, block: type | None, install: Install
+) -> None:
+    """Bug: such a model never entered, its calls were counted nowhere, and nothing was said."""
+    install()
+    report = _trained(HostPair(model, block))
+    assert _only(report, "WARMING_UP"), report
+    assert report["failures"] == []
+    assert report["calls"] == 5 * 4 * LAYERS
+    assert report["replays"] >= 2 * 4 * LAYERS
+
+
+def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: Install) -> None:
+    install()
+
+    class Later(OwnModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(
+                kwargs["input_ids"], None, None, None, kwargs["labels"], kwargs["packed_seq_params"]
+            )
+
+    class LaterBlock(OwnBlock):
+        forward = vars(OwnBlock)["forward"]
+
+    pair = HostPair(GPTModel, LaterBlock)
+    assert _only(_trained(pair), "WARMING_UP")
+    refused = HostTrainer(Later)
+    for _ in range(3):
+        step(refused, [ONE])
+    report = megagraph.reports()[-1]
+    assert report["calls"] == 3 * LAYERS and report["replays"] == 0
+    assert "Later.forward overrides GPTModel.forward and has no parameter" in report["failures"][0]
+
+
+def test_what_is_entered_is_named_once(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    install()
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        _trained(HostPair(OwnModel, OwnBlock))
+    said = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
+    assert [text.split(": ")[-1] for text in said] == 2 * [
+        "host_rig.OwnModel.forward is entered in place of GPTModel.forward",
+        "host_rig.OwnBlock.forward is entered in place of TransformerBlock.forward",
+    ]
+
+
+def test_uninstall_puts_back_the_very_forwards_that_override(install: Install) -> None:
+    before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock, GPTModel)}
+    for _ in range(2):
+        install()
+        pair = HostPair(OwnModel, OwnBlock)
+        pair.step(ONE, times=4)
+        assert _only(pair.report(), "WARMING_UP")
+        assert vars(OwnModel)["forward"] is not before[OwnModel]
+        megagraph.uninstall()
+        assert {cls: vars(cls)["forward"] for cls in before} == before
+        assert "forward" not in vars(pair.graphed.chunk.decoder.layers[0])
+
+
+def test_a_forward_that_somebody_has_set_meanwhile_survives_uninstall(install: Install) -> None:
+    class Mine(OwnModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return OwnModel.forward(self, *args, **kwargs)
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return OwnModel.forward(self, *args, **kwargs)
+
+    install()
+    HostPair(Mine).step(ONE)
+    Mine.forward = theirs  # type: ignore[method-assign]
+    megagraph.uninstall()
+    assert vars(Mine)["forward"] is theirs
+
+
+def test_rotary_rows_for_each_token_are_refused_by_a_sentence(install: Install) -> None:
+    """Their rows fit the pack as it was given; no canonical pack has them."""
+    install()
+    pair = HostPair(PerTokenModel, OwnBlock)
+    for index in range(4):
+        pair.step(ONE, TWO if index % 2 else THREE)
+    report = pair.report()
+    assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
+    (failure,) = report["failures"]
+    assert "depends on more than the pack's capacity" in failure
+
+
+class RenamedModel(OwnModel):
+    def forward(self, tokens: Tensor, pack: Any, labels: Tensor) -> Any:  # type: ignore[override]
+        return self.run(tokens, None, None, None, labels, pack)
+
+
+class RenamedBlock(OwnBlock):
+    def forward(self, hidden_states: Any, mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        kwargs.pop("attention_mask")
+        hidden: Any = hidden_states
+        for layer in self.layers:
+            hidden, _ = layer(
+                hidden,
+                packed_seq_params=kwargs["packed_seq_params"],
+                rotary_pos_emb=kwargs["rotary_pos_emb"],
+            )
+        return self.final_layernorm(hidden)
+
+
+def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    pair = HostPair(GPTModel, RenamedBlock)
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
+    assert report["calls"] == 3 * 2 * LAYERS and report["replays"] == 0
+    assert report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2 * LAYERS
+    (failure,) = report["failures"]
+    assert failure == (
+        "GPTModel #2 stays eager (SCOPE_UNSUPPORTED): test_overridden_forwards.RenamedBlock.forward "
+        "overrides TransformerBlock.forward and has no parameter attention_mask, rotary_pos_emb, "
+        "packed_seq_params"
+    )
+    assert caplog.text.count("GPTModel #2: stays eager") == 1
+
+
+def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install: Install) -> None:
+    install()
+    trainer = HostTrainer(RenamedModel)
+    tokens, labels, *_ = (rows[None].to(trainer.device) for rows in ONE.row_lists())
+
+    def call() -> None:
+        trainer.chunk(tokens, ONE.params(trainer.device), labels).sum().backward()
+
+    for _ in range(3):
+        step_of(trainer, call)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * LAYERS}
+    (failure,) = report["failures"]
+    assert "RenamedModel.forward overrides GPTModel.forward and has no parameter input_ids" in failure
+
+
+def step_of(trainer: HostTrainer, call: Callable[[], None]) -> None:
+    """A schedule's step around a call that no schedule of Megatron's would make."""
+    from megagraph.megatron.patch.installation import installed_plugin
+
+    plugin = installed_plugin()
+    assert plugin is not None
+    plugin.schedule(lambda **_given: call())(model=[trainer.model])
+
+
+class SometimesModel(GPTModel):  # type: ignore[misc]
+    """Runs what has one document by a way of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["packed_seq_params"].cu_seqlens_q.numel() == 2:
+            return OwnModel.forward(self, *args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    run, tables = OwnModel.run, OwnModel.tables
+
+
+def test_calls_that_go_another_way_are_counted_and_the_others_replay(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    pair = HostPair(SometimesModel)
+    with caplog.at_level(logging.INFO, logger="megagraph"):
+        for _ in range(8):
+            pair.step(ONE, THREE)
+    report = pair.report()
+    assert report["calls"] == 8 * 2 * LAYERS
+    assert report["eager"]["SCOPE_UNSUPPORTED"] == 8 * LAYERS
+    assert report["replays"] >= 4 * LAYERS
+    assert caplog.text.count("some calls of test_overridden_forwards.SometimesModel.forward") == 2
+
+
+def _patched(model: Any) -> None:
+    model.tables, model.run = (types.MethodType(f, model) for f in (OwnModel.tables, OwnModel.run))
+    model.forward = types.MethodType(OWN_FORWARD, model)
+
+
+def test_a_forward_on_the_instance_replays_and_is_put_back(install: Install) -> None:
+    """As verl patches a model for its fused kernels where megatron-core has no hook for them."""
+    install()
+    pair = HostPair(prepare=_patched)
+    given = vars(pair.graphed.chunk)["forward"]
+    report = _trained(pair)
+    assert _only(report, "WARMING_UP") and report["calls"] == 5 * 4 * LAYERS
+    assert vars(pair.graphed.chunk)["forward"] is not given
+    megagraph.uninstall()
+    assert vars(pair.graphed.chunk)["forward"] is given
+
+
+def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(install: Install) -> None:
+    install()
+    pair = HostPair()
+    pair.step(ONE, times=3)
+    before = pair.report()["replays"]
+    assert before > 0
+    for trainer in pair.both:
+        trainer.chunk.forward_backup = trainer.chunk.forward
+        _patched(trainer.chunk)
+    pair.step(ONE, times=4)
+    patched = pair.report()
+    assert patched["calls"] == 7 * LAYERS and patched["replays"] >= before + 2 * LAYERS
+    for trainer in pair.both:
+        trainer.chunk.forward = trainer.chunk.forward_backup
+    pair.step(ONE, times=3)
+    after = pair.report()
+    assert after["calls"] == 10 * LAYERS and after["replays"] >= patched["replays"] + 2 * LAYERS
+    assert {*after["eager"]} == {"WARMING_UP"}
+
+
+def test_a_model_that_only_bare_calls_reach_is_counted_too(install: Install) -> None:
+    """As GRPO asks an unwrapped reference of the policy's class."""
+    install()
+    pair = HostPair(OwnModel, OwnBlock)
+    pair.step(ONE, times=2)
+    _model, bare = bare_model(OwnModel, OwnBlock)
+    out = []
+    for _ in range(5):
+        with torch.no_grad():
+            out.append(forward(bare, ONE, pair.eager.device)[0])
+    with torch.no_grad(), megagraph.disable_cuda_graphs_this_step():
+        expected = forward(bare, ONE, pair.eager.device)[0]
+    assert torch.equal(out[-1], expected)
+    report = megagraph.reports()[-1]
+    assert report["calls"] == 6 * LAYERS and report["replays"] >= 2 * LAYERS
+    assert {*report["eager"]} == {"WARMING_UP", "DISABLED"}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_an_overridden_model_trains_as_without_the_plugin(mode: str) -> None:
+    """Not bit for bit: a canonical pack has more rows, over which torch sums in another order."""
+    left = []
+    for installed in (False, True):
+        if installed:
+            megagraph.install(graph_config(mode=mode))
+        trainer = HostTrainer(OwnModel, OwnBlock)
+        left.append([step(trainer, [ONE, TWO]) for _ in range(5)])
+    for plain, ours in zip(*left, strict=True):
+        torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(ours.grads, plain.grads, rtol=1e-2, atol=1e-2)
+
+
+class ScaledBlock(OwnBlock):
+    """Between layers it works on every row; autograd keeps the rows for that."""
+
+    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
+        return hidden_states * hidden_states.tanh() if index % 2 == 0 else hidden_states
+
+
+FOUR = dataclasses.replace(OPTIONS, layers=4)
+
+
+def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs(install: Install) -> None:
+    """A layer that would be staged into the former one's output runs eager; without gradients none is."""
+    install()
+    pair = HostPair(GPTModel, ScaledBlock, options=FOUR)
+    for _ in range(5):
+        pair.step(ONE, TWO)
+    trained = pair.report()
+    assert _only(trained, "WARMING_UP", "NESTING") and trained["eager"]["NESTING"] > 0
+    for _ in range(4):
+        pair.evaluate(THREE)
+    report = pair.report()
+    assert report["replays"] - trained["replays"] == 3 * 4
+    assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
+
+
+class InPlaceBlock(OwnBlock):
+    """Adds features to some rows in place, after its first layer."""
+
+    chosen: Tensor  # rows of the pack as it was given
+
+    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
+        if index == 0:
+            hidden_states[self.chosen] = hidden_states[self.chosen] + 1.5
+        return hidden_states
+
+
+def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given(install: Install) -> None:
+    install()
+    pair = HostPair(OwnModel, InPlaceBlock)
+    for micro in (ONE, TWO, FULL, THREE, ONE, TWO):
+        for trainer in pair.both:
+            trainer.chunk.decoder.chosen = torch.arange(micro.physical, device=trainer.device) % 3 == 0
+        pair.step(micro)
+    assert _only(pair.report(), "WARMING_UP", "NESTING")
+
+
+class BiasedBlock(OwnBlock):
+    """Gives its second layer an argument of its own."""
+
+    def further_arguments(self, index: int) -> dict[str, Any]:
+        return {"padding_mask": torch.zeros(1)} if index == 1 else {}
+
+
+def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -> None:
+    install()
+    pair = HostPair(GPTModel, BiasedBlock)
+    left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
+    for one, other in zip(left[:4], left[4:], strict=True):
+        assert_same(one, other)
+    _eager, report = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2}
+    assert report["replays"] == 2
+
+
+class PartsBlock(OwnBlock):
+    """Runs parts of its layers, and no layer."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Any,
+        attention_mask: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **further: Any,
+    ) -> Any:
+        for layer in self.layers:
+            out, bias = layer.mlp(hidden_states)
+            hidden_states = hidden_states + out + bias
+        return self.final_layernorm(hidden_states)
+
+
+def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) -> None:
+    install()
+    pair = HostPair(GPTModel, PartsBlock)
+    pair.step(FULL, times=6)
+    report = pair.report()
+    assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
+    assert "some calls do not reach" in report["failures"][-1]
+
+
+def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
+    install()
+    pair = HostPair(GPTModel, OwnBlock)
+    seen: list[torch.Size] = []
+    for trainer in pair.both:
+        layer = trainer.chunk.decoder.layers[1]
+        layer.register_forward_hook(lambda _layer, _args, out: seen.append(out[0].shape))
+    pair.step(ONE, times=4)
+    assert len(seen) == 2 * 4 and {shape[0] for shape in seen} == {ONE.physical}
+    assert _only(pair.report(), "WARMING_UP", "FOREIGN_HOOK")
