@@ -304,7 +304,7 @@ def test_an_overridden_model_trains_as_without_the_plugin(mode: str) -> None:
         if installed:
             megagraph.install(graph_config(mode=mode))
         trainer = HostTrainer(OwnModel, OwnBlock)
-        left.append([step(trainer, [ONE, TWO]) for _ in range(5)])
+        left.append([step(trainer, [ONE, TWO], update=False) for _ in range(5)])
     for plain, ours in zip(*left, strict=True):
         torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(ours.grads, plain.grads, rtol=1e-2, atol=1e-2)
