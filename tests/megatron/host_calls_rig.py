@@ -118,23 +118,9 @@ def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
     return -logits[0].float().log_softmax(-1).gather(-1, labels[0, :, None]).squeeze(-1)
 
 
-def labels_call(model: Any, micro: Micro, params: Any) -> Tensor:
+def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) -> Tensor:
     """Losses for labels, with positions."""
-    tokens, labels, _mask, positions = _rows(micro, params.cu_seqlens_q.device)
-    losses: Tensor = model(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=None,
-        labels=labels,
-        packed_seq_params=params,
-    )
-    return losses[0].float()
-
-
-def full_rows_call(model: Any, micro: Micro, params: Any) -> Tensor:
-    """The same where the tail is a document of the pack."""
-    device = params.cu_seqlens_q.device
-    tokens, labels, _mask, positions = _rows(micro, device, OPTIONS.max_tokens)
+    tokens, labels, _mask, positions = _rows(micro, params.cu_seqlens_q.device, rows)
     losses: Tensor = model(
         input_ids=tokens,
         position_ids=positions,
@@ -143,6 +129,10 @@ def full_rows_call(model: Any, micro: Micro, params: Any) -> Tensor:
         packed_seq_params=params,
     )
     return losses[0, : micro.physical].float()
+
+
+# Where the tail is a document of the pack.
+full_rows_call = partial(labels_call, rows=OPTIONS.max_tokens)
 
 
 def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, context: Any, **_: Any) -> Any:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import OPTIONS, Pair
+from megatron_rig import OPTIONS, Micro, Pair
 from torch import Tensor, nn
 
 from megagraph.demo.trainer import Trainer, in_half_precision, transformer_config
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
+ONE, TWO, THREE = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+FULL = Micro(lengths=(40, 24), seed=3)  # as many rows as the capacity
 TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 
 
@@ -191,3 +193,16 @@ class HostPair(Pair):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.eager, self.graphed = HostTrainer(*args, **kwargs), HostTrainer(*args, **kwargs)
+
+
+def trained(pair: HostPair, times: int = 5) -> dict[str, Any]:
+    """Steps whose packs change; evaluations too. The report of the graphed one."""
+    for index in range(times):
+        pair.step(ONE if index % 2 else TWO, THREE, FULL)
+        pair.evaluate(TWO)
+    return pair.report()
+
+
+def only(report: dict[str, Any], *reasons: str) -> bool:
+    """Whether it replayed, and ran eager for these reasons alone."""
+    return report["replays"] > 0 and {*report["eager"]} <= {*reasons}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and blocks that override Megatron's forward: served where they can be, else refused and counted."""
 
-import dataclasses
 import logging
 import types
 from collections.abc import Callable
@@ -9,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from host_rig import HostPair, HostTrainer, OwnBlock, OwnModel, PerTokenModel, bare_model
+from host_rig import (
+    ONE,
+    THREE,
+    TWO,
+    HostPair,
+    HostTrainer,
+    OwnBlock,
+    OwnModel,
+    PerTokenModel,
+    bare_model,
+    only,
+    trained,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, OPTIONS, Micro, assert_same, forward, graph_config, step
+from megatron_rig import LAYERS, forward, graph_config, step
 from torch import Tensor
 
 import megagraph
@@ -20,22 +31,8 @@ from megagraph.config import GraphConfig
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO, THREE = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-FULL = Micro(lengths=(40, 24), seed=3)
 Install = Callable[..., GraphConfig]
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
-
-
-def _trained(pair: HostPair, times: int = 5) -> dict[str, Any]:
-    """Steps whose packs change; evaluations too. The report of the graphed one."""
-    for index in range(times):
-        pair.step(ONE if index % 2 else TWO, THREE, FULL)
-        pair.evaluate(TWO)
-    return pair.report()
-
-
-def _only(report: dict[str, Any], *reasons: str) -> bool:
-    return report["replays"] > 0 and {*report["eager"]} <= {*reasons}
 
 
 class SuperModel(GPTModel):  # type: ignore[misc]
@@ -74,8 +71,8 @@ def test_an_overridden_forward_replays_with_the_bits_of_eager(
 ) -> None:
     """Bug: such a model never entered, its calls were counted nowhere, and nothing was said."""
     install()
-    report = _trained(HostPair(model, block))
-    assert _only(report, "WARMING_UP"), report
+    report = trained(HostPair(model, block))
+    assert only(report, "WARMING_UP"), report
     assert report["failures"] == []
     assert report["calls"] == 5 * 4 * LAYERS
     assert report["replays"] >= 2 * 4 * LAYERS
@@ -94,7 +91,7 @@ def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: I
         forward = vars(OwnBlock)["forward"]
 
     pair = HostPair(GPTModel, LaterBlock)
-    assert _only(_trained(pair), "WARMING_UP")
+    assert only(trained(pair), "WARMING_UP")
     refused = HostTrainer(Later)
     for _ in range(3):
         step(refused, [ONE])
@@ -106,7 +103,7 @@ def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: I
 def test_what_is_entered_is_named_once(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     install()
     with caplog.at_level(logging.INFO, logger="megagraph"):
-        _trained(HostPair(OwnModel, OwnBlock))
+        trained(HostPair(OwnModel, OwnBlock))
     said = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
     assert [text.split(": ")[-1] for text in said] == 2 * [
         "host_rig.OwnModel.forward is entered in place of GPTModel.forward",
@@ -120,7 +117,7 @@ def test_uninstall_puts_back_the_very_forwards_that_override(install: Install) -
         install()
         pair = HostPair(OwnModel, OwnBlock)
         pair.step(ONE, times=4)
-        assert _only(pair.report(), "WARMING_UP")
+        assert only(pair.report(), "WARMING_UP")
         assert vars(OwnModel)["forward"] is not before[OwnModel]
         megagraph.uninstall()
         assert {cls: vars(cls)["forward"] for cls in before} == before
@@ -251,8 +248,8 @@ def test_a_forward_on_the_instance_replays_and_is_put_back(install: Install) -> 
     install()
     pair = HostPair(prepare=_patched)
     given = vars(pair.graphed.chunk)["forward"]
-    report = _trained(pair)
-    assert _only(report, "WARMING_UP") and report["calls"] == 5 * 4 * LAYERS
+    report = trained(pair)
+    assert only(report, "WARMING_UP") and report["calls"] == 5 * 4 * LAYERS
     assert vars(pair.graphed.chunk)["forward"] is not given
     megagraph.uninstall()
     assert vars(pair.graphed.chunk)["forward"] is given
@@ -304,109 +301,7 @@ def test_an_overridden_model_trains_as_without_the_plugin(mode: str) -> None:
         if installed:
             megagraph.install(graph_config(mode=mode))
         trainer = HostTrainer(OwnModel, OwnBlock)
-        left.append([step(trainer, [ONE, TWO]) for _ in range(5)])
+        left.append([step(trainer, [ONE, TWO], update=False) for _ in range(5)])
     for plain, ours in zip(*left, strict=True):
         torch.testing.assert_close(ours.losses, plain.losses, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(ours.grads, plain.grads, rtol=1e-2, atol=1e-2)
-
-
-class ScaledBlock(OwnBlock):
-    """Between layers it works on every row; autograd keeps the rows for that."""
-
-    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
-        return hidden_states * hidden_states.tanh() if index % 2 == 0 else hidden_states
-
-
-FOUR = dataclasses.replace(OPTIONS, layers=4)
-
-
-def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs(install: Install) -> None:
-    """A layer that would be staged into the former one's output runs eager; without gradients none is."""
-    install()
-    pair = HostPair(GPTModel, ScaledBlock, options=FOUR)
-    for _ in range(5):
-        pair.step(ONE, TWO)
-    trained = pair.report()
-    assert _only(trained, "WARMING_UP", "NESTING") and trained["eager"]["NESTING"] > 0
-    for _ in range(4):
-        pair.evaluate(THREE)
-    report = pair.report()
-    assert report["replays"] - trained["replays"] == 3 * 4
-    assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
-
-
-class InPlaceBlock(OwnBlock):
-    """Adds features to some rows in place, after its first layer."""
-
-    chosen: Tensor  # rows of the pack as it was given
-
-    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
-        if index == 0:
-            hidden_states[self.chosen] = hidden_states[self.chosen] + 1.5
-        return hidden_states
-
-
-def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given(install: Install) -> None:
-    install()
-    pair = HostPair(OwnModel, InPlaceBlock)
-    for micro in (ONE, TWO, FULL, THREE, ONE, TWO):
-        for trainer in pair.both:
-            trainer.chunk.decoder.chosen = torch.arange(micro.physical, device=trainer.device) % 3 == 0
-        pair.step(micro)
-    assert _only(pair.report(), "WARMING_UP", "NESTING")
-
-
-class BiasedBlock(OwnBlock):
-    """Gives its second layer an argument of its own."""
-
-    def further_arguments(self, index: int) -> dict[str, Any]:
-        return {"padding_mask": torch.zeros(1)} if index == 1 else {}
-
-
-def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -> None:
-    install()
-    pair = HostPair(GPTModel, BiasedBlock)
-    left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
-    for one, other in zip(left[:4], left[4:], strict=True):
-        assert_same(one, other)
-    _eager, report = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2}
-    assert report["replays"] == 2
-
-
-class PartsBlock(OwnBlock):
-    """Runs parts of its layers, and no layer."""
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden_states: Any,
-        attention_mask: Any,
-        rotary_pos_emb: Any = None,
-        packed_seq_params: Any = None,
-        **further: Any,
-    ) -> Any:
-        for layer in self.layers:
-            out, bias = layer.mlp(hidden_states)
-            hidden_states = hidden_states + out + bias
-        return self.final_layernorm(hidden_states)
-
-
-def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) -> None:
-    install()
-    pair = HostPair(GPTModel, PartsBlock)
-    pair.step(FULL, times=6)
-    report = pair.report()
-    assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
-    assert "some calls do not reach" in report["failures"][-1]
-
-
-def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
-    install()
-    pair = HostPair(GPTModel, OwnBlock)
-    seen: list[torch.Size] = []
-    for trainer in pair.both:
-        layer = trainer.chunk.decoder.layers[1]
-        layer.register_forward_hook(lambda _layer, _args, out: seen.append(out[0].shape))
-    pair.step(ONE, times=4)
-    assert len(seen) == 2 * 4 and {shape[0] for shape in seen} == {ONE.physical}
-    assert _only(pair.report(), "WARMING_UP", "FOREIGN_HOOK")
