@@ -69,13 +69,17 @@ class Changes:
         is_first, self._has_moved = not self._has_moved, True
         return is_first or not captures
 
+    def drop_everything(self) -> None:
+        """Drops all graphs, on this rank."""
+        self._block.reset()
+        self._kinds.forget_graphs()
+
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
         chain = self._block.chain
         (everything,) = self._peers.exchange([int(not is_partial or bool(chain.holders()))])
         if everything:
-            self._block.reset()
-            self._kinds.forget_graphs()
+            self.drop_everything()
         else:
             self._block.drop_gradients()
             self._kinds.forget_graphs(lambda kind: kind.grad)

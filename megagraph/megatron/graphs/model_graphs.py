@@ -80,7 +80,8 @@ class ModelGraphs:
         self._is_suspended = False
         self._replayed_tokens = 0
         self._tail = config.tail
-        self._tables = OwnTables(model, self.block.constants.make)
+        constants = self.block.constants
+        self._tables = OwnTables(model, constants.make)
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
         self.running: MicroBatch | EagerReason | None = None
 
@@ -143,7 +144,8 @@ class ModelGraphs:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._rows is None:
             return False
-        failure = self.block.constants.find(batch, self.peers.rows(batch.capacity.tokens), *self._rows)
+        constants = self.block.constants
+        failure = constants.find(batch, self.peers.rows(batch.capacity.tokens), *self._rows)
         if failure is not None:
             self.entries.fail(failure)
         return failure is None
@@ -291,10 +293,6 @@ class ModelGraphs:
         self._is_warm = self._is_warm or any(kind.grad for kind in due)
         self._kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
 
-    def _drop_graphs(self) -> None:
-        self.block.reset()
-        self._kinds.forget_graphs()
-
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
         for kind in self._kinds.end_step():
@@ -324,7 +322,7 @@ class ModelGraphs:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
         if self.peers.use(group):
             self.peers.leave()
-            self._drop_graphs()
+            self._changes.drop_everything()
 
     def release(self) -> None:
         """Drops every graph for good."""
