@@ -63,13 +63,19 @@ class Calls:
             sys.setprofile(None)
 
 
-def _count(layers: int) -> tuple[Calls, Calls, Calls]:
-    """The calls of one replayed micro-batch, forward and backward, and of a step boundary."""
+def _count(layers: int, ddp: dict[str, Any] | None = None) -> tuple[Calls, Calls, Calls]:
+    """The calls of one replayed micro-batch, forward and backward, and of a step boundary.
+
+    Outside of a schedule DDP takes each micro-batch for the last of its step.
+    """
     megagraph.install(graph_config())
     try:
-        trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers))
+        trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
         for _ in range(3):
             step(trainer, [MICRO, MICRO])
+        trainer.model.zero_grad_buffer()
+        for group in trainer.model.bucket_groups:
+            group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
         plugin = installed_plugin()
         assert plugin is not None
         (graphs,) = plugin.all_graphs()
@@ -110,6 +116,13 @@ def test_a_micro_batch_costs_a_bounded_number_of_calls(counts: dict[int, tuple[C
     assert in_forward <= 52
     assert in_backward == 0
     assert at_boundary <= 8
+
+
+def test_the_last_micro_batch_costs_no_call_for_a_further_layer(megatron: None) -> None:
+    """All of its parameters are in one bucket: DDP hears of them once, at the end."""
+    few, many = (_count(layers, {"overlap_grad_reduce": True})[1] for layers in (2, 6))
+    assert few.all == many.all, many.ours - few.ours
+    assert _of_plugin(many) <= 6
 
 
 @pytest.mark.parametrize(("case", "bound"), [("no pack", 9), ("a pack that fits no capacity", 13)])
