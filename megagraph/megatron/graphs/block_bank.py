@@ -281,8 +281,9 @@ class BlockBank:
     def use_graphs_of_current_settings(self) -> None:
         """Points each variant at its graphs of the numeric settings in force, where it has some."""
         for key, indices in self._by_settings.items():
-            fitting = filter(self._chain.has_current_settings, indices)
-            self._chain.variants[key] = next(fitting, self._chain.variants[key])
+            if len(indices) > 1:
+                fitting = filter(self._chain.has_current_settings, indices)
+                self._chain.variants[key] = next(fitting, self._chain.variants[key])
 
     def kinds_without_current_graphs(self) -> set[Kind]:
         """The captured kinds that have no graphs of the numeric settings in force.

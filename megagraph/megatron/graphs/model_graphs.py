@@ -192,6 +192,9 @@ class ModelGraphs:
     def _look_for_changes(self, *, runs_eager: bool) -> None:
         """Finds out what keeps this step eager, here or on another rank of the group."""
         changed = None if runs_eager else self.block.what_changed()
+        if changed is None and self.peers.size == 1:  # as in nearly every step, and every bare call
+            self._step_reason = None
+            return
         # A host that resumes has moved what it wanted to move: captured again in this very step.
         costs_step = changed is not None and not (self._has_resumed and changed is EagerReason.ADDRESS_MOVED)
         flags = [int(changed is not None), int(runs_eager or costs_step)]
