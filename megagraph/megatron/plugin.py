@@ -231,10 +231,11 @@ class Plugin:
         if self._step_models:
             graphs.at_bare_call()
             return False
-        self._retire()
+        if self._gone:
+            self._retire()
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
+            graphs.at_step_boundary(is_skipped=_skip_depth > 0)
         finally:
             subject.reset(model)
         return True

@@ -80,6 +80,16 @@ class ShardedTrainer(Trainer):
         return super().make_optimizer() if self.device.type == "cuda" else ShardedSGD(self.model)
 
 
+class HookedTrainer(Trainer):
+    """A `Trainer` of whose layers the second has a hook, so that it stays eager."""
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        chunk: Any = super().make_chunk(config, spec)
+        chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
+        made: nn.Module = chunk
+        return made
+
+
 def _nothing(trainer: Trainer, index: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -123,6 +133,7 @@ def train_pair(
     transformer_engine: bool = False,
     data_parallel: bool = False,
     sharded: bool = False,
+    hooked: bool = False,
     misfits_on: int | None = None,
     evaluate_at: Collection[int] = (),
     around: Around = _nothing,
@@ -138,6 +149,7 @@ def train_pair(
         transformer_engine: layers of its modules.
         data_parallel: give each rank packs of its own.
         sharded: shard the parameters over the ranks.
+        hooked: keep the second layer eager.
         misfits_on: the rank some of whose packs fit no capacity.
         evaluate_at: the steps before which both evaluate.
         around: entered around each step of the graphed run.
@@ -147,7 +159,7 @@ def train_pair(
     """
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if data_parallel else 0, misfits=rank == misfits_on)
-    trainer_type = ShardedTrainer if sharded else Trainer
+    trainer_type = ShardedTrainer if sharded else HookedTrainer if hooked else Trainer
     spec = rig.te_layer_spec() if transformer_engine else None
     make = partial(trainer_type, options, config=transformer, ddp=ddp, spec=spec)
     run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism over two ranks, with what Megatron's DDP overlaps: the bits of eager."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import parallel_jobs
 import pytest
+from megatron_rig import LAYERS, Micro, Pair
 from worlds import World
+
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -53,3 +61,80 @@ def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size:
     layers = reports[0]["layers"]
     assert reports[0]["eager"] == {"WARMING_UP": 3 * layers}
     assert reports[1]["eager"] == {"WARMING_UP": 3 * layers, "TOO_MANY_SEQUENCES": 4 * layers}
+
+
+@pytest.mark.parametrize("bucket_size", [1000, 4000, None])
+def test_an_eager_layer_tells_of_itself_between_those_that_replay(
+    world2: World, bucket_size: int | None
+) -> None:
+    """Each layer that replays is then told of by itself, and buckets lie across layers."""
+    options = dataclasses.replace(parallel_jobs.OPTIONS, layers=4)
+    reports = world2.run(
+        parallel_jobs.train_pair,
+        ddp={**OVERLAP, "bucket_size": bucket_size},
+        options=options,
+        data_parallel=True,
+        hooked=True,
+    )
+    for report in reports:
+        assert report["eager"] == {"WARMING_UP": 3 * 4, "FOREIGN_HOOK": 5 * 3}
+        assert report["replays"] == 5 * 3 * 3
+
+
+def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the bucket groups of a model hear and do in their order: a host's own functions are in between."""
+    names = {param: name for name, param in trainer.model.named_parameters()}
+    heard: list[str] = []
+
+    def listen(index: int, group: Any) -> None:
+        register, start = group.register_grad_ready, group.start_grad_sync
+
+        def hear(param: Any, *further: Any) -> None:
+            heard.append(f"group {index} hears of {names[param]}")
+            register(param, *further)
+
+        def reduce(**how: Any) -> None:
+            heard.append(f"group {index} reduces")
+            start(**how)
+
+        monkeypatch.setattr(group, "register_grad_ready", hear)
+        monkeypatch.setattr(group, "start_grad_sync", reduce)
+
+    for index, group in enumerate(trainer.model.bucket_groups):
+        listen(index, group)
+    return heard
+
+
+@pytest.mark.parametrize("bucket_size", [1000, 4000, None])
+def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eager(
+    install: Callable[..., GraphConfig], monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
+) -> None:
+    install()
+    pair = Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
+    pair.step(ONE, TWO, times=3)
+    eager, graphed = (_heard(trainer, monkeypatch) for trainer in pair.both)
+    pair.step(ONE)
+    groups = len(pair.graphed.model.bucket_groups)
+    assert groups == 1 if bucket_size is None else groups > 2
+    for index in range(groups):
+        of_group = [
+            [line for line in heard if line.startswith(f"group {index} ")] for heard in (eager, graphed)
+        ]
+        assert of_group[0] == of_group[1]
+    reduced = [[line for line in heard if line.endswith("reduces")] for heard in (eager, graphed)]
+    assert reduced[0] == reduced[1] and len(set(reduced[0])) == len(reduced[0]) == groups
+
+
+def test_counts_add_up_where_every_micro_batch_is_the_last(install: Callable[..., GraphConfig]) -> None:
+    """As without `no_sync`: DDP compares how often it has heard of each parameter with the first step."""
+    install()
+    pair = Pair(ddp=OVERLAP)
+    for trainer in pair.both:
+        trainer.chunk.config.no_sync_func = None
+    for _ in range(4):
+        pair.step(ONE, TWO)
+        for trainer in pair.both:
+            (group,) = trainer.model.bucket_groups
+            assert set(group.per_param_grad_ready_counts.values()) <= {2}
+    assert group.golden_per_param_grad_ready_counts == group.per_param_grad_ready_counts != {}
+    assert pair.report()["replays"] == 3 * 2 * LAYERS

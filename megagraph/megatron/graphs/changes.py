@@ -48,6 +48,9 @@ class Changes:
         watch = self._block.watch
         changed = None if runs_eager else self._block.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
+        if changed is None and not is_away and self._peers.size == 1:  # as in nearly every step and bare call
+            self.reason = self.gradients_reason = None
+            return
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
         is_partial = changed is None or self._block.have_only_gradients_moved
         self.reason = None if is_partial else stops

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that waits for a place in the launch queue lets other threads of Python run."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bank_pair import Pair, blocks, variant
+
+pytestmark = pytest.mark.gpu
+
+SITES = 32
+SLEEP_CYCLES = 4_000_000_000  # some two seconds: the queue fills meanwhile
+WAITED_SECONDS = 0.2
+
+
+class Loader(threading.Thread):
+    """Counts, as a thread that loads data would work."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.count = 0
+        self.is_over = False
+
+    def run(self) -> None:
+        while not self.is_over:
+            self.count += 1
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # or each of the calls that fill the queue would wait 5 ms for the GIL
+    thread = Loader()
+    thread.start()
+    yield thread
+    thread.is_over = True
+    thread.join()
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["without gradients", "with gradients"])
+def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loader, training: bool) -> None:
+    """Bug: the GIL was held, and data loaders stood still as long as the GPU was behind."""
+    pair = Pair("cuda", blocks(SITES)).capture(variant(training=training))
+    hidden = pair.input().requires_grad_(training)
+
+    def timed_forward() -> tuple[float, int]:
+        with torch.set_grad_enabled(training), pair.chain.micro_batch("train") as reason:
+            assert reason is None
+            start, counted = time.perf_counter(), loader.count
+            out = pair.chain.replay_all(hidden)
+            waited = time.perf_counter() - start, loader.count - counted
+        assert out is not NotImplemented
+        return waited  # the output is dropped, and its slot free
+
+    timed_forward()
+    torch.cuda.synchronize()
+    start, counted = time.perf_counter(), loader.count
+    time.sleep(0.1)
+    pace = (loader.count - counted) / (time.perf_counter() - start)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    calls = [timed_forward() for _ in range(2000 // SITES + 200)]
+    torch.cuda.synchronize()
+    waited, counted = max(calls)
+    assert waited > WAITED_SECONDS, "the launch queue was never full"
+    assert counted > 0.2 * pace * waited
