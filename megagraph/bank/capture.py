@@ -24,7 +24,7 @@ from megagraph.bank.accumulators import swap_of, swapped
 from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.bank.backends import Backend
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
-from megagraph.bank.rng import RngSources
+from megagraph.bank.rng import RngSources, Snapshot
 from megagraph.bank.saved import Saves, saved_tensors
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
@@ -185,7 +185,21 @@ class CapturePlan:
             if rewinds.has_drawn():
                 detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
+            self._compare_draws(index, x, before)
         return y.detach()
+
+    def _compare_draws(self, index: int, x: Tensor, before: Snapshot) -> None:
+        """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture."""
+        after = self._rng.snapshot()
+        (draws,) = self._exchange([int(self._rng.has_moved(before, after))])
+        if not draws:
+            return
+        self._rng.restore(before)
+        with leaves_no_trace([self._sites[index]], work_runs=True):
+            self._run_once(index, x)
+        if self._rng.has_moved(after, self._rng.snapshot()):
+            detail = "draws other random numbers in eager than in a capture, as what recomputes does"
+            raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
 
     def _run_once(self, index: int, x: Tensor) -> Tensor:
         site, training = self._sites[index], self._variant.training

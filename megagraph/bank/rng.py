@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagraph.bank.rewinds import Rewinds, rewinds_of_default_generator
 
-__all__ = ["RngSources", "RngTracker", "TrackerSource"]
+__all__ = ["RngSources", "RngTracker", "Snapshot", "TrackerSource"]
 
 
 class RngTracker(Protocol):
@@ -45,7 +45,7 @@ def _itself(tracker: RngTracker) -> RngTracker:
 
 
 TrackerSource = Callable[[], RngTracker]
-_Snapshot = tuple[list[Tensor], list[dict[str, Tensor | torch.Generator]]]
+Snapshot = tuple[list[Tensor], list[dict[str, Tensor | torch.Generator]]]
 
 
 class RngSources:
@@ -95,7 +95,7 @@ class RngSources:
         self._seen = seen
         return False
 
-    def snapshot(self) -> _Snapshot:
+    def snapshot(self) -> Snapshot:
         """The state of every stream now."""
         states = [generator.get_state() for generator in [*self._defaults, *self.generators()]]
         saved: list[dict[str, Tensor | torch.Generator]] = [
@@ -104,7 +104,7 @@ class RngSources:
         ]
         return states, saved
 
-    def restore(self, snapshot: _Snapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Sets every stream back."""
         states, saved = snapshot
         for generator, state in zip([*self._defaults, *self.generators()], states, strict=True):
@@ -126,7 +126,11 @@ class RngSources:
         with rewinds_of_default_generator(self._device) as rewinds:
             yield rewinds
 
-    def drew_unsafely(self, snapshot: _Snapshot) -> bool:
+    def has_moved(self, one: Snapshot, other: Snapshot) -> bool:
+        """Whether a stream is elsewhere in one than in the other."""
+        return not all(map(torch.equal, one[0], other[0]))
+
+    def drew_unsafely(self, snapshot: Snapshot) -> bool:
         """Whether a stream that no graph can advance has moved since `snapshot`."""
         now = self.snapshot()
         if not self._is_host_drawn and not torch.equal(snapshot[0][0], now[0][0]):

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_pair import WIDTH, Pair, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
+from torch.nn import functional
 
+from megagraph.bank.bank import Bank
 from megagraph.bank.rng import RngSources
 from megagraph.decide.reasons import EagerReason
 
@@ -255,3 +257,36 @@ def test_generators_of_one_state_are_the_same_stream() -> None:
         check_draws(pair, tracker)
     tracker.set_states({"dropout": stream.clone_state()})
     assert pair.bank.rng.has_other_streams()
+
+
+class DrawsMoreInEager(nn.Module):
+    """Drops out twice, unless it is told of a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_told = Block(), False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = functional.dropout(self.inner(hidden), 0.3)
+        return hidden if self.is_told else functional.dropout(hidden, 0.3)
+
+
+def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
+    layer = DrawsMoreInEager().to(device)
+
+    @contextlib.contextmanager
+    def told() -> Iterator[None]:
+        layer.is_told = True
+        try:
+            yield
+        finally:
+            layer.is_told = False
+
+    bank = Bank(device, guard=told)
+    chain = bank.add_chain([layer, Block().to(device)])
+    state = torch.get_rng_state()
+    bank.capture({chain: [variant()]})
+    assert torch.equal(state, torch.get_rng_state())
+    assert chain.eager_sites == {0: EagerReason.RNG_NOT_GRAPH_SAFE}
+    assert "draws other random numbers in eager than in a capture" in bank.take_failures()[0]
+    bank.release()
