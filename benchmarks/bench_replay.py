@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.figures import Measurement, beside_each, differences, timed, timed_ratio
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import eager_calls, flat_banks, layers
+from benchmarks.subjects import costs, eager_calls, flat_banks, layers
 from benchmarks.subjects.hosts import answer_ours, answer_rival
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
@@ -25,6 +25,8 @@ BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 EAGER_BAR = 2.0  # us a model call
+LAST_BAR, BARE_CALL_BAR = 10.0, 20.0  # us a layer of ours; us a call of a model of 24 layers
+ENGINE_BAR, PACE_BAR = 0.6, 0.5  # of autograd's own call; of a thread's free pace
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
 # The rows of these are one unpacked document.
 RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
@@ -38,6 +40,7 @@ PARTS: dict[str, Callable[[ModelOptions], dict[str, Any]]] = {
     "own": layers.measure_stacks,
     "banks": lambda _: flat_banks.measure_banks(),
     "calls": lambda _: eager_calls.measure_calls(),
+    "costs": costs.measure_costs,
 }
 
 
@@ -127,8 +130,44 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
     return figures
 
 
+def cost_figures(measured: Answer) -> list[Figure]:
+    """The last micro-batch, autograd's own call in a schedule, calls outside of any, other threads."""
+    last, engine, thread = measured["last"], measured["engine"], measured["thread"]
+    title = "last micro-batch with overlap_grad_reduce, backward of a layer"
+    figures = [
+        timed(f"{title}: own share", last["own"], "us", bar=LAST_BAR),
+        timed(f"{title}: all of it, median", last["backward"], "us", floor=median(last["bare"])),
+        timed(f"{title}: DDP's part, for each gradient by itself, median", last["megatron"], "us"),
+    ]
+    for how in ("hot", "idle"):
+        inside, outside = engine[f"inside, {how}"], engine[f"outside, {how}"]
+        title = f"autograd's own call, {how}"
+        rival = {"rival": "outside of any", "rival_value": median(outside)}
+        figures += [
+            timed(f"{title}: inside of a schedule, median", inside, "us", **rival),
+            timed_ratio(f"{title}: inside of a schedule / outside", inside, outside, "ratio", bar=ENGINE_BAR),
+        ]
+    for case, times in measured["calls"].items():
+        patched, unpatched = times["patched"], times["unpatched"]
+        title = f"call outside of any schedule, {layers.LAYERS} layers captured, {case}"
+        rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
+        figures += [
+            timed(title, differences(patched, unpatched), "us more", bar=BARE_CALL_BAR),
+            timed(f"{title}, median", patched, "us", **rival),
+        ]
+    title = "Python thread while a forward waits for the launch queue"
+    pace = Figure(
+        name=f"{title}: pace / its free one",
+        value=thread["share"],
+        unit="1",
+        bar=PACE_BAR,
+        better="higher",
+    )
+    return [*figures, pace, Figure(name=f"{title}: the wait", value=thread["waited"], unit="s")]
+
+
 def measure(measurement: Measurement) -> None:
-    """Measures layers beside everybody else's, banks of many variants, and eager calls."""
+    """Measures layers beside everybody else's, banks of many variants, eager calls, what is around layers."""
     ask = partial(measure_part, __name__)
 
     def beside_rivals() -> list[Figure]:
@@ -137,6 +176,7 @@ def measure(measurement: Measurement) -> None:
     measurement.take("layers", beside_rivals)
     measurement.take("banks", lambda: bank_figures(ask("banks")))
     measurement.take("calls", lambda: call_figures(ask("calls")))
+    measurement.take("costs", lambda: cost_figures(ask("costs")))
 
 
 def answer(part: str) -> None:

@@ -272,7 +272,7 @@ class DrawsMoreInEager(nn.Module):
 
 
 def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
-    layer = DrawsMoreInEager().to(device)
+    layer, after = DrawsMoreInEager().to(device), Block().to(device)
 
     @contextlib.contextmanager
     def told() -> Iterator[None]:
@@ -283,7 +283,7 @@ def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
             layer.is_told = False
 
     bank = Bank(device, guard=told)
-    chain = bank.add_chain([layer, Block().to(device)])
+    chain = bank.add_chain([layer, after])
     state = torch.get_rng_state()
     bank.capture({chain: [variant()]})
     assert torch.equal(state, torch.get_rng_state())

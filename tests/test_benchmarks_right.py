@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `python -m benchmarks right` counts and times, on a model that a machine without a GPU can train."""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
+
+from benchmarks import table
+from benchmarks.measuring.results import Figure
+from benchmarks.subjects import costs, right
+from benchmarks.subjects.hosts import install_for
+from megagraph import megatron
+from megagraph.demo.cpu import megatron_on_cpu
+from megagraph.demo.trainer import ModelOptions, process_groups
+
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark itself runs on a GPU"),
+]
+OPTIONS = ModelOptions(layers=2, hidden=32, heads=2, max_tokens=64)
+STEPS = 5  # of which three warm up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu() -> Iterator[None]:
+    with megatron_on_cpu(), process_groups():
+        yield
+
+
+def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> None:
+    case = right.BitsCase(share=0.5, transformer_engine=False)
+    answer = right.measure_bits(case, OPTIONS, STEPS)
+    assert answer["losses"] == STEPS * 4 and answer["gradients"] > STEPS * 12
+    for mode in right.MODES:
+        assert answer[mode]["losses"] == answer[mode]["gradients"] == 0
+        assert answer[mode]["report"]["calls"] == STEPS * 4 * OPTIONS.layers
+    assert answer["eager"]["report"]["replays"] == 0 < answer["graph"]["report"]["replays"]
+
+
+def test_what_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs, seeds = right.canonical_packs, itertools.count()
+    monkeypatch.setattr(right, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))
+    case = right.BitsCase(share=0.5, transformer_engine=False)
+    answer = right.measure_bits(case, OPTIONS, 2)
+    for mode in right.MODES:
+        assert answer[mode]["losses"] == answer["losses"]
+        assert answer[mode]["gradients"] >= answer["gradients"] / 2
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_canonical_packs_have_the_rows_and_documents_of_their_capacity(share: float) -> None:
+    tokens = OPTIONS.max_tokens
+    for pack in right.canonical_packs(tokens, int(share * tokens), 20):
+        assert (pack.num_tokens, pack.num_seqs, pack.max_seqlen) == (tokens, right.DOCUMENTS, share * tokens)
+        lengths = pack.cu_seqlens.diff()
+        assert int(lengths.min()) > 0 and int(lengths.max()) <= share * tokens
+
+
+@pytest.mark.parametrize("name", right.HOSTS)
+def test_calls_of_hosts_are_accounted_for(name: str) -> None:
+    report = right.measure_host(right.HOSTS[name], OPTIONS, STEPS)
+    assert report["calls"] == report["replays"] + sum(report["eager"].values())
+    phases = len(range(0, STEPS, right.HOSTS[name].every))
+    assert report["calls"] == (STEPS + phases) * 4 * OPTIONS.layers
+    assert report["replays"] > 0
+
+
+def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUNDS", "CALL_ROUNDS", "CALLS"):
+        monkeypatch.setattr(costs, name, 2)
+    options = ModelOptions(layers=2, hidden=costs.CALL_HIDDEN, heads=4, max_tokens=64)
+    calls = costs.measure_bare_calls(options)
+    assert set(calls) == set(costs.BARE_CALLS)
+    assert all(len(times) == 2 * 3 for case in calls.values() for times in case.values())
+    install_for(OPTIONS.max_tokens, costs.DOCUMENTS, cuda_graph_warmup_steps=1)
+    try:
+        engine: dict[str, Any] = costs.measure_engine(OPTIONS)
+    finally:
+        megatron.uninstall()
+    assert {key.partition(",")[0] for key in engine} == {"inside", "outside"} and len(engine) == 6
+
+
+def test_a_table_has_a_row_for_each_figure() -> None:
+    figures = [
+        Figure(name="losses", value=0, unit="of 240", bar=0),
+        Figure(name="a call", value=1234.5, unit="us", rival="eager", rival_value=20.0, p10=1.0, p90=2000.0),
+    ]
+    head, line, *rows = table.rows_of(figures)
+    assert head.count("|") == line.count("|")
+    assert rows == [
+        "| losses | 0 of 240 |  |  | 0, holds |",
+        "| a call | 1,234 us | 1 - 2e+03 | eager: 20 |  |",
+    ]
