@@ -8,6 +8,7 @@ installed release.
 import importlib.util
 import os
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -36,12 +37,21 @@ def megatron_core_version() -> str | None:
     return metadata.version("megatron-core")
 
 
+def import_core() -> None:
+    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core.models.gpt")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run the tests that take minutes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    if megatron_core_version() is not None:
+        import_core()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

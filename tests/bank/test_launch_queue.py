@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bank_pair import Pair, blocks, variant
+from bank_pair import ROWS, WIDTH, blocks, variant
+
+from megagraph.bank.bank import Bank
 
 pytestmark = pytest.mark.gpu
 
@@ -45,14 +47,17 @@ def loader() -> Iterator[Loader]:
 @pytest.mark.parametrize("training", [False, True], ids=["without gradients", "with gradients"])
 def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loader, training: bool) -> None:
     """Bug: the GIL was held, and data loaders stood still as long as the GPU was behind."""
-    pair = Pair("cuda", blocks(SITES)).capture(variant(training=training))
-    hidden = pair.input().requires_grad_(training)
+    layers = [layer.cuda() for layer in blocks(SITES)]
+    bank = Bank("cuda")  # one that poisons freed slots would wait there
+    chain = bank.add_chain(layers)
+    bank.capture({chain: [variant(training=training)]})
+    hidden = torch.randn(ROWS, WIDTH, device="cuda").requires_grad_(training)
 
     def timed_forward() -> tuple[float, int]:
-        with torch.set_grad_enabled(training), pair.chain.micro_batch("train") as reason:
+        with torch.set_grad_enabled(training), chain.micro_batch("train") as reason:
             assert reason is None
             start, counted = time.perf_counter(), loader.count
-            out = pair.chain.replay_all(hidden)
+            out = chain.replay_all(hidden)
             waited = time.perf_counter() - start, loader.count - counted
         assert out is not NotImplemented
         return waited  # the output is dropped, and its slot free
@@ -68,3 +73,4 @@ def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loa
     waited, counted = max(calls)
     assert waited > WAITED_SECONDS, "the launch queue was never full"
     assert counted > 0.2 * pace * waited
+    bank.release()

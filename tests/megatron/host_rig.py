@@ -14,7 +14,8 @@ from megagraph.demo.trainer import Trainer, in_half_precision, transformer_confi
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 ONE, TWO, THREE = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-FULL = Micro(lengths=(40, 24), seed=3)  # as many rows as the capacity
+# As many rows and documents as the capacity: the backward of attention sums by their number.
+FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 
 

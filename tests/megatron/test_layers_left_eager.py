@@ -30,7 +30,8 @@ pytestmark = pytest.mark.megatron
 
 LAYERS = 3
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-FULL = Micro(lengths=(20, 44), seed=2)  # as many rows as the capacity
+# As many rows and documents as the capacity: the backward of attention sums by their number.
+FULL = Micro(lengths=(20, 14, 12, 10, 8), seed=2)
 Install = Callable[..., GraphConfig]
 
 
@@ -203,10 +204,11 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
 
     original = GPTModel._preprocess
 
-    def preprocess(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if input_ids is None:
+    def preprocess(model: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = kwargs.get("decoder_input")
+        if hidden_states is not None and hidden_states.is_meta:  # asked for a capture
             raise ArithmeticError("an injected failure")
-        return original(model, input_ids, *args, **kwargs)
+        return original(model, *args, **kwargs)
 
     install()
     pair = Pair(layers=LAYERS)

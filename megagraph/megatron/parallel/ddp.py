@@ -4,12 +4,11 @@
 The additions to `main_grad` themselves are captured (csrc/bank/capture/main_grad_node.h).
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from megagraph.bank.chain import Chain
 
@@ -24,33 +23,15 @@ def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
     return None
 
 
-def _is_megatrons(function: Callable[..., Any], module: str) -> bool:
-    return getattr(function, "__module__", "") == f"megatron.core.distributed.{module}"
-
-
 def is_ddp_hook(hook: Callable[..., Any]) -> bool:
     """Whether a module hook is Megatron DDP's own (it finishes parameter gathers)."""
-    return _is_megatrons(hook, "distributed_data_parallel")
+    return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
 def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter."""
     groups: Any = {} if ddp is None else ddp.param_to_bucket_group
     return lambda param: int(param in groups)
-
-
-class _Ready(NamedTuple):
-    """Parameters of one bucket group that are finished together.
-
-    Args:
-        group: Megatron's bucket group.
-        params: in the order in which the backward pass reaches them.
-        counts: how often each is counted now, once, but for the last one.
-    """
-
-    group: Any
-    params: Sequence[Tensor]
-    counts: Mapping[Tensor, int]
 
 
 def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
@@ -67,53 +48,30 @@ def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> 
         return
     group_of: Any = ddp.param_to_bucket_group
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
-    # Of each site. A parameter without a gradient is reported too, as eager's count would miss it for ever.
-    params = [
+    # Of each site, in the order of the backward pass, parameters and where they are reported. One without a
+    # gradient is reported too, as eager's count would miss it for ever.
+    reports = [
         [
-            param
+            (group_of[param], param)
             for param in dict.fromkeys((*chain.gradient_order.get(index, ()), *layer.parameters()))
             if param.requires_grad and param in group_of
         ]
         for index, layer in enumerate(layers)
     ]
     # By group the last site of it that the backward pass reaches.
-    groups = {group_of[param]: index for index in reversed(range(len(params))) for param in params[index]}
-
-    @functools.cache
-    def ready(first: int, last: int) -> Sequence[_Ready]:
-        found: dict[Any, list[Tensor]] = {}
-        for param in (param for index in range(last, first - 1, -1) for param in params[index]):
-            of_group = found.pop(group_of[param], [])
-            found[group_of[param]] = [*of_group, param]  # groups in the order of their last parameters
-        return [_Ready(group, of, dict.fromkeys(of[:-1], 1)) for group, of in found.items()]
+    groups = {group: index for index in reversed(range(len(reports))) for group, _param in reports[index]}
 
     def wants() -> bool:
         return any(group.is_last_microbatch for group in groups)
 
     def done(first: int, last: int) -> None:
         module: Any = ddp_ref()
-        for of_group in ready(first, last):
-            _register(of_group, module.force_all_reduce)
+        force_all_reduce = module.force_all_reduce
+        for site in range(last, first - 1, -1):
+            for group, param in reports[site]:
+                group.register_grad_ready(param, force_all_reduce)
 
     chain.listen(wants, done, sorted(set(groups.values())))
-
-
-def _register(ready: _Ready, force_all_reduce: bool) -> None:
-    """Tells a bucket group that gradients are there.
-
-    Megatron takes a microsecond for each, most of it for hashes of tensors, and can find a group complete at
-    the last one only. So what comes before that is counted in one go, where the group counts as Megatron's
-    do and nothing is counted yet: without `no_sync` each micro-batch of a step adds to the counts.
-    """
-    group, params, counts = ready
-    if group.is_last_microbatch and _is_megatrons(group.register_grad_ready, "param_and_grad_buffer"):
-        counted = getattr(group, "per_param_grad_ready_counts", None)
-        # A merge of dictionaries hashes nothing.
-        if isinstance(counted, dict) and len({**counted, **counts}) == len(counted) + len(counts):
-            counted.update(counts)
-            params = params[-1:]
-    for param in params:
-        group.register_grad_ready(param, force_all_reduce)
 
 
 class ParamSyncs:
