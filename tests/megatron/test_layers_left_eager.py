@@ -2,6 +2,7 @@
 """One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +205,7 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
 
     original = GPTModel._preprocess
 
+    @functools.wraps(original)
     def preprocess(model: Any, *args: Any, **kwargs: Any) -> Any:
         hidden_states = kwargs.get("decoder_input")
         if hidden_states is not None and hidden_states.is_meta:  # asked for a capture
