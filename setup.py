@@ -51,6 +51,7 @@ SOURCES = [
     *(f"csrc/bank/{name}.cpp" for name in BANK),
     "csrc/python/bind_capture.cpp",
     "csrc/python/bind_replay.cpp",
+    "csrc/python/dict_events.cpp",
     "csrc/python/fingerprint.cpp",
     "csrc/python/site_object.cpp",
     "csrc/python/module.cpp",

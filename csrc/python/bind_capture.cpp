@@ -89,8 +89,10 @@ void bind_capture(py::module_& m) {
            [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
   m.def("fingerprint", &fingerprint, py::arg("tensors"));
-  m.def("module_fingerprint", &module_fingerprint, py::arg("modules"));
-  m.def("training_modes", &training_modes, py::arg("modules"));
+  py::class_<ModuleWatch>(m, "ModuleWatch")
+      .def(py::init<py::list>(), py::arg("modules"))
+      .def("fingerprint", &ModuleWatch::fingerprint)
+      .def("modes", &ModuleWatch::modes);
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())

@@ -3,6 +3,7 @@
 
 #include <array>
 
+#include "csrc/python/dict_events.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/python_tensors.h"
 
@@ -37,15 +38,19 @@ PyObject* entry(PyObject* owner, const py::str& name) {
   return found;
 }
 
-// The same, and null where it is no dictionary.
+// The same, watched from now on, and null where it is no dictionary.
 PyObject* table(PyObject* owner, const py::str& name) {
   PyObject* found = entry(owner, name);
-  return found != nullptr && PyDict_Check(found) ? found : nullptr;
+  if (found == nullptr || !PyDict_Check(found)) return nullptr;
+  watch_dict(found);
+  return found;
 }
 
+// Watched from now on.
 py::object attributes_of(PyObject* object) {
   auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
   if (!attributes) throw py::error_already_set();
+  watch_dict(attributes.ptr());
   return attributes;
 }
 
@@ -62,22 +67,33 @@ py::object referent(PyObject* reference) {
 #endif
 }
 
-// Null where the parameter has none. Megatron sets it on the parameter; only other types of
-// parameters may compute it, and there an attribute that is missing costs an exception.
-py::object main_grad_of(PyObject* param) {
+const py::str& main_grad() {
   static const py::str& name = interned("main_grad");
+  return name;
+}
+
+// Of a parameter that does not hold it: null where there is none. Only other types of parameters
+// compute it, and there an attribute that is missing costs an exception.
+py::object computed_main_grad(PyObject* param) {
   static const auto* parameter_type =
       new py::object(py::module_::import("torch.nn").attr("Parameter"));
-  if (PyObject* found = entry(attributes_of(param).ptr(), name)) {
-    return py::reinterpret_borrow<py::object>(found);
-  }
   if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type->ptr()) return {};
-  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, name.ptr()));
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, main_grad().ptr()));
   if (!found) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
     PyErr_Clear();
   }
   return found;
+}
+
+constexpr size_t kEvaluates = 1, kTrains = 2;
+
+void mix_mode(Hash& hash, const py::object& module, PyObject* attributes) {
+  static const py::str& training = interned("training");
+  PyObject* flag = entry(attributes, training);
+  const auto held = flag == nullptr ? py::object(module.attr(training))  // a scripted module's
+                                    : py::reinterpret_borrow<py::object>(flag);
+  hash.mix(held.ptr() == Py_True ? kTrains : kEvaluates);
 }
 
 void mix_address(Hash& hash, const at::Tensor& tensor) {
@@ -86,7 +102,6 @@ void mix_address(Hash& hash, const at::Tensor& tensor) {
 }
 
 void mix_parameter(Hash& hash, PyObject* object) {
-  if (!is_tensor(object)) return;
   const at::Tensor& param = tensor_of(object);
   mix_address(hash, param);
   hash.mix(param.requires_grad() ? 1 : 2);
@@ -94,50 +109,121 @@ void mix_parameter(Hash& hash, PyObject* object) {
   for (PyObject* hooks : tensor_hook_tables(object)) {
     hash.mix(hooks != nullptr && PyDict_Check(hooks) ? PyDict_Size(hooks) : 0);
   }
-  const py::object grad = main_grad_of(object);
-  if (!grad) return;
-  hash.mix(grad.ptr());
-  if (is_tensor(grad.ptr())) mix_address(hash, tensor_of(grad.ptr()));
-}
-
-// The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
-void mix_module(Hash& hash, PyObject* module) {
-  static const py::str& parameters = interned("_parameters");
-  static const py::str& buffers = interned("_buffers");
-  static const py::str& submodules = interned("_modules");
-  static const auto& hook_tables =
-      *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
-                                  interned("_backward_hooks"), interned("_backward_pre_hooks")};
-  const py::object attributes = attributes_of(module);
-  PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
-  if (PyObject* found = table(attributes.ptr(), parameters)) {
-    while (PyDict_Next(found, &position, &key, &value)) {
-      hash.mix(value);
-      mix_parameter(hash, value);
-    }
-  }
-  position = 0;
-  if (PyObject* found = table(attributes.ptr(), buffers)) {
-    while (PyDict_Next(found, &position, &key, &value)) {
-      if (is_tensor(value)) mix_address(hash, tensor_of(value));
-    }
-  }
-  position = 0;
-  if (PyObject* found = table(attributes.ptr(), submodules)) {
-    while (PyDict_Next(found, &position, &key, &value)) hash.mix(value);
-  }
-  for (const py::str& name : hook_tables) {
-    PyObject* found = table(attributes.ptr(), name);
-    hash.mix(found == nullptr ? 0 : PyDict_Size(found));
-    position = 0;
-    while (found != nullptr && PyDict_Next(found, &position, &key, &value)) {
-      hash.mix(static_cast<size_t>(PyObject_Hash(key)));
-    }
-  }
 }
 
 }  // namespace
+
+// Reads the dictionaries of modules.
+class ModuleWatch::Reader {
+ public:
+  explicit Reader(ModuleWatch& watch) : watch_(watch) {}
+
+  void read(const py::object& module) {
+    if (!module) {
+      structure_.mix(size_t{3});
+      modes_.mix(kEvaluates);
+      return;
+    }
+    const py::object attributes = attributes_of(module.ptr());
+    read_tensors(attributes.ptr());
+    read_tables(attributes.ptr());
+    mix_mode(modes_, module, attributes.ptr());
+  }
+
+  size_t structure() const { return structure_.value(); }
+  size_t modes() const { return modes_.value(); }
+
+ private:
+  void read_tensors(PyObject* attributes) {
+    static const py::str &parameters = interned("_parameters"), &buffers = interned("_buffers");
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    PyObject* found = table(attributes, parameters);
+    while (found != nullptr && PyDict_Next(found, &position, &key, &value)) {
+      structure_.mix(value);
+      if (!is_tensor(value)) continue;
+      watch_.params_.push_back(value);
+      PyObject* grad = entry(attributes_of(value).ptr(), main_grad());
+      if (grad == nullptr) grad = computed(value);
+      structure_.mix(grad);
+      if (grad != nullptr && is_tensor(grad)) watch_.others_.push_back(grad);
+    }
+    position = 0;
+    found = table(attributes, buffers);
+    while (found != nullptr && PyDict_Next(found, &position, &key, &value)) {
+      if (is_tensor(value)) watch_.others_.push_back(value);
+    }
+  }
+
+  PyObject* computed(PyObject* param) {
+    py::object grad = computed_main_grad(param);
+    if (!grad) return nullptr;
+    watch_.computed_.push_back(std::move(grad));
+    return watch_.computed_.back().ptr();
+  }
+
+  // The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
+  void read_tables(PyObject* attributes) {
+    static const py::str& submodules = interned("_modules");
+    static const auto& hook_tables =
+        *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
+                                    interned("_backward_hooks"), interned("_backward_pre_hooks")};
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    PyObject* found = table(attributes, submodules);
+    while (found != nullptr && PyDict_Next(found, &position, &key, &value)) structure_.mix(value);
+    for (const py::str& name : hook_tables) {
+      found = table(attributes, name);
+      structure_.mix(found == nullptr ? 0 : PyDict_Size(found));
+      position = 0;
+      while (found != nullptr && PyDict_Next(found, &position, &key, &value)) {
+        structure_.mix(static_cast<size_t>(PyObject_Hash(key)));
+      }
+    }
+  }
+
+  ModuleWatch& watch_;
+  Hash structure_, modes_;
+};
+
+void ModuleWatch::look() {
+  const uint64_t events = dict_events();
+  if (kCanTellDictEvents && seen_ == events) return;
+  seen_.reset();  // until everything was read
+  params_.clear();
+  others_.clear();
+  computed_.clear();
+  Reader reader(*this);
+  for (const py::handle reference : modules_) reader.read(referent(reference.ptr()));
+  structure_ = reader.structure();
+  modes_ = reader.modes();
+  if (computed_.empty()) seen_ = events;
+}
+
+size_t ModuleWatch::fingerprint() {
+  look();
+  Hash hash(structure_);
+  for (PyObject* param : params_) mix_parameter(hash, param);
+  for (PyObject* tensor : others_) mix_address(hash, tensor_of(tensor));
+  return hash.value();
+}
+
+size_t ModuleWatch::modes() {
+  if (kCanTellDictEvents) {
+    look();
+    return modes_;
+  }
+  Hash hash;
+  for (const py::handle reference : modules_) {
+    const py::object module = referent(reference.ptr());
+    if (module) {
+      mix_mode(hash, module, attributes_of(module.ptr()).ptr());
+    } else {
+      hash.mix(kEvaluates);
+    }
+  }
+  return hash.value();
+}
 
 std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors) {
   Hash addresses(tensors.size()), flags(tensors.size());
@@ -146,35 +232,6 @@ std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors) {
     flags.mix(tensor.requires_grad() ? 1 : 2);
   }
   return {addresses.value(), flags.value()};
-}
-
-size_t module_fingerprint(const py::list& modules) {
-  Hash hash;
-  for (const py::handle reference : modules) {
-    if (const py::object module = referent(reference.ptr())) {
-      mix_module(hash, module.ptr());
-    } else {
-      hash.mix(size_t{3});
-    }
-  }
-  return hash.value();
-}
-
-size_t training_modes(const py::list& modules) {
-  static const py::str& name = interned("training");
-  Hash hash;
-  for (const py::handle reference : modules) {
-    const py::object module = referent(reference.ptr());
-    if (!module) {
-      hash.mix(size_t{1});
-      continue;
-    }
-    PyObject* flag = entry(attributes_of(module.ptr()).ptr(), name);
-    const auto held = flag == nullptr ? py::object(module.attr(name))  // a scripted module's
-                                      : py::reinterpret_borrow<py::object>(flag);
-    hash.mix(held.ptr() == Py_True ? size_t{2} : size_t{1});
-  }
-  return hash.value();
 }
 
 }  // namespace megagraph

@@ -2,18 +2,24 @@
 // Hashes of what a capture depends on and that may change between steps.
 //
 // Note [Module fingerprint]
-// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered. To look
-// for each of these in Python is a walk over everything, before every step. The hash is one call,
-// and as long as it stays, nobody needs to look more closely. It covers, for
-// each module: which submodules and parameters it has, the keys of its hooks, the addresses of its
-// buffers; for each parameter: address, requires_grad, hooks of the tensor and of its gradient
+// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered, modes
+// change. To look for each of these in Python is a walk over everything, before every step. The
+// fingerprint is one call, and as long as it stays, nobody needs to look more closely. It covers,
+// for each module: which submodules and parameters it has, the keys of its hooks, the addresses of
+// its buffers; for each parameter: address, requires_grad, hooks of the tensor and of its gradient
 // accumulator, main_grad and that one's address. Memory that was freed counts as no address.
+//
+// Most of it stands in dictionaries of Python, and is read again only where one of them has
+// changed (csrc/python/dict_events.h). What lies behind a tensor tells nobody when it changes, and
+// is read each time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,11 +28,27 @@ namespace megagraph {
 // Of where the tensors lie, and of which of them require a gradient.
 std::pair<size_t, size_t> fingerprint(const std::vector<at::Tensor>& tensors);
 
-// Note [Module fingerprint]. `modules` are weak references; one that is dead counts as such.
-size_t module_fingerprint(const pybind11::list& modules);
+// Some modules, of which it holds none. Needs the GIL.
+class ModuleWatch {
+ public:
+  // `modules` are weak references; one that is dead counts as such.
+  explicit ModuleWatch(pybind11::list modules) : modules_(std::move(modules)) {}
 
-// Of the modules' `training` flags, in order; the same in every process. `modules` are weak
-// references; one that is dead counts as one that does not train.
-size_t training_modes(const pybind11::list& modules);
+  // Note [Module fingerprint].
+  size_t fingerprint();
+  // Of the modules' `training` flags, in order; the same in every process.
+  size_t modes();
+
+ private:
+  class Reader;
+  void look();
+
+  const pybind11::list modules_;
+  std::optional<uint64_t> seen_;  // how many events there were when the dictionaries were read
+  size_t structure_ = 0, modes_ = 0;
+  // Borrowed: as long as no dictionary changes, they are in theirs.
+  std::vector<PyObject*> params_, others_;
+  std::vector<pybind11::object> computed_;  // in no dictionary: read again each time
+};
 
 }  // namespace megagraph

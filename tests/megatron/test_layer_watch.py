@@ -3,6 +3,7 @@
 
 import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -137,17 +138,19 @@ def test_memory_that_is_away_is_missed_where_graphs_would_read_it(what: str) -> 
 def test_the_hash_is_of_modules_that_are_there() -> None:
     modules = [nn.Linear(3, 3), nn.LayerNorm(3)]
     references = [weakref.ref(module) for module in modules]
-    before = _C.module_fingerprint(references)
-    assert _C.module_fingerprint(references) == before
+    watch = _C.ModuleWatch(references)
+    before = watch.fingerprint()
+    assert watch.fingerprint() == _C.ModuleWatch(references).fingerprint() == before
     modules.pop()
-    assert _C.module_fingerprint(references) != before
-    assert _C.module_fingerprint([]) != before
+    assert watch.fingerprint() != before
+    assert _C.ModuleWatch([]).fingerprint() != before
 
 
 def test_the_hash_holds_no_module() -> None:
     module = nn.Linear(3, 3)
     reference = weakref.ref(module)
-    _C.module_fingerprint([reference])
+    watch = _C.ModuleWatch([reference])
+    watch.fingerprint()
     del module
     assert reference() is None
 
@@ -161,4 +164,65 @@ def test_an_attribute_that_raises_is_no_missing_one() -> None:
     module = nn.Linear(3, 3, bias=False)
     module.weight = Raising(torch.zeros(3, 3))
     with pytest.raises(RuntimeError, match="not now"):
-        _C.module_fingerprint([weakref.ref(module)])
+        _C.ModuleWatch([weakref.ref(module)]).fingerprint()
+
+
+class Owner(nn.Module):
+    """Has one of everything that the hash covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("scale", torch.ones(3))
+        for param in self.parameters():
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+
+
+def _moved(param: Any) -> None:
+    param.data = param.data.clone()
+
+
+DIFFERENCES: dict[str, Callable[[Any], object]] = {
+    "a parameter replaced": lambda owner: setattr(owner.inner, "weight", nn.Parameter(torch.zeros(3, 3))),
+    "a parameter in other memory": lambda owner: _moved(owner.inner.weight),
+    "a parameter without memory": lambda owner: owner.inner.bias.untyped_storage().resize_(0),
+    "a parameter frozen": lambda owner: owner.norm.weight.requires_grad_(False),
+    "a gradient replaced": lambda owner: setattr(owner.inner.bias, "main_grad", torch.zeros(3)),
+    "a gradient in other memory": lambda owner: _moved(owner.inner.bias.main_grad),
+    "a gradient taken away": lambda owner: delattr(owner.norm.bias, "main_grad"),
+    "a hook on a gradient": lambda owner: owner.norm.bias.register_hook(lambda grad: grad),
+    "a buffer in other memory": lambda owner: _moved(owner.scale),
+    "a buffer replaced": lambda owner: setattr(owner, "scale", torch.ones(3)),
+    "a submodule replaced": lambda owner: setattr(owner, "norm", nn.LayerNorm(3)),
+    "a submodule more": lambda owner: owner.add_module("further", nn.Identity()),
+    "a hook on a module": lambda owner: owner.inner.register_forward_pre_hook(lambda *_: None),
+    "a table of hooks replaced": lambda owner: setattr(
+        owner.inner, "_forward_hooks", OrderedDict({7: print})
+    ),
+    "all attributes replaced": lambda owner: setattr(owner.norm, "__dict__", dict(vars(nn.LayerNorm(3)))),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_the_hash_sees_every_change_however_often_it_was_asked_before(what: str) -> None:
+    owner = Owner()
+    modules = list(owner.modules())
+    watch = _C.ModuleWatch([weakref.ref(module) for module in modules])
+    before, modes = watch.fingerprint(), watch.modes()
+    assert [watch.fingerprint() for _ in range(3)] == [before] * 3
+    DIFFERENCES[what](owner)
+    assert watch.fingerprint() != before
+    assert watch.modes() == modes
+
+
+def test_the_modes_are_those_of_now() -> None:
+    owner = Owner()
+    watch = _C.ModuleWatch([weakref.ref(module) for module in owner.modules()])
+    before, fingerprint = watch.modes(), watch.fingerprint()
+    owner.norm.eval()
+    assert watch.modes() != before
+    owner.norm.train()
+    assert (watch.modes(), watch.fingerprint()) == (before, fingerprint)
+    other = Owner()
+    assert _C.ModuleWatch([weakref.ref(module) for module in other.modules()]).modes() == before

@@ -39,6 +39,7 @@ class LayerWatch:
         self.have_only_gradients_moved = False
         # Weakly, as hooks and modules may hold the model.
         self._modules = self._modules_of_now()
+        self._state = _C.ModuleWatch(self._modules)
         # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
 
@@ -56,9 +57,13 @@ class LayerWatch:
     def _modules_of_now(self) -> list[weakref.ref[nn.Module]]:
         return [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
 
+    def _follow(self, modules: list[weakref.ref[nn.Module]]) -> None:
+        if modules != self._modules:
+            self._modules, self._state = modules, _C.ModuleWatch(modules)
+
     def modes(self) -> int:
         """A hash of the modes, training or evaluation, that the layers' modules are in now."""
-        return _C.training_modes(self._modules)
+        return self._state.modes()
 
     def expect_modules(self, ineligible: Ineligible) -> None:
         """Remembers the modules of now and their hooks; before the first capture.
@@ -68,7 +73,7 @@ class LayerWatch:
         """
         self._ineligible = ineligible
         self._hooks = HookWatch(self._layers())
-        self._modules = self._modules_of_now()
+        self._follow(self._modules_of_now())
 
     def expect_memory(self, *, grad: bool) -> None:
         """Remembers where everything lies; after each capture.
@@ -94,12 +99,12 @@ class LayerWatch:
         """
         self.have_only_gradients_moved = False
         if not self.is_watching:
-            self._modules = self._modules_of_now()  # whose modes make a kind
+            self._follow(self._modules_of_now())  # whose modes make a kind
             return None
-        if self._fingerprint is not None and self._fingerprint == _C.module_fingerprint(self._modules):
+        if self._fingerprint is not None and self._fingerprint == self._state.fingerprint():
             return None
         reason = self._look_closely(find_ineligible)
-        self._fingerprint = _C.module_fingerprint(self._modules) if reason is None else None
+        self._fingerprint = self._state.fingerprint() if reason is None else None
         return reason
 
     def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
