@@ -10,7 +10,12 @@ from torch import Tensor
 
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.positions import OwnTables, remember_positions
+from megagraph.megatron.graphs.positions import (
+    OwnTables,
+    remember_positions,
+    with_positions,
+    without_positions,
+)
 from megagraph.packs import ops
 from megagraph.packs.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
 
@@ -127,6 +132,14 @@ class MicroBatch:
         """The offsets as given whose last entry is the pack's physical end."""
         return self.sources[-1]
 
+    def as_given(self, reason: EagerReason) -> "MicroBatch":
+        """Before the model is entered: runs eager on the pack as it was given, with RoPE of ours."""
+        self.reason = reason
+        self.params = with_positions(self.params, self._rows_are_positions)
+        self.entry_padding = 0
+        self._is_as_given, self._pads_at_entry = True, False
+        return self
+
     def heed_table(self, table: Any, hidden_states: Tensor) -> None:
         """Before layers run eager: lets a rotary table that is not the model's own mean what it meant.
 
@@ -139,7 +152,9 @@ class MicroBatch:
         """
         if self._own_tables.hold(table, self.canonical_params(), hidden_states):
             return
-        if self._pads_at_entry:
+        if self._is_as_given:
+            self.params = without_positions(self.params)
+        elif self._pads_at_entry:
             self._rows_are_positions = isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
             self._canonical = None
         else:

@@ -130,14 +130,14 @@ class ModelGraphs:
         if capacity is None:
             self._capacities.observe(shape)
             return _WARMING_UP
-        key = capacity, kind
-        reason = self._why_not_now(kind, is_skipped)
+        reason, shards = self._why_not_now(kind, is_skipped), self.peers.shards_sequence
+        batch = MicroBatch(params, tokens, (capacity, kind), reason, self._tail, shards, self._tables)
         if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
-            left_eager = self.block.why_left_eager(key)
+            left_eager = self.block.why_left_eager(batch.key)
             if left_eager is not None:
-                return left_eager
-        shards = self.peers.shards_sequence
-        batch = MicroBatch(params, tokens, key, reason, self._tail, shards, self._tables)
+                # Unfused RoPE is ours all the same: Megatron's takes no tail.
+                is_ours = self._tables.depend_on_max_seqlen and self.entries.are_megatrons
+                return batch.as_given(left_eager) if is_ours else left_eager
         return batch if self.entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
 
     def _has_constants(self, batch: MicroBatch) -> bool:

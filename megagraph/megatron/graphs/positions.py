@@ -8,13 +8,14 @@ it. Whoever runs the layer (a capture, an eager micro-batch, a recompute in the 
 these, and no other pack has them.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OwnTables", "remember_positions", "rows_are_positions"]
+__all__ = ["OwnTables", "remember_positions", "rows_are_positions", "with_positions", "without_positions"]
 
 _MARK = "_megagraph_rows_are_positions"
 
@@ -29,6 +30,32 @@ def remember_positions(params: Any, are_rows: bool) -> None:
     for offsets in (params.cu_seqlens_q, params.cu_seqlens_q_padded):
         if offsets is not None:
             setattr(offsets, _MARK, are_rows)
+
+
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+def _with_other_offsets(params: Any) -> Any:
+    """The same pack with tensors of its own over the same offsets; equal ones stay one."""
+    other = copy.copy(params)
+    made: dict[int, Tensor] = {}
+    for name in _OFFSETS:
+        offsets = getattr(params, name)
+        if offsets is not None:
+            setattr(other, name, made.setdefault(id(offsets), offsets.detach()))
+    return other
+
+
+def with_positions(params: Any, are_rows: bool) -> Any:
+    """The pack with marked offsets; those of the caller stay as they are."""
+    marked = _with_other_offsets(params)
+    remember_positions(marked, are_rows)
+    return marked
+
+
+def without_positions(params: Any) -> Any:
+    """The pack with offsets that bear no mark."""
+    return _with_other_offsets(params)
 
 
 def rows_are_positions(offsets: Tensor) -> bool | None:
