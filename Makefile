@@ -11,7 +11,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.11.0
 VENV ?= .venv
 VENV_FLAGS ?=
-PYTEST_FLAGS ?= --durations=15
+PYTEST_FLAGS ?= -n 2 --dist loadfile --max-worker-restart 0 --durations=15
 MINORS ?= 2.11 2.12 2.13 2.14 2.15
 
 # Two releases of megatron-core are tested: one installed, the other from an unpacked wheel.

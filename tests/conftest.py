@@ -12,7 +12,8 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-THREADS = 2
+IS_ONE_OF_SEVERAL = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
+THREADS = 1 if IS_ONE_OF_SEVERAL else 2
 
 TEST_CORE = os.environ.get("MEGAGRAPH_TEST_CORE")
 if TEST_CORE:
@@ -24,6 +25,8 @@ if TEST_CORE:
     sys.path.insert(0, folder)
     # For the processes that tests start.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+if IS_ONE_OF_SEVERAL:  # pytest-xdist's process that started this one has set it for itself
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 import pytest  # noqa: E402

@@ -2,6 +2,7 @@
 """A core that does not fit the installed torch says so in one sentence, before it is loaded."""
 
 import importlib
+import re
 import sys
 from importlib import metadata
 
@@ -11,6 +12,7 @@ import torch
 import megagraph
 
 build_info = importlib.import_module("megagraph._build_info")
+INSTALLED = metadata.version("torch")
 
 
 @pytest.fixture
@@ -23,10 +25,29 @@ def test_the_core_that_is_installed_fits() -> None:
     megagraph._check_torch()
 
 
-def test_a_core_for_another_minor_of_torch_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_info, "TORCH_VERSION", "2.3.1")
-    with pytest.raises(ImportError, match=rf"against torch 2\.3\.1, and torch {metadata.version('torch')}"):
+def with_number(version: str, place: int) -> str:
+    """The version with the number at `place` raised by one: 1 is its minor, 2 its patch."""
+    numbers = version.split("+")[0].split(".")
+    numbers[place] = str(int(re.match(r"\d+", numbers[place])[0]) + 1)
+    return ".".join(numbers)
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["minor", "patch"])
+def test_a_core_for_another_release_of_torch_names_both(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another patch release was let in, and its objects may be laid out in another way."""
+    built = with_number(INSTALLED, place)
+    monkeypatch.setattr(build_info, "TORCH_VERSION", built)
+    expected = f"built against torch {built}, and torch {INSTALLED} is installed: reinstall"
+    with pytest.raises(ImportError, match=re.escape(expected)):
         megagraph._check_torch()
+
+
+@pytest.mark.parametrize("suffix", ["", "+cpu", "+cu130"])
+def test_how_the_same_release_was_built_is_no_other_release(
+    suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_info, "TORCH_VERSION", INSTALLED.split("+")[0] + suffix)
+    megagraph._check_torch()
 
 
 def test_a_core_for_another_cuda_names_both(monkeypatch: pytest.MonkeyPatch, cuda_13: None) -> None:

@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -45,7 +44,8 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         backend = "nccl"
-    distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     from megagraph.demo.cpu import megatron_on_cpu
 
     with megatron_on_cpu():
@@ -120,16 +120,17 @@ class World:
         size = self.size
         self.is_broken = False
         self._has_started = False
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Listens from here on, at a port that nobody else on this machine can be given meanwhile.
+        self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._ranks: list[_Rank] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
-            process = context.Process(target=_serve, args=(rank, size, port, log, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, self._store.port, log, theirs), daemon=True
+            )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._ranks.append(_Rank(process, ours, log))
