@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <string_view>
 
 #include "csrc/torch/version.h"
 
@@ -45,6 +46,9 @@ constexpr std::array<const char*, 29> kNames = {
     "order of attention backends",
     "fast path of torch's transformer layers",
 };
+
+constexpr size_t kAutocastDtype = 10;
+static_assert(std::string_view(kNames[kAutocastDtype]) == "autocast dtype");
 
 // Unset means the full precision, as torch's own comparisons with TF32 take it.
 int precision_of(at::Float32Op op) {
@@ -129,6 +133,12 @@ std::string NumericSettings::difference(const NumericSettings& other) const {
     if (values_[i] != other.values_[i]) return kNames[i];
   }
   return "";
+}
+
+std::string NumericSettings::difference_in_backward(const NumericSettings& other) const {
+  NumericSettings here = other;
+  here.values_[kAutocastDtype] = values_[kAutocastDtype];
+  return difference(here);
 }
 
 bool uses_deterministic_algorithms() { return at::globalContext().deterministicAlgorithms(); }

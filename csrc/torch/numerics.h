@@ -19,6 +19,9 @@ class NumericSettings {
   bool operator==(const NumericSettings& other) const { return values_ == other.values_; }
   // The first setting that differs, by name; empty where none does.
   std::string difference(const NumericSettings& other) const;
+  // The same for a backward. The dtype of autocast is each thread's own, and autograd's threads
+  // have torch's default, in the capture too.
+  std::string difference_in_backward(const NumericSettings& other) const;
 
  private:
   std::array<int, 29> values_{};  // by name: see numerics.cpp

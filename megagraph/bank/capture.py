@@ -195,8 +195,10 @@ class CapturePlan:
         if not draws:
             return
         self._rng.restore(before)
+        in_capture = self._saves[index]
         with leaves_no_trace([self._sites[index]], work_runs=True):
             self._run_once(index, x)
+        self._saves[index] = in_capture
         if self._rng.has_moved(after, self._rng.snapshot()):
             detail = "draws other random numbers in eager than in a capture, as what recomputes does"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)

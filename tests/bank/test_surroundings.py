@@ -2,12 +2,13 @@
 """Calls that a replay cannot serve as eager would: their tensors, torch's modes, writes in between."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, Pair, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,3 +173,46 @@ def test_hooks_inside_a_micro_batch_are_seen_by_each_site(device: str) -> None:
 
 def _twice(module: nn.Module) -> tuple[nn.Module, nn.Module]:
     return module, copy.deepcopy(module)
+
+
+class Meddles(nn.Module):
+    """A block that does something else inside; the host's replays run it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.meddle = Block(), None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.meddle is not None:
+            self.meddle()
+        out: Tensor = self.block(hidden)
+        return out
+
+
+@pytest.mark.parametrize("call", ["begin", "end", "replay"])
+def test_who_calls_a_chain_while_another_thread_replays_it_gets_an_error(call: str) -> None:
+    layer = Meddles()
+    pair = Pair("cpu", [layer, Block()]).capture()
+    errors: list[str] = []
+
+    def calls() -> None:
+        try:
+            if call == "begin":
+                pair.chain.begin("train")
+            elif call == "end":
+                pair.chain.end()
+            else:
+                pair.chain.replay_all(pair.input())
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def meddle() -> None:
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+
+    layer.meddle = meddle  # type: ignore[assignment]
+    pair.forward().backward()
+    layer.meddle = None
+    assert errors and all("another thread is replaying this chain" in error for error in errors[:1])
+    assert pair.step() is None

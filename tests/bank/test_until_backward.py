@@ -101,16 +101,17 @@ def test_a_numeric_setting_that_changed_runs_eager(device: str, name: str) -> No
     assert pair.step() is None
 
 
-def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: str) -> None:
+@pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
+def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: str, name: str) -> None:
     pair = Pair(device, blocks()).capture()
     with pair.chain.micro_batch("train"):
         out = pair.chain(pair.input().requires_grad_())
-    with (
-        _set(torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic),
-        pytest.raises(
-            RuntimeError, match=r"cuDNN deterministic\) changed between the forward and the backward"
-        ),
-    ):
+    is_deterministic = torch.backends.cudnn.deterministic
+    other = {
+        "cuDNN deterministic": _set(torch.backends.cudnn, "deterministic", not is_deterministic),
+        "autocast": torch.autocast(device, torch.bfloat16),
+    }[name]
+    with other, pytest.raises(RuntimeError, match=rf"{name}\) changed between the forward and"):
         out.sum().backward()
     del out
     assert pair.step() is None

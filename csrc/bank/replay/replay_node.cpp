@@ -108,7 +108,7 @@ void ReplayNode::check_unchanged() const {
                 "forward");
   }
   const std::string changed =
-      graphs_->numerics.difference(NumericSettings::current(device_.type()));
+      graphs_->numerics.difference_in_backward(NumericSettings::current(device_.type()));
   TORCH_CHECK(changed.empty(), "a numeric setting (", changed,
               ") changed between the forward and the backward of site ", last_,
               ", and its graphs were captured for one: keep it through a micro-batch, or keep this "
