@@ -35,42 +35,34 @@ bool is_default(const c10::cuda::CUDAStream& stream) { return stream.stream() ==
 
 }  // namespace
 
-class Launch::InOrder {
- public:
-  explicit InOrder(c10::DeviceIndex device)
-      : last_(last_launch_on(device)),
-        lock_(last_.mutex),
-        stream_(c10::cuda::getCurrentCUDAStream(device)) {
-    if (last_.stream && *last_.stream != stream_) {
-      if (is_default(*last_.stream)) last_.done.record(*last_.stream);
-      last_.done.block(stream_);
-    }
-  }
-  ~InOrder() {
-    last_.stream = stream_;
-    if (!is_default(stream_)) attempt([&] { last_.done.record(stream_); });
-  }
-  InOrder(const InOrder&) = delete;
-  InOrder& operator=(const InOrder&) = delete;
-
- private:
-  LastLaunch& last_;
-  const std::lock_guard<std::recursive_mutex> lock_;
-  const c10::cuda::CUDAStream stream_;
-};
-
 Launch::Launch(c10::Device device) : guard_(device) {
-  if (device.is_cuda()) in_order_ = std::make_unique<InOrder>(device.index());
+  if (!device.is_cuda()) return;
+  LastLaunch& last = last_launch_on(device.index());
+  last.mutex.lock();
+  const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+  stream_ = stream.unwrap();
+  if (!last.stream || *last.stream == stream) return;
+  // An error shows in what is launched; the mutex is given back in any case.
+  attempt([&] {
+    if (is_default(*last.stream)) last.done.record(*last.stream);
+    last.done.block(stream);
+  });
+}
+
+Launch::~Launch() {
+  if (!stream_) return;
+  LastLaunch& last = last_launch_on(stream_->device_index());
+  const c10::cuda::CUDAStream stream(*stream_);
+  last.stream = stream;
+  if (!is_default(stream)) attempt([&] { last.done.record(stream); });
+  last.mutex.unlock();
 }
 
 #else
 
-class Launch::InOrder {};
-
 Launch::Launch(c10::Device device) : guard_(device) {}
+Launch::~Launch() = default;
 
 #endif
-
-Launch::~Launch() = default;
 
 }  // namespace megagraph

@@ -12,13 +12,15 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
 
-#include <memory>
+#include <optional>
 
 namespace megagraph {
 
 // While it lives: `device` is the current one, and what is launched on its current stream comes
-// after every earlier launch there. One thread may nest them.
+// after every earlier launch there. One thread may nest them. Nobody waits for the GIL inside: who
+// holds it may be waiting here.
 class Launch {
  public:
   explicit Launch(c10::Device device);
@@ -27,9 +29,8 @@ class Launch {
   Launch& operator=(const Launch&) = delete;
 
  private:
-  class InOrder;
   const c10::OptionalDeviceGuard guard_;
-  std::unique_ptr<InOrder> in_order_;  // null on the host
+  std::optional<c10::Stream> stream_;  // none on the host
 };
 
 }  // namespace megagraph

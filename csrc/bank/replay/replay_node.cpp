@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/replay/replay_node.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -116,16 +117,18 @@ void ReplayNode::check_unchanged() const {
 }
 
 void ReplayNode::launch_backwards(const variable_list& grads) const {
-  const Launch launch(device_);
+  std::optional<Launch> launch(device_);
   stage_gradients(grads);
   for (int site = last_, untold = last_; site >= first_; --site) {
-    const SiteGraph& graph = graph_of(site);
+    if (!launch) launch.emplace(device_);
     {
+      const SiteGraph& graph = graph_of(site);
       const Range range(graph.backward_range, device_);
       graph.backward->launch();
     }
     if (listener_ == nullptr || (site > first_ && !listener_->is_noticed[site])) continue;
-    // Asked after the first launch: the answer may have to wait for the GIL.
+    // The answer may have to wait for the GIL: asked after the first launch, outside of any.
+    launch.reset();
     if (slot_->wants_notice(listener_->wants)) listener_->done(site, untold);
     untold = site - 1;
   }
