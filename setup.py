@@ -45,16 +45,24 @@ BANK = [
     "staging/staging",
 ]
 SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
+PYTHON = [
+    "bind_capture",
+    "bind_replay",
+    "bind_watch",
+    "dict_events",
+    "fingerprint",
+    "module",
+    "serials",
+    "site_object",
+    "state_items",
+    "state_watch",
+    "values",
+]
 SOURCES = [
     *(f"csrc/torch/{name}.cpp" for name in SEAM),
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
-    "csrc/python/bind_capture.cpp",
-    "csrc/python/bind_replay.cpp",
-    "csrc/python/dict_events.cpp",
-    "csrc/python/fingerprint.cpp",
-    "csrc/python/site_object.cpp",
-    "csrc/python/module.cpp",
+    *(f"csrc/python/{name}.cpp" for name in PYTHON),
 ]
 CUDA_SOURCES = [
     *(f"csrc/ops/{name}_kernel.cu" for name in OPS_WITH_KERNELS),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megagraph.megatron import resume as resume
     from megagraph.megatron import suspend as suspend
     from megagraph.megatron import uninstall as uninstall
+    from megagraph.megatron.watch.keys import watch as watch
 
 _HOME = {
     "Bank": "megagraph.bank.bank",
@@ -49,6 +50,7 @@ _HOME = {
     "resume": "megagraph.megatron",
     "suspend": "megagraph.megatron",
     "uninstall": "megagraph.megatron",
+    "watch": "megagraph.megatron.watch.keys",
 }
 __all__ = sorted(_HOME)
 

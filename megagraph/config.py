@@ -45,6 +45,8 @@ class GraphConfig:
         capacities: the bank of capacities outright, in place of the three above. Where neither is
             given, capacities are learned from the warm-up steps.
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
+        cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
+            at least 1; those that were not used for the longest time go.
         cuda_graph_modules: scopes inside a layer; empty for whole layers.
         cuda_graph_granularity: `layer`.
         tail: what canonical offsets say of the rows past a pack's end.
@@ -67,6 +69,7 @@ class GraphConfig:
     max_seqlen: int | None = None
     capacities: tuple[Capacity, ...] = ()
     cuda_graph_warmup_steps: int = 3
+    cuda_graph_max_states: int = 8
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_granularity: str = "layer"
     tail: TailConvention = TailConvention.HIDDEN
@@ -285,6 +288,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "max_seqlen": _or_none(_integer),
     "capacities": _list_of(_capacity),
     "cuda_graph_warmup_steps": partial(_integer, at_least=1),
+    "cuda_graph_max_states": partial(_integer, at_least=1),
     "cuda_graph_modules": _list_of(_module),
     "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
     "tail": _tail,

@@ -33,9 +33,10 @@ enum class EagerReason : uint8_t {
   kRngNotGraphSafe,
   kSuspended,
   kReleased,
+  kStateChanged,
 };
 
-inline constexpr std::array<const char*, 23> kEagerReasonNames = {
+inline constexpr std::array<const char*, 24> kEagerReasonNames = {
     "DISABLED",
     "WARMING_UP",
     "NO_PACK_METADATA",
@@ -59,7 +60,8 @@ inline constexpr std::array<const char*, 23> kEagerReasonNames = {
     "RNG_NOT_GRAPH_SAFE",
     "SUSPENDED",
     "RELEASED",
+    "STATE_CHANGED",
 };
-static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kReleased) + 1);
+static_assert(kEagerReasonNames.size() == static_cast<size_t>(EagerReason::kStateChanged) + 1);
 
 }  // namespace megagraph

@@ -8,8 +8,6 @@
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
 #include "csrc/python/bindings.h"
-#include "csrc/python/fingerprint.h"
-#include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/graph_pool.h"
 #include "csrc/torch/python_errors.h"
 
@@ -87,12 +85,6 @@ void bind_capture(py::module_& m) {
       .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
       .def("take_kept_grads",
            [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
-  m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
-  m.def("fingerprint", &fingerprint, py::arg("tensors"));
-  py::class_<ModuleWatch>(m, "ModuleWatch")
-      .def(py::init<py::list>(), py::arg("modules"))
-      .def("fingerprint", &ModuleWatch::fingerprint)
-      .def("modes", &ModuleWatch::modes);
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())

@@ -1,26 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells whether any of some dictionaries has changed, without looking at them.
+// Tells whether dictionaries have changed, without reading them.
 //
-// Python has had watchers of dictionaries since 3.12. Before, nobody can tell.
+// Python has had watchers of dictionaries since 3.12. Before that each dictionary has a version,
+// which has to be looked at.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <memory>
 
 namespace megagraph {
-
-// From now on a change of the dictionary, its end too, is an event. Needs the GIL; throws with a
-// Python error where Python has no watcher left.
-void watch_dict(PyObject* dict);
-
-// How many events there were. Without a meaning where nobody can tell.
-uint64_t dict_events();
 
 #if PY_VERSION_HEX >= 0x030c0000
 inline constexpr bool kCanTellDictEvents = true;
 #else
 inline constexpr bool kCanTellDictEvents = false;
 #endif
+
+// Set where one of the dictionaries that it watches has changed, or is gone.
+using DictFlag = std::shared_ptr<bool>;
+
+// From now on a change of the dictionary, its end too, is an event, and sets the flag where one is
+// given. `only`: an interned name; changes of other keys are none. Needs the GIL; throws with a
+// Python error where Python has no watcher left. Without effect where nobody can tell.
+void watch_dict(PyObject* dict, PyObject* only = nullptr);
+void watch_dict(PyObject* dict, const DictFlag& flag);
+// Changes of this key, an interned name, are no events in any dictionary.
+void ignore_key(PyObject* name);
+
+// How many events there were. Without a meaning where nobody can tell.
+uint64_t dict_events();
+
+// Another one after each change of the dictionary. Where events can be told it is always 0.
+uint64_t dict_version(PyObject* dict);
 
 }  // namespace megagraph

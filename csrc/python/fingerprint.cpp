@@ -4,6 +4,9 @@
 #include <array>
 
 #include "csrc/python/dict_events.h"
+#include "csrc/python/hash.h"
+#include "csrc/python/references.h"
+#include "csrc/python/state_items.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/python_tensors.h"
 
@@ -12,59 +15,12 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
-class Hash {
- public:
-  explicit Hash(size_t seed = 0) : value_(seed) {}
-  void mix(size_t value) {
-    value_ ^= value + 0x9e3779b97f4a7c15ULL + (value_ << 6) + (value_ >> 2);
-  }
-  void mix(const void* pointer) { mix(reinterpret_cast<size_t>(pointer)); }
-  size_t value() const { return value_; }
-
- private:
-  size_t value_;
-};
-
-// Python finds an interned name in a dictionary by its address. Never given back: these are asked
-// for in every step, the last one included.
-const py::str& interned(const char* name) {
-  return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)));
-}
-
-// Borrowed; null where `owner` has no such entry.
-PyObject* entry(PyObject* owner, const py::str& name) {
-  PyObject* found = PyDict_GetItemWithError(owner, name.ptr());
-  if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  return found;
-}
-
-// The same, watched from now on, and null where it is no dictionary.
+// A dictionary in an attribute, watched from now on; null where there is none.
 PyObject* table(PyObject* owner, const py::str& name) {
   PyObject* found = entry(owner, name);
   if (found == nullptr || !PyDict_Check(found)) return nullptr;
   watch_dict(found);
   return found;
-}
-
-// Watched from now on.
-py::object attributes_of(PyObject* object) {
-  auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-  if (!attributes) throw py::error_already_set();
-  watch_dict(attributes.ptr());
-  return attributes;
-}
-
-// What a weak reference refers to; null where that is gone.
-py::object referent(PyObject* reference) {
-#if PY_VERSION_HEX >= 0x030d0000
-  PyObject* found = nullptr;
-  if (PyWeakref_GetRef(reference, &found) < 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
-#else
-  PyObject* found = PyWeakref_GetObject(reference);
-  if (found == nullptr) throw py::error_already_set();
-  return found == Py_None ? py::object() : py::reinterpret_borrow<py::object>(found);
-#endif
 }
 
 const py::str& main_grad() {
@@ -84,16 +40,6 @@ py::object computed_main_grad(PyObject* param) {
     PyErr_Clear();
   }
   return found;
-}
-
-constexpr size_t kEvaluates = 1, kTrains = 2;
-
-void mix_mode(Hash& hash, const py::object& module, PyObject* attributes) {
-  static const py::str& training = interned("training");
-  PyObject* flag = entry(attributes, training);
-  const auto held = flag == nullptr ? py::object(module.attr(training))  // a scripted module's
-                                    : py::reinterpret_borrow<py::object>(flag);
-  hash.mix(held.ptr() == Py_True ? kTrains : kEvaluates);
 }
 
 void mix_address(Hash& hash, const at::Tensor& tensor) {
@@ -121,17 +67,28 @@ class ModuleWatch::Reader {
   void read(const py::object& module) {
     if (!module) {
       structure_.mix(size_t{3});
-      modes_.mix(kEvaluates);
       return;
     }
     const py::object attributes = attributes_of(module.ptr());
+    watch_dict(attributes.ptr());
     read_tensors(attributes.ptr());
     read_tables(attributes.ptr());
-    mix_mode(modes_, module, attributes.ptr());
+  }
+
+  // By their keys, which are numbers that come once.
+  void read_hooks(PyObject* hooks) {
+    const bool has_some = hooks != nullptr && PyDict_Check(hooks);
+    structure_.mix(has_some ? PyDict_Size(hooks) : 0);
+    if (!has_some) return;
+    watch_dict(hooks);
+    PyObject *key = nullptr, *hook = nullptr;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(hooks, &position, &key, &hook)) {
+      structure_.mix(static_cast<size_t>(PyObject_Hash(key)));
+    }
   }
 
   size_t structure() const { return structure_.value(); }
-  size_t modes() const { return modes_.value(); }
 
  private:
   void read_tensors(PyObject* attributes) {
@@ -143,7 +100,9 @@ class ModuleWatch::Reader {
       structure_.mix(value);
       if (!is_tensor(value)) continue;
       watch_.params_.push_back(value);
-      PyObject* grad = entry(attributes_of(value).ptr(), main_grad());
+      const py::object own = attributes_of(value);
+      watch_dict(own.ptr(), main_grad().ptr());
+      PyObject* grad = entry(own.ptr(), main_grad());
       if (grad == nullptr) grad = computed(value);
       structure_.mix(grad);
       if (grad != nullptr && is_tensor(grad)) watch_.others_.push_back(grad);
@@ -172,18 +131,11 @@ class ModuleWatch::Reader {
     Py_ssize_t position = 0;
     PyObject* found = table(attributes, submodules);
     while (found != nullptr && PyDict_Next(found, &position, &key, &value)) structure_.mix(value);
-    for (const py::str& name : hook_tables) {
-      found = table(attributes, name);
-      structure_.mix(found == nullptr ? 0 : PyDict_Size(found));
-      position = 0;
-      while (found != nullptr && PyDict_Next(found, &position, &key, &value)) {
-        structure_.mix(static_cast<size_t>(PyObject_Hash(key)));
-      }
-    }
+    for (const py::str& name : hook_tables) read_hooks(entry(attributes, name));
   }
 
   ModuleWatch& watch_;
-  Hash structure_, modes_;
+  Hash structure_;
 };
 
 void ModuleWatch::look() {
@@ -195,8 +147,8 @@ void ModuleWatch::look() {
   computed_.clear();
   Reader reader(*this);
   for (const py::handle reference : modules_) reader.read(referent(reference.ptr()));
+  for (PyObject* hooks : global_hook_tables()) reader.read_hooks(hooks);
   structure_ = reader.structure();
-  modes_ = reader.modes();
   if (computed_.empty()) seen_ = events;
 }
 
@@ -205,23 +157,6 @@ size_t ModuleWatch::fingerprint() {
   Hash hash(structure_);
   for (PyObject* param : params_) mix_parameter(hash, param);
   for (PyObject* tensor : others_) mix_address(hash, tensor_of(tensor));
-  return hash.value();
-}
-
-size_t ModuleWatch::modes() {
-  if (kCanTellDictEvents) {
-    look();
-    return modes_;
-  }
-  Hash hash;
-  for (const py::handle reference : modules_) {
-    const py::object module = referent(reference.ptr());
-    if (module) {
-      mix_mode(hash, module, attributes_of(module.ptr()).ptr());
-    } else {
-      hash.mix(kEvaluates);
-    }
-  }
   return hash.value();
 }
 

@@ -2,12 +2,13 @@
 // Hashes of what a capture depends on and that may change between steps.
 //
 // Note [Module fingerprint]
-// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered, modes
-// change. To look for each of these in Python is a walk over everything, before every step. The
+// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered.
+// To look for each of these in Python is a walk over everything, before every step. The
 // fingerprint is one call, and as long as it stays, nobody needs to look more closely. It covers,
-// for each module: which submodules and parameters it has, the keys of its hooks, the addresses of
-// its buffers; for each parameter: address, requires_grad, hooks of the tensor and of its gradient
-// accumulator, main_grad and that one's address. Memory that was freed counts as no address.
+// for each module: which submodules and parameters it has, the keys of its hooks and of those on
+// all modules, the addresses of its buffers; for each parameter: address, requires_grad, hooks of
+// the tensor and of its gradient accumulator, main_grad and that one's address. Memory that was
+// freed counts as no address.
 //
 // Most of it stands in dictionaries of Python, and is read again only where one of them has
 // changed (csrc/python/dict_events.h). What lies behind a tensor tells nobody when it changes, and
@@ -36,8 +37,6 @@ class ModuleWatch {
 
   // Note [Module fingerprint].
   size_t fingerprint();
-  // Of the modules' `training` flags, in order; the same in every process.
-  size_t modes();
 
  private:
   class Reader;
@@ -45,7 +44,7 @@ class ModuleWatch {
 
   const pybind11::list modules_;
   std::optional<uint64_t> seen_;  // how many events there were when the dictionaries were read
-  size_t structure_ = 0, modes_ = 0;
+  size_t structure_ = 0;
   // Borrowed: as long as no dictionary changes, they are in theirs.
   std::vector<PyObject*> params_, others_;
   std::vector<pybind11::object> computed_;  // in no dictionary: read again each time

@@ -19,4 +19,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("Site") = py::reinterpret_steal<py::object>(site);
   megagraph::bind_capture(m);
   megagraph::bind_replay(m);
+  megagraph::bind_watch(m);
 }

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/python_headers.h>
 
 #include <atomic>
@@ -139,6 +140,12 @@ std::string NumericSettings::difference_in_backward(const NumericSettings& other
   NumericSettings here = other;
   here.values_[kAutocastDtype] = values_[kAutocastDtype];
   return difference(here);
+}
+
+size_t NumericSettings::hash() const {
+  size_t hash = values_.size();
+  for (const int value : values_) hash = c10::hash_combine(hash, static_cast<size_t>(value));
+  return hash;
 }
 
 bool uses_deterministic_algorithms() { return at::globalContext().deterministicAlgorithms(); }

@@ -9,6 +9,7 @@
 #include <c10/core/DeviceType.h>
 
 #include <array>
+#include <cstddef>
 #include <string>
 
 namespace megagraph {
@@ -22,6 +23,8 @@ class NumericSettings {
   // The same for a backward. The dtype of autocast is each thread's own, and autograd's threads
   // have torch's default, in the capture too.
   std::string difference_in_backward(const NumericSettings& other) const;
+  // The same in every process.
+  size_t hash() const;
 
  private:
   std::array<int, 29> values_{};  // by name: see numerics.cpp

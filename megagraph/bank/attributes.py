@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that modules keep in plain attributes, beside their parameters and buffers.
+"""What modules keep in plain attributes, beside their parameters and buffers.
 
-Note [Tensors in plain attributes]
+Note [Plain attributes]
 A graph reads and writes the tensor that it was captured with. A module that updates it in place is served
 like one with a buffer. One that binds another tensor to the attribute (a statistic, say) does so once, in
 the capture: from then on the host reads what no replay writes, and each replay reads what the host has
-dropped. So a call that leaves another tensor than it found, or one where there was none, is found in its
-warm-up, and its site stays eager. That costs a site that fills a cache in its first call, where a bank
-captures it before any eager call. Neither Megatron's layers nor Transformer Engine's modules bind tensors in
-their calls, apart from fp8 and the statistics that are refused by name.
+dropped. So it is with any other value: no replay counts a counter up. A call that leaves another value than
+it found, or one where there was none, is found in its warm-up, and its site stays eager. That costs a site
+that fills a cache in its first call, where a bank captures it before any eager call. Neither Megatron's
+layers nor Transformer Engine's modules change values in their calls, apart from fp8, statistics that are
+refused by name, and flags that the owner of a bank answers for by name.
 
-Looked at are attributes that are tensors, and lists, tuples and dictionaries of them, and nothing deeper.
+Looked at are attributes, and what lists, tuples, sets and dictionaries in them hold, and nothing deeper.
 """
 
-from collections.abc import Iterator, Sequence
+import enum
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +54,31 @@ def plain_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for key, tensor in found.items() if key not in known]
 
 
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum)
+_MISSING = object()
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether nobody could tell two values apart: one object, or two plain ones that are equal."""
+    if before is now:
+        return True
+    if type(before) is not type(now) or not isinstance(now, (*_PLAIN, tuple)):
+        return False
+    if isinstance(now, tuple):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    return bool(before == now)
+
+
+def _has_same_content(before: Any, now: Any) -> bool:
+    if isinstance(now, dict):
+        return before.keys() == now.keys() and all(_is_same(before[key], now[key]) for key in now)
+    if isinstance(now, list):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    return bool(before == now)
+
+
 class PlainAttributes:
-    """Which tensors the attributes of some modules are, to be put back.
+    """What the attributes of some modules hold, to be put back.
 
     Args:
         modules: with their submodules.
@@ -69,47 +94,54 @@ class PlainAttributes:
             id(value): (value, value.copy())
             for _name, _child, attributes in self._modules
             for value in attributes.values()
-            if isinstance(value, (list, dict))
+            if isinstance(value, (list, dict, set))
         }
 
-    def _before(self, value: Any) -> Any:
-        """An attribute's value as it was, if that was changed in place."""
-        _value, content = self._contents.get(id(value), (None, value))
-        return content
+    def put_back(self, left_out: Collection[str] = ()) -> str | None:
+        """Gives every attribute the value and the content that it had.
 
-    def put_back(self) -> str | None:
-        """Binds every attribute to the tensors that it was bound to.
+        Args:
+            left_out: names of attributes that may have changed.
 
         Returns:
-            The first attribute that was bound to others, in words.
+            What has happened to the first one that has changed, in words.
         """
-        rebound = [
-            (child, where, attribute, attributes)
+        changed = [
+            (child, where, name, attributes)
             for where, child, attributes in self._modules
-            for attribute in {**attributes, **dict(_attributes(child))}
-            if self._is_rebound(attributes.get(attribute), vars(child).get(attribute))
+            for name in {**attributes, **dict(_attributes(child))}
+            if not self._is_as_before(attributes.get(name, _MISSING), vars(child).get(name, _MISSING))
         ]
-        for child, _where, attribute, attributes in rebound:
-            self._put_back_one(child, attribute, attributes)
-        if not rebound:
-            return None
-        child, where, attribute, _attributes_before = rebound[0]
-        return f"attribute {attribute!r} of {type(child).__name__}{f' {where!r}' if where else ''}"
+        said = [self._in_words(*found) for found in changed if found[2] not in left_out]
+        for child, _where, name, attributes in changed:
+            self._put_back_one(child, name, attributes)
+        return said[0] if said else None
 
-    def _is_rebound(self, before: Any, now: Any) -> bool:
-        found, left = _tensors(self._before(before)), _tensors(now)
-        return found.keys() != left.keys() or any(left[place] is not found[place] for place in found)
+    def _in_words(self, child: nn.Module, where: str, name: str, attributes: dict[str, Any]) -> str:
+        what = (
+            "was bound to another tensor; graphs update tensors in place only"
+            if _tensors(attributes.get(name)) or _tensors(vars(child).get(name))
+            else "has another value after a call; graphs change no value"
+        )
+        return f"attribute {name!r} of {type(child).__name__}{f' {where!r}' if where else ''} {what}"
 
-    def _put_back_one(self, child: nn.Module, attribute: str, attributes: dict[str, Any]) -> None:
-        if attribute not in attributes:
-            del vars(child)[attribute]
+    def _is_as_before(self, before: Any, now: Any) -> bool:
+        if not _is_same(before, now):
+            return False
+        _value, content = self._contents.get(id(before), (None, None))
+        return content is None or _has_same_content(content, now)
+
+    def _put_back_one(self, child: nn.Module, name: str, attributes: dict[str, Any]) -> None:
+        if name not in attributes:
+            del vars(child)[name]
             return
-        value = vars(child)[attribute] = attributes[attribute]
-        content = self._before(value)
-        if content is value:
+        value = vars(child)[name] = attributes[name]
+        if id(value) not in self._contents:
             return
-        value.clear()
-        if isinstance(value, dict):
-            value.update(content)
-        else:
-            value.extend(content)
+        _value, content = self._contents[id(value)]
+        if not _has_same_content(content, value):
+            value.clear()
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)

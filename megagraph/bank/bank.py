@@ -8,7 +8,7 @@ of Megatron, of packs, or of when to capture. docs/generic.md has an example tha
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class Bank:
         exchange: asks the ranks whose graphs hold the same collectives: a site that one of them cannot
             capture stays eager on all of them.
         annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
+        left_out: names of attributes that calls may change: graphs do not, and the caller answers for that.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Bank:
         guard: Guard = contextlib.nullcontext,
         exchange: Exchange = alone,
         annotate: bool = False,
+        left_out: Collection[str] = (),
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -74,7 +76,9 @@ class Bank:
         # Whether trackers draw from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend: Backend = backend_for(device, self.rng.generators)
-        self._conditions = Conditions(backend=self.backend, rng=self.rng, guard=guard, exchange=exchange)
+        self._conditions = Conditions(
+            backend=self.backend, rng=self.rng, guard=guard, exchange=exchange, left_out=left_out
+        )
         self._annotate = annotate
         self.core = _C.GraphBank(self.backend.device)
         self.chains: list[Chain] = []

@@ -12,8 +12,9 @@ site's input, and the gradient of that input *is* the output's gradient: no copi
 import contextlib
 import pathlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +47,14 @@ class Conditions:
         rng: restored after each warm-up and capture.
         guard: entered around everything that runs.
         exchange: asks the ranks that share communicators, after each part.
+        left_out: names of attributes that calls may change.
     """
 
     backend: Backend
     rng: RngSources
     guard: Guard
     exchange: Exchange
+    left_out: Collection[str] = ()
 
 
 def _line_of(error: BaseException) -> str:
@@ -86,6 +89,7 @@ class CapturePlan:
         self._guard = conditions.guard
         self._rng = conditions.rng
         self._exchange = conditions.exchange
+        self._leaves_no_trace = partial(leaves_no_trace, left_out=conditions.left_out)
         self._sites = sites
         self._variant = variant
         self._arguments = arguments
@@ -174,7 +178,7 @@ class CapturePlan:
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
-                leaves_no_trace([self._sites[index]], work_runs=True),
+                self._leaves_no_trace([self._sites[index]], work_runs=True),
                 self._rng.watched() as rewinds,
                 self._guard(),
             ):
@@ -196,7 +200,7 @@ class CapturePlan:
             return
         self._rng.restore(before)
         in_capture = self._saves[index]
-        with leaves_no_trace([self._sites[index]], work_runs=True):
+        with self._leaves_no_trace([self._sites[index]], work_runs=True):
             self._run_once(index, x)
         self._saves[index] = in_capture
         if self._rng.has_moved(after, self._rng.snapshot()):
@@ -235,7 +239,7 @@ class CapturePlan:
             CaptureError: naming the site, the op and the line. Everything has been undone.
         """
         work_runs = self._backend.runs_while_recording
-        with self._traced(), leaves_no_trace([*self._sites.values()], work_runs=work_runs):
+        with self._traced(), self._leaves_no_trace([*self._sites.values()], work_runs=work_runs):
             graphs = self._record(pool)
         return graphs
 

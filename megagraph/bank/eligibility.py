@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megagraph import _C
@@ -16,13 +17,22 @@ from megagraph.decide.reasons import EagerReason
 
 __all__ = ["MODULE_HOOKS", "ineligible_sites"]
 
-# csrc/python/fingerprint.cpp reads the same tables.
+# csrc/python/state_items.cpp reads the same tables.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_MODULES = tuple(f"_global{name}" for name in MODULE_HOOKS)
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
     for name in MODULE_HOOKS:
         yield from getattr(module, name).values()
+
+
+def _global_hook(is_expected: Callable[[Callable[..., Any]], bool]) -> str | None:
+    for name in _OF_ALL_MODULES:
+        for hook in getattr(torch.nn.modules.module, name).values():
+            if not is_expected(hook):
+                return f"hook {getattr(hook, '__qualname__', hook)} of all modules"
+    return None
 
 
 def _carries_foreign_hook(
@@ -67,9 +77,10 @@ def ineligible_sites(
     uses = Counter(id(param) for site in sites for param in set(site.module.parameters()))
     uses.update({id(param) for param in other_params})
     found: dict[int, tuple[EagerReason, str]] = {}
+    global_hook = _global_hook(is_expected_hook)
     for index, site in enumerate(sites):
         shared = [name for name, param in site.module.named_parameters() if uses[id(param)] > 1]
-        hook = _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)
+        hook = global_hook or _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)
         if shared:
             found[index] = EagerReason.SHARED_PARAMETER, f"parameter {shared[0]} is used elsewhere too"
         elif hook is not None:

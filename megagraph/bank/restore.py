@@ -2,7 +2,7 @@
 """Puts back what a warm-up or a capture touches: gradients, flags, buffers, attributes, torch's settings."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +33,19 @@ def _is_writable(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[None]:
+def leaves_no_trace(
+    sites: Sequence[SiteSpec], *, work_runs: bool, left_out: Collection[str] = ()
+) -> Iterator[None]:
     """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
     Args:
         sites: owners of the modules.
         work_runs: the work inside really runs, so that contents change too.
+        left_out: names of attributes that may have other values afterwards.
 
     Raises:
-        ValueError: where a buffer, or a tensor in a plain attribute, is another one afterwards: Note
-            [Tensors in plain attributes].
+        ValueError: where a buffer is another one afterwards, or an attribute has another value: Note
+            [Plain attributes].
     """
     params = [param for site in sites for param in site.trainable()]
     saved: list[tuple[Tensor, Tensor]] = []
@@ -75,13 +78,11 @@ def leaves_no_trace(sites: Sequence[SiteSpec], *, work_runs: bool) -> Iterator[N
         )
         for table, before in tables:
             table.update(before)
-        rebound_attribute = attributes.put_back()
+        changed_attribute = attributes.put_back(left_out)
     if rebound:
         raise ValueError("a buffer was reassigned; graphs update buffers in place only")
-    if rebound_attribute is not None:
-        raise ValueError(
-            f"{rebound_attribute} was bound to another tensor; graphs update tensors in place only"
-        )
+    if changed_attribute is not None:
+        raise ValueError(changed_attribute)
 
 
 @contextlib.contextmanager

@@ -32,3 +32,4 @@ class EagerReason(enum.IntEnum):
     RNG_NOT_GRAPH_SAFE = 20
     SUSPENDED = 21
     RELEASED = 22
+    STATE_CHANGED = 23

@@ -152,7 +152,46 @@ def test_what_is_put_back_is_the_object_that_was_there() -> None:
     assert attributes.put_back() is None
     module(torch.ones(2, WIDTH))
     module.largest = torch.ones(())
-    module.count = 5  # no tensor: not ours
-    assert attributes.put_back() == "attribute 'history' of Keeps"
-    assert module.history is history and history == [] and module.largest is None and module.count == 5
+    assert attributes.put_back() == (
+        "attribute 'history' of Keeps was bound to another tensor; graphs update tensors in place only"
+    )
+    assert module.history is history and history == [] and module.largest is None
     assert attributes.put_back() is None
+
+
+@pytest.mark.parametrize("value", [6, 5.0, "five", (5,), None, [5]])
+def test_values_that_a_call_leaves_are_put_back_and_named(value: Any) -> None:
+    module: Any = Keeps(appends, history=[], largest=None)
+    module.count = 5
+    attributes = PlainAttributes([module])
+    module.count = value
+    assert attributes.put_back({"count"}) is None
+    assert module.count == 5 and type(module.count) is int
+    module.count = value
+    assert attributes.put_back() == (
+        "attribute 'count' of Keeps has another value after a call; graphs change no value"
+    )
+
+
+def test_an_equal_value_is_no_change() -> None:
+    module: Any = Keeps(appends, history=[], largest=None)
+    module.shape, module.name = (300, 400), "a name"
+    attributes = PlainAttributes([module])
+    module.shape, module.name = tuple([300, 400]), "".join(["a ", "name"])  # noqa: C409
+    assert attributes.put_back() is None
+
+
+def test_a_layer_that_counts_its_calls_stays_eager_by_name(device: str) -> None:
+    """No replay would count, and what an eager call does may depend on the count."""
+
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.calls += 1
+            return hidden * 2
+
+    pair = Pair(device, [nn.Tanh(), Counts()]).capture()
+    assert pair.chain.eager_sites == {1: EagerReason.CAPTURE_FAILED}
+    assert "attribute 'calls' of Counts has another value after a call" in str(pair.bank.failures[0])
+    assert pair.layers[1].calls == 0

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bank's one promise: the same bits as eager, or eager with a counted reason."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Block, Pair, assert_same_bits, blocks, new_bank, run_eager, variant
@@ -78,26 +80,26 @@ def test_several_variants_share_a_slot_and_keep_their_bits(device: str) -> None:
     assert pair.eager_calls() == {}
 
 
-class NotesRows(nn.Module):
-    """Notes of how many rows each call was."""
+class TellsRows(nn.Module):
+    """Tells of how many rows each call is."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int], None]) -> None:
         super().__init__()
-        self.rows: list[int] = []
+        self.tell = tell
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.rows.append(hidden.shape[0])
+        self.tell(hidden.shape[0])
         return hidden * 2
 
 
 def test_the_largest_variant_is_warmed_up_and_captured_first(device: str) -> None:
     """Smaller ones then live in its memory; whatever the order in which they are asked for."""
-    layer = NotesRows()
-    pair = Pair(device, [layer])
+    rows: list[int] = []
+    pair = Pair(device, [TellsRows(rows.append)])
     sizes = (3, 12, 1, 7)
     pair.capture(*(variant(f"{size} {t}", training=t, rows=size) for size in sizes for t in (False, True)))
     largest_first = [12, 7, 3, 1] * 2  # training variants first
-    assert layer.rows == 2 * largest_first  # warmed up, then captured
+    assert rows == 2 * largest_first  # warmed up, then captured
 
 
 @pytest.mark.gpu

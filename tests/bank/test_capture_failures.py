@@ -33,6 +33,12 @@ class OnBackward(torch.autograd.Function):
         return grad.clone(), None
 
 
+class Countdown:
+    """Passes that are left: no value of a module's own, which no call may change."""
+
+    left = 0
+
+
 class Troubled(nn.Module):
     """Gets into trouble in its n-th pass (1: the warm-up, 2: the capture), once it is armed."""
 
@@ -40,10 +46,10 @@ class Troubled(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.trouble, self.in_backward, self.at_pass = trouble, in_backward, at_pass
-        self.passes_left = 0
+        self.passes = Countdown()
 
     def arm(self) -> None:
-        self.passes_left = self.at_pass
+        self.passes.left = self.at_pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Troubled":
         copied = Troubled(self.trouble)  # never armed
@@ -51,8 +57,8 @@ class Troubled(nn.Module):
         return copied
 
     def count(self, tensor: Tensor) -> None:
-        self.passes_left -= 1
-        if self.passes_left == 0:
+        self.passes.left -= 1
+        if self.passes.left == 0:
             self.trouble(tensor)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from megagraph.decide.due import DueKinds
 
 @pytest.fixture
 def kinds() -> DueKinds[str]:
-    """Training takes two steps, everything else one."""
-    return DueKinds(lambda kind: 2 if kind == "training" else 1)
+    """Training takes two steps, everything else one. A family is what stands before a colon."""
+    return DueKinds(lambda kind: kind.partition(":")[0], lambda kind: 2 if kind.startswith("training") else 1)
 
 
 def run_step(kinds: DueKinds[str], *of_step: str) -> None:
@@ -49,23 +49,36 @@ def test_without_their_graphs_all_warm_kinds_are_due_again(kinds: DueKinds[str])
     assert kinds.due == {"evaluation"}
 
 
-def test_only_kinds_that_ran_under_other_settings_are_opened_again(kinds: DueKinds[str]) -> None:
-    run_step(kinds, "a", "b")
-    kinds.mark_captured({"a", "b"})
-    kinds.note_other_settings("a")
-    kinds.reopen({"a", "b"})
-    assert kinds.due == {"a"}
+def test_steps_of_a_family_warm_all_of_its_kinds_up(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "training:on")
+    assert not kinds.due
+    run_step(kinds, "training:off")
+    assert kinds.due == {"training:on", "training:off"}
+    run_step(kinds, "training:merged")
+    assert kinds.due == {"training:on", "training:off", "training:merged"}
 
 
-def test_a_capture_of_one_kind_leaves_the_others_settings_known(kinds: DueKinds[str]) -> None:
-    """Bug: a capture made every captured kind forget that it had run under other settings."""
-    run_step(kinds, "a", "b")
-    kinds.mark_captured({"a"})
-    kinds.note_other_settings("a")
-    kinds.mark_captured({"b"})
-    assert kinds.under_other_settings == {"a"}
-    kinds.mark_captured({"a"})
-    assert not kinds.under_other_settings
+def test_a_family_whose_kinds_never_occur_twice_never_recurs(kinds: DueKinds[str]) -> None:
+    for step in range(3):
+        run_step(kinds, f"training:{step}")
+        assert kinds.never_recurs("training:0") == (step > 0)
+    run_step(kinds, "training:0")
+    assert not kinds.never_recurs("training:0")
+
+
+def test_captured_kinds_are_found_by_their_family(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "a:1", "a:2", "b:1")
+    kinds.mark_captured({"a:1", "b:1"})
+    assert kinds.captured_of_family("a:3") == ["a:1"]
+
+
+def test_forgotten_kinds_have_to_occur_again(kinds: DueKinds[str]) -> None:
+    run_step(kinds, "a:1", "a:2")
+    kinds.mark_captured({"a:1"})
+    kinds.forget(lambda kind: kind == "a:1")
+    assert not kinds.captured and kinds.due == {"a:2"} and kinds.warmed_up == {"a:2"}
+    run_step(kinds, "a:1")
+    assert kinds.due == {"a:1", "a:2"}
 
 
 def test_graphs_of_some_kinds_go_and_the_others_stay(kinds: DueKinds[str]) -> None:

@@ -209,20 +209,7 @@ def test_the_hash_sees_every_change_however_often_it_was_asked_before(what: str)
     owner = Owner()
     modules = list(owner.modules())
     watch = _C.ModuleWatch([weakref.ref(module) for module in modules])
-    before, modes = watch.fingerprint(), watch.modes()
+    before = watch.fingerprint()
     assert [watch.fingerprint() for _ in range(3)] == [before] * 3
     DIFFERENCES[what](owner)
     assert watch.fingerprint() != before
-    assert watch.modes() == modes
-
-
-def test_the_modes_are_those_of_now() -> None:
-    owner = Owner()
-    watch = _C.ModuleWatch([weakref.ref(module) for module in owner.modules()])
-    before, fingerprint = watch.modes(), watch.fingerprint()
-    owner.norm.eval()
-    assert watch.modes() != before
-    owner.norm.train()
-    assert (watch.modes(), watch.fingerprint()) == (before, fingerprint)
-    other = Owner()
-    assert _C.ModuleWatch([weakref.ref(module) for module in other.modules()]).modes() == before

@@ -6,7 +6,7 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from megagraph.bank.agreement import GroupGaveUp, Verdict
 from megagraph.bank.bank import Bank, Progress
 from megagraph.bank.chain import Chain
-from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
+from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
-from megagraph.megatron.parallel.ddp import ParamSyncs, accumulator_hooks, is_ddp_hook, listen
+from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.scopes.layer import LayerLoop, layer_sites
-from megagraph.megatron.watch.layers import LayerWatch
+from megagraph.megatron.scopes.layer import LayerLoop
+from megagraph.megatron.watch.states import LEFT_OUT
 
 __all__ = ["BlockBank"]
 
@@ -47,6 +47,7 @@ class BlockBank:
     Attributes:
         chain: of the present bank.
         watch: what its graphs rely on.
+        device: where the model is.
         failures: what stays eager, in words.
     """
 
@@ -62,12 +63,11 @@ class BlockBank:
         self._peers = peers
         self._config = config
         self._progress = progress
-        block: Any = model.decoder
-        self._specs = layer_sites(list(block.layers), while_capturing.block_context(block))
-        self.num_layers = len(self._specs)
-        self._device = next(model.parameters()).device
+        self._layers = BlockLayers(self._model)
+        self.num_layers = len(self._layers.specs)
+        self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
-        self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.constants = LayerArguments(self._model)
         # Of former banks.
         self._past: dict[str, int] = {}
@@ -76,7 +76,7 @@ class BlockBank:
         self._last_holders = ""
         # Whether that was all, when `what_changed()` was last asked.
         self.have_only_gradients_moved = False
-        self.watch = LayerWatch(self._specs)
+        self.watch = self._layers.new_watch()
         self._set_ddp(ddp)
         self._bank, self.chain, self._loops = self._new_bank()
 
@@ -88,15 +88,12 @@ class BlockBank:
         assert model is not None
         return model
 
-    def _layers(self) -> list[nn.Module]:
-        return [spec.module for spec in self._specs]
-
     def _ddp(self) -> nn.Module | None:
         return None if self._ddp_ref is None else self._ddp_ref()
 
     def _set_ddp(self, ddp: nn.Module | None) -> None:
         self._ddp_ref = None if ddp is None else weakref.ref(ddp)
-        self._param_syncs = ParamSyncs(ddp, self._layers())
+        self._param_syncs = ParamSyncs(ddp, self._layers.modules())
 
     @property
     def has_ddp(self) -> bool:
@@ -110,14 +107,15 @@ class BlockBank:
 
     def _new_bank(self) -> tuple[Bank, Chain, Loops]:
         bank = Bank(
-            self._device,
+            self.device,
             trackers=[while_capturing.rng_tracker_source()],
             poison=self._config.poison,
             guard=while_capturing.capturing,
             exchange=self._peers.exchange,
             annotate=self._config.cuda_graph_nvtx,
+            left_out=LEFT_OUT,
         )
-        chain = bank.add_chain(self._specs, holds_collectives=self._peers.size > 1)
+        chain = bank.add_chain(self._layers.specs, holds_collectives=self._peers.size > 1)
         return bank, chain, Loops(chain, self.constants, self._param_syncs.before_layers)
 
     # -- micro-batches ---------------------------------------------------------------------------
@@ -179,7 +177,7 @@ class BlockBank:
 
         Args:
             capacities: shapes.
-            kinds: packs and modes.
+            kinds: packs and states.
             row_shape: of the hidden states, without their first dimension.
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
@@ -215,7 +213,7 @@ class BlockBank:
         self.failures += self._bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._loops.follow()
-        listen(self.chain, self._ddp(), self._layers())
+        listen(self.chain, self._ddp(), self._layers.modules())
         shapes = "; ".join(str(capacity) for capacity in capacities)
         log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
@@ -226,7 +224,7 @@ class BlockBank:
         """Before the first capture of a bank."""
         self.watch.expect_modules(self._find_ineligible())
         for index, (reason, what) in self._ineligible_in_group().items():
-            sentence = f"{self._specs[index].name} stays eager ({reason.name}): {what}"
+            sentence = f"{self.chain.specs[index].name} stays eager ({reason.name}): {what}"
             log.warning(sentence)
             self.failures.append(sentence)
             self.chain.keep_eager(index, reason)
@@ -246,18 +244,7 @@ class BlockBank:
         self.chain.eager_variants |= {variant.key: reason for variant in variants}
 
     def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
-        outside = [
-            param
-            for name, module in self._live().named_children()
-            if name != "decoder"
-            for param in module.parameters()
-        ]
-        return ineligible_sites(
-            self._specs,
-            other_params=outside,
-            is_expected_hook=is_ddp_hook,
-            accumulator_hooks=accumulator_hooks(self._ddp()),
-        )
+        return self._layers.find_ineligible(self._ddp())
 
     def _ineligible_in_group(self) -> Mapping[int, tuple[EagerReason, str]]:
         """Sites that some rank of the group cannot graph."""
@@ -279,23 +266,16 @@ class BlockBank:
 
     # -- what graphs rely on ----------------------------------------------------------------------
 
-    def kinds_without_current_graphs(self) -> set[Kind]:
-        """The captured kinds that have no graphs of the numeric settings in force.
-
-        What could not be captured under some settings is not tried again under any others.
-        """
-        chain = self.chain
-        return {
-            key[1]
-            for key, index in chain.variants.items()
-            if key not in chain.eager_variants and not chain.has_current_settings(index)
-        }
-
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
         self.have_only_gradients_moved = False
         if self._bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
+        if self._layers.follow():
+            self.num_layers = len(self._layers.specs)
+            self._set_ddp(self._ddp())
+            self.watch = self._layers.new_watch()
+            return EagerReason.PARAMETERS_CHANGED
         changed = self.watch.what_changed(self._find_ineligible)
         self.have_only_gradients_moved = self.watch.have_only_gradients_moved
         return changed
@@ -307,7 +287,7 @@ class BlockBank:
         self._past_seconds += self._bank.capture_seconds
         self._bank.release()
         self.constants.clear()
-        self.watch = LayerWatch(self._specs)
+        self.watch = self._layers.new_watch(self.watch.stay_eager)
         self._bank, self.chain, self._loops = self._new_bank()
 
     def drop_gradients(self) -> None:
@@ -315,6 +295,12 @@ class BlockBank:
         self._bank.drop(self.chain, [key for key in self.chain.variants if key[1].grad])
         self._loops.follow()
         self.watch.forget_gradients()
+
+    def drop_states(self, states: Collection[int]) -> None:
+        """Releases the graphs of some states of the layers. Only where no slot is held."""
+        if states:
+            self._bank.drop(self.chain, [key for key in self.chain.variants if key[1].state in states])
+            self._loops.follow()
 
     def release(self) -> None:
         """Drops every graph for good."""

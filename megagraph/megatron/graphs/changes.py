@@ -4,10 +4,10 @@
 Captures nothing.
 """
 
-from megagraph.decide.due import DueKinds
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.graphs.kinds import Kinds
+from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.parallel.tensor import Peers
 
 __all__ = ["Changes"]
@@ -22,6 +22,7 @@ class Changes:
         block: the graphs.
         peers: the ranks that drop and run alike.
         kinds: is told whose graphs have gone.
+        states: learns which state the group is in.
 
     Attributes:
         reason: why every micro-batch of the step runs eager, or None.
@@ -29,10 +30,11 @@ class Changes:
         has_resumed: the host has announced that what moved up to now has moved.
     """
 
-    def __init__(self, block: BlockBank, peers: Peers, kinds: DueKinds[Kind]) -> None:
+    def __init__(self, block: BlockBank, peers: Peers, kinds: Kinds, states: LayerStates) -> None:
         self._block = block
         self._peers = peers
         self._kinds = kinds
+        self._states = states
         self._has_moved = False  # without an announcement: what moves once moves again
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
@@ -48,7 +50,10 @@ class Changes:
         watch = self._block.watch
         changed = None if runs_eager else self._block.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
+        said = self._states.say(has_changed=changed is not None)
         if changed is None and not is_away and self._peers.size == 1:  # as in nearly every step and bare call
+            if said:
+                self._states.hear(said)
             self.reason = self.gradients_reason = None
             return
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
@@ -57,7 +62,11 @@ class Changes:
         self.gradients_reason = _MOVED if is_away else stops
         is_eager = runs_eager or self.reason is not None
         flags = changed is not None, is_eager, self.gradients_reason is not None
-        has_changed, is_eager_anywhere, is_without_anywhere = self._peers.exchange([*map(int, flags)])
+        has_changed, is_eager_anywhere, is_without_anywhere, *heard = self._peers.exchange(
+            [*map(int, flags), *said]
+        )
+        if said:
+            self._states.hear(heard)
         if is_eager_anywhere and not is_eager:
             self.reason = _DISAGREED
         if is_without_anywhere and self.gradients_reason is None:

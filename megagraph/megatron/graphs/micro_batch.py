@@ -28,15 +28,20 @@ class Kind(NamedTuple):
     Args:
         form: which fields packs carry.
         grad: gradients are recorded.
-        modes: a hash of the modes, training or evaluation, that the block's modules are in.
+        state: the number of the state that the block's layers are in (megagraph/megatron/watch/states.py).
         rows_are_positions: the model's rotary table would be as long as the pack, so that positions go on
             from document to document; else they begin anew in each.
     """
 
     form: PackForm
     grad: bool
-    modes: int
+    state: int
     rows_are_positions: bool = False
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What it has in common with the kinds that differ in their state alone."""
+        return self.form, self.grad, self.rows_are_positions
 
 
 @functools.cache

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.decide.due import DueKinds
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.kinds import Kinds
+from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
@@ -72,11 +73,13 @@ class ModelGraphs:
         if self._refusal is None:
             for capacity in self._capacities.known:
                 self.peers.rows(capacity.tokens)  # raises where ranks cannot share them
-        self._kinds: DueKinds[Kind] = DueKinds(self._warm_up_of)
+        self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
+        self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
-        self._changes = Changes(self.block, self.peers, self._kinds)
-        self._is_warm = False  # some kind with gradients was captured
+        self._changes = Changes(self.block, self.peers, self._kinds, self._states)
+        if self._refusal is None and config.mode == "graph":
+            self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
         self._is_suspended = False
         self._replayed_tokens = 0
         self._tail = config.tail
@@ -123,8 +126,7 @@ class ModelGraphs:
             return _WARMING_UP
         depends = self._tables.depend_on_max_seqlen
         are_rows = depends and shape.max_seqlen == tokens and declares_every_row(params, tokens)
-        watch = self.block.watch
-        kind = Kind(form, torch.is_grad_enabled(), watch.modes(), are_rows)
+        kind = Kind(form, torch.is_grad_enabled(), self._states.of_call(), are_rows)
         self._params_type = type(params)
         self._kinds.note(kind)
         if capacity is None:
@@ -181,8 +183,7 @@ class ModelGraphs:
         self._rows = hidden_states.shape[1:], hidden_states.dtype
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
-            if batch.reason is EagerReason.NUMERICS_CHANGED:
-                self._kinds.note_other_settings(batch.kind)
+            batch.reason = self._kinds.explain(batch.kind, batch.reason)
             batch.heed_table(table, hidden_states)
             self.block.count_eager(batch.reason)
         return loop
@@ -249,13 +250,9 @@ class ModelGraphs:
         self._changes.has_resumed = False
         if self._changes.reason is not None:
             return
-        # Settings that last: after one eager step further graphs, beside those of the former settings.
-        chain, watch = self.block.chain, self.block.watch
-        chain.use_current_settings()
-        if self._kinds.under_other_settings:
-            modes = watch.modes()
-            without = self.block.kinds_without_current_graphs()
-            self._kinds.reopen(kind for kind in without if kind.modes == modes)
+        if gone := self._states.gone:
+            self._kinds.forget_states(gone)
+            gone.clear()
         due = self._due() if self._kinds.due else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
@@ -270,42 +267,38 @@ class ModelGraphs:
         return not is_eager and any(kind.grad for kind in self._kinds.captured)
 
     def _due(self) -> set[Kind]:
-        """What to capture now: in the modes of now alone; nothing while a slot is held or memory is away."""
+        """What to capture now: in the state of now alone; nothing while a slot is held or memory is away."""
         if torch.is_inference_mode_enabled():
             return set()
-        watch, has_gradients = self.block.watch, self._changes.gradients_reason is None
-        modes = watch.modes()
-        in_other_modes = {kind for kind in self._kinds.due if kind.modes != modes}
-        self._kinds.pass_over(in_other_modes)
+        has_gradients = self._changes.gradients_reason is None
         due = {
             kind
-            for kind in self._kinds.due - in_other_modes
+            for kind in self._kinds.due_now()
             if (has_gradients or not kind.grad) and self.block.has_memory(grad=kind.grad)
         }
         return due if due and self._rows is not None and self.block.is_idle() else set()
 
     def _capture(self, due: set[Kind]) -> None:
         assert self._rows is not None and self._params_type is not None
+        kinds, states = self._kinds, self._states
+        dropped = states.to_drop(kinds.states_with_graphs())
+        self.block.drop_states(dropped)
+        kinds.forget_states(dropped)
+        is_first = not kinds.captured
         row_shape, dtype = self._rows
         is_kept = self.block.capture(self._capacities.known, due, tuple(row_shape), dtype, self._params_type)
         if not is_kept:
-            self._kinds.forget_graphs()
-        self._is_warm = self._is_warm or any(kind.grad for kind in due)
-        self._kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
+            kinds.forget_graphs()
+        if is_first:
+            states.follow_eager_layers()
+        kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
-        for kind in self._kinds.end_step():
+        in_vain = self._kinds.end_step()
+        if in_vain:
             with about(self.name):
-                log.warning(
-                    "micro-batches %s gradients stay eager (WARMING_UP) in steps that begin in other modes: "
-                    "layers are captured between steps, in the modes they have there (train() or eval())",
-                    "with" if kind.grad else "without",
-                )
-
-    def _warm_up_of(self, kind: Kind) -> int:
-        # Other modes of a model that is warm need to be seen once.
-        return self._config.cuda_graph_warmup_steps if kind.grad and not self._is_warm else 1
+                self._kinds.log_passed_over(in_vain)
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -344,5 +337,6 @@ class ModelGraphs:
             "capacities": self._capacities.report(),
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
+            **self._states.report(self._kinds.states_with_graphs()),
             "failures": [*self._failures, *figures["failures"]],
         }

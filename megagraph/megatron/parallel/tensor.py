@@ -32,12 +32,19 @@ class Peers:
         self._tensor_group: Any = getattr(groups, "tp", None)
         self._group: Any = None
 
-    def _gloo_group(self) -> Any:
+    def _group_of_tensors(self) -> Any:
         if self._tensor_group is None:
             from megatron.core import parallel_state
 
             self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        group = self._tensor_group
+        return self._tensor_group
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.size == 1 else distributed.get_rank(self._group_of_tensors())
+
+    def _gloo_group(self) -> Any:
+        group = self._group_of_tensors()
         # Only the members take part in the call: other groups make theirs whenever they get there.
         return distributed.new_group(
             distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
@@ -53,6 +60,14 @@ class Peers:
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._group)
         found: list[int] = largest.tolist()
         return found
+
+    def gather(self, what: str) -> list[str]:
+        """What each rank of the group says, in the order of ranks."""
+        said = [what] * self.size
+        if self.size > 1:
+            self.exchange([0])  # makes the group where there is none yet
+            distributed.all_gather_object(said, what, group=self._group)
+        return said
 
     def use(self, group: Any) -> bool:
         """Whether the graphs hold collectives of a process group; None and the world are every group."""

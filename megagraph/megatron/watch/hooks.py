@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,10 @@ from megagraph import _C
 from megagraph.bank.eligibility import MODULE_HOOKS
 
 __all__ = ["HookWatch"]
+
+
+def _global_tables() -> list[dict[int, Any]]:
+    return [getattr(nn.modules.module, f"_global{name}") for name in MODULE_HOOKS]
 
 
 class HookWatch:
@@ -31,7 +36,7 @@ class HookWatch:
         owners = [owner for ref in self._owners if (owner := ref()) is not None]
         params = [param for ref in self._params if (param := ref()) is not None]
         tables = (getattr(owner, name) for owner in owners for name in MODULE_HOOKS)
-        keys = [tuple(table) for table in tables if table]
+        keys = [tuple(table) for table in (*tables, *_global_tables()) if table]
         on_tensors = sum(len(param._backward_hooks or ()) for param in params)
         on_tensors += sum(len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params)
         on_accumulators = sum(map(_C.count_accumulator_hooks, params))

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Short ways through Python's C interface.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace megagraph {
+
+// Python finds an interned name in a dictionary by its address. Never given back: these are asked
+// for in every step, the last one included.
+inline const pybind11::str& interned(const char* name) {
+  return *new pybind11::str(
+      pybind11::reinterpret_steal<pybind11::str>(PyUnicode_InternFromString(name)));
+}
+
+// What a weak reference refers to; null where that is gone.
+inline pybind11::object referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference, &found) < 0) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(found);
+#else
+  PyObject* found = PyWeakref_GetObject(reference);
+  if (found == nullptr) throw pybind11::error_already_set();
+  return found == Py_None ? pybind11::object()
+                          : pybind11::reinterpret_borrow<pybind11::object>(found);
+#endif
+}
+
+// Borrowed; null where a dictionary has no such entry.
+inline PyObject* entry(PyObject* dict, const pybind11::str& name) {
+  PyObject* found = PyDict_GetItemWithError(dict, name.ptr());
+  if (found == nullptr && PyErr_Occurred()) throw pybind11::error_already_set();
+  return found;
+}
+
+// The dictionary of an object's attributes.
+inline pybind11::object attributes_of(PyObject* object) {
+  auto attributes =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(object, nullptr));
+  if (!attributes) throw pybind11::error_already_set();
+  return attributes;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/serials.h"
+
+#include <pybind11/pybind11.h>
+
+#include <unordered_map>
+
+#include "csrc/python/references.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+struct Known {
+  py::object reference;  // weak; null where the object takes none
+  const PyTypeObject* type;
+  uint64_t serial;
+};
+
+// Under the GIL, and never destroyed: Python may be gone by then.
+auto& known_objects = *new std::unordered_map<PyObject*, Known>;
+uint64_t last_serial = 0;
+size_t next_sweep = 1024;
+
+bool is_gone(const Known& known) { return known.reference && !referent(known.reference.ptr()); }
+
+// Lets go of objects that are gone, whenever there are twice as many as were left the last time.
+void sweep() {
+  if (known_objects.size() < next_sweep) return;
+  for (auto known = known_objects.begin(); known != known_objects.end();) {
+    known = is_gone(known->second) ? known_objects.erase(known) : std::next(known);
+  }
+  next_sweep = 2 * known_objects.size() + 1024;
+}
+
+py::object weak_reference(PyObject* object) {
+  auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object, nullptr));
+  if (!reference) PyErr_Clear();
+  return reference;
+}
+
+}  // namespace
+
+uint64_t serial_of(PyObject* object) {
+  const auto found = known_objects.find(object);
+  if (found != known_objects.end()) {
+    const Known& known = found->second;
+    const bool is_same = known.reference ? !is_gone(known) : known.type == Py_TYPE(object);
+    if (is_same) return known.serial;
+    known_objects.erase(found);
+  }
+  sweep();
+  const uint64_t serial = ++last_serial;
+  known_objects.emplace(object, Known{weak_reference(object), Py_TYPE(object), serial});
+  return serial;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/state_items.h"
+
+#include <array>
+
+#include "csrc/python/hash.h"
+#include "csrc/python/references.h"
+#include "csrc/python/serials.h"
+#include "csrc/python/values.h"
+#include "csrc/torch/python_tensors.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+constexpr size_t kLongestWords = 60;
+
+// The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
+const auto& hook_tables() {
+  static const auto& names =
+      *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
+                                  interned("_backward_hooks"), interned("_backward_pre_hooks")};
+  return names;
+}
+
+const auto& global_tables() {
+  static const auto& names = *new std::array<py::str, 4>{
+      interned("_global_forward_hooks"), interned("_global_forward_pre_hooks"),
+      interned("_global_backward_hooks"), interned("_global_backward_pre_hooks")};
+  return names;
+}
+
+PyObject* dict_or_null(PyObject* found) {
+  return found != nullptr && PyDict_Check(found) ? found : nullptr;
+}
+
+bool is_skipped(const StateRules& rules, PyObject* name) {
+  const int found = PySet_Contains(rules.skipped.ptr(), name);
+  if (found < 0) throw py::error_already_set();
+  return found != 0;
+}
+
+bool ends_with(PyObject* name, const char* end) {
+  return PyUnicode_Check(name) &&
+         PyUnicode_Tailmatch(name, py::str(end).ptr(), 0, PY_SSIZE_T_MAX, 1) == 1;
+}
+
+// Whether an attribute holds a configuration, by its class or by its name.
+bool holds_configuration(PyObject* name, PyObject* value) {
+  if (is_configuration(value)) return true;
+  static const py::str& call = interned("__call__");
+  const PyTypeObject* type = Py_TYPE(value);
+  const bool has_attributes = type->tp_dictoffset != 0 && type->tp_weaklistoffset != 0 &&
+                              !is_plain(value) && !PyType_Check(value) && !PyDict_Check(value) &&
+                              !is_tensor(value);
+  return has_attributes && ends_with(name, "config") &&
+         _PyType_Lookup(Py_TYPE(value), call.ptr()) == nullptr;
+}
+
+StateItem item_of(PyObject* name, PyObject* value, bool may_hold_configuration) {
+  StateItem item{name, value, 0};
+  item.is_configuration = may_hold_configuration && holds_configuration(name, value);
+  if (item.is_configuration) {
+    item.hash = spread(serial_of(value));
+  } else {
+    ValueHasher hasher;
+    item.hash = hasher(value);
+    item.is_mutable = hasher.has_met_mutable();
+  }
+  return item;
+}
+
+void append_attributes(StateItems& items, PyObject* attributes, const StateRules& rules,
+                       bool may_hold_configuration) {
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(attributes, &place, &name, &value)) {
+    if (!is_skipped(rules, name)) items.push_back(item_of(name, value, may_hold_configuration));
+  }
+}
+
+void append_hooks(StateItems& items, const py::str& name, PyObject* table,
+                  const StateRules& rules) {
+  if (table == nullptr || PyDict_Size(table) == 0) return;
+  Hash hash;
+  PyObject *key = nullptr, *hook = nullptr;
+  Py_ssize_t place = 0;
+  // Of a copy: the question runs Python.
+  const auto copy = py::reinterpret_steal<py::dict>(PyDict_Copy(table));
+  while (PyDict_Next(copy.ptr(), &place, &key, &hook)) {
+    const bool is_expected = rules.is_expected_hook(py::handle(hook)).cast<bool>();
+    if (!is_expected) hash.mix(serial_of(hook));
+  }
+  if (hash.value() != 0) items.push_back({name.ptr(), nullptr, hash.value()});
+}
+
+// In their order, which is that of their calls in a ModuleList.
+void append_submodules(StateItems& items, const py::str& name, PyObject* table) {
+  if (table == nullptr || PyDict_Size(table) == 0) return;
+  Hash hash;
+  PyObject *key = nullptr, *module = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(table, &place, &key, &module)) {
+    hash.mix(static_cast<size_t>(PyObject_Hash(key)));
+    hash.mix(serial_of(module));
+  }
+  items.push_back({name.ptr(), nullptr, hash.value()});
+}
+
+const py::str& submodules() {
+  static const py::str& name = interned("_modules");
+  return name;
+}
+
+// Methods and values that somebody wrote: of what begins with two underscores only `__call__`.
+bool is_of_interest(const py::handle name) {
+  const auto text = name.cast<std::string>();
+  return text.compare(0, 2, "__") != 0 || text == "__call__";
+}
+
+}  // namespace
+
+StateItems items_of_module(const py::object& module, const StateRules& rules) {
+  static const py::str &type = interned("type"), &training = interned("training");
+  const py::object attributes = attributes_of(module.ptr());
+  StateItems items{
+      {type.ptr(), nullptr, spread(serial_of(reinterpret_cast<PyObject*>(Py_TYPE(module.ptr()))))}};
+  append_attributes(items, attributes.ptr(), rules, true);
+  append_submodules(items, submodules(), dict_or_null(entry(attributes.ptr(), submodules())));
+  for (const py::str& name : hook_tables()) {
+    append_hooks(items, name, dict_or_null(entry(attributes.ptr(), name)), rules);
+  }
+  if (entry(attributes.ptr(), training) == nullptr) {  // a scripted module computes it
+    const py::object flag = module.attr(training);
+    items.push_back(item_of(training.ptr(), flag.is(py::bool_(true)) ? Py_True : Py_False, false));
+  }
+  return items;
+}
+
+StateItems items_of_configuration(const py::object& configuration, const StateRules& rules) {
+  StateItems items;
+  append_attributes(items, attributes_of(configuration.ptr()).ptr(), rules, false);
+  return items;
+}
+
+StateItems items_of_class(const py::object& type, const StateRules& rules) {
+  static const py::object& module = *new py::object(py::module_::import("torch.nn").attr("Module"));
+  StateItems items;
+  for (const py::handle base : type.attr("__mro__")) {
+    const bool is_object = base.ptr() == reinterpret_cast<PyObject*>(&PyBaseObject_Type);
+    if (is_object || (base.is(module) && !type.is(module))) continue;
+    const py::dict own(base.attr("__dict__"));  // of references that the class holds too
+    for (const auto& [name, value] : own) {
+      if (is_of_interest(name) && !is_skipped(rules, name.ptr())) {
+        items.push_back(item_of(name.ptr(), value.ptr(), false));
+      }
+    }
+  }
+  return items;
+}
+
+StateItems items_of_global_hooks(const StateRules& rules) {
+  StateItems items;
+  const std::vector<PyObject*> tables = global_hook_tables();
+  for (size_t i = 0; i < tables.size(); ++i) {
+    append_hooks(items, global_tables().at(i), tables[i], rules);
+  }
+  return items;
+}
+
+std::vector<PyObject*> tables_of_module(PyObject* attributes) {
+  std::vector<PyObject*> tables;
+  for (const py::str& name : hook_tables()) tables.push_back(entry(attributes, name));
+  tables.push_back(entry(attributes, submodules()));
+  return tables;
+}
+
+std::vector<PyObject*> global_hook_tables() {
+  static const py::object& torch_modules =
+      *new py::object(py::module_::import("torch.nn.modules.module"));
+  const py::object attributes = torch_modules.attr("__dict__");
+  std::vector<PyObject*> tables;
+  for (const py::str& name : global_tables()) {
+    tables.push_back(dict_or_null(entry(attributes.ptr(), name)));
+  }
+  return tables;
+}
+
+size_t summand(const StateItem& item) {
+  Hash hash(static_cast<size_t>(PyObject_Hash(item.name)));
+  hash.mix(item.hash);
+  return hash.value();
+}
+
+std::string in_words(const StateItem& item) {
+  if (item.value == nullptr) return "others";
+  const py::handle value(item.value);
+  if (!is_plain(item.value)) {
+    const auto name = py::getattr(value, "__qualname__", py::str()).cast<std::string>();
+    return name.empty() ? std::string("another ") + Py_TYPE(item.value)->tp_name : name;
+  }
+  auto words = py::repr(value).cast<std::string>();
+  return words.size() > kLongestWords ? words.substr(0, kLongestWords) + "..." : words;
+}
+
+}  // namespace megagraph

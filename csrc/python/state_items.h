@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads the values that make the state of one module, configuration or class: Note [State] in
+// state_watch.h.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace megagraph {
+
+struct StateItem {
+  PyObject* name;   // borrowed, like the value: its owner holds both
+  PyObject* value;  // null where the hash is of no single value
+  size_t hash;
+  bool is_mutable = false;        // its content may change without a change of its owner
+  bool is_configuration = false;  // has items of its own
+};
+
+using StateItems = std::vector<StateItem>;
+
+struct StateRules {
+  const pybind11::set& skipped;              // names of attributes
+  const pybind11::object& is_expected_hook;  // whether somebody answers for a hook
+};
+
+StateItems items_of_module(const pybind11::object& module, const StateRules& rules);
+StateItems items_of_configuration(const pybind11::object& configuration, const StateRules& rules);
+// With those of the classes above it, less torch's Module, which is above all of them.
+StateItems items_of_class(const pybind11::object& type, const StateRules& rules);
+// Of the hooks on all modules.
+StateItems items_of_global_hooks(const StateRules& rules);
+
+// What the items depend on beside the owner's own dictionary. Borrowed.
+std::vector<PyObject*> tables_of_module(PyObject* attributes);
+std::vector<PyObject*> global_hook_tables();
+
+// Of an item, and in which order they come does not matter.
+size_t summand(const StateItem& item);
+// A value in a few words, for people.
+std::string in_words(const StateItem& item);
+
+}  // namespace megagraph

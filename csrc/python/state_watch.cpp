@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/state_watch.h"
+
+#include <algorithm>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "csrc/python/dict_events.h"
+#include "csrc/python/hash.h"
+#include "csrc/python/references.h"
+#include "csrc/python/serials.h"
+#include "csrc/python/state_items.h"
+#include "csrc/python/values.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+enum class OwnerKind { kModule, kConfiguration, kAllModules };
+
+}  // namespace
+
+// Whoever has attributes that are part of the state.
+struct StateWatch::Owner {
+  OwnerKind kind = OwnerKind::kModule;
+  py::object reference;  // weak
+  // Of a configuration: the module that holds it, and as what.
+  size_t holder = 0;
+  std::string place;
+
+  DictFlag has_changed = std::make_shared<bool>(true);
+  std::vector<std::pair<PyObject*, uint64_t>> versions;  // of its dictionaries, the own one first
+  const PyTypeObject* type = nullptr;
+  bool is_class_new = false;
+  size_t hash = 0, containers = 0;
+  // Borrowed from the owner's dictionary: there as long as that one does not change.
+  StateItems mutables, configurations;
+
+  StateItems items(const StateRules& rules) const {
+    if (kind == OwnerKind::kAllModules) return items_of_global_hooks(rules);
+    const py::object object = referent(reference.ptr());
+    if (!object) return {};
+    return kind == OwnerKind::kModule ? items_of_module(object, rules)
+                                      : items_of_configuration(object, rules);
+  }
+
+  bool is_current() const {
+    if (*has_changed) return false;
+    if (kCanTellDictEvents) return true;
+    if (reference) {
+      const py::object object = referent(reference.ptr());
+      if (!object || attributes_of(object.ptr()).ptr() != versions.at(0).first) return false;
+    }
+    return std::all_of(versions.begin(), versions.end(),
+                       [](const auto& known) { return dict_version(known.first) == known.second; });
+  }
+
+  void read(const StateRules& rules) {
+    *has_changed = is_class_new = false;
+    watch_dicts();
+    mutables.clear();
+    configurations.clear();
+    hash = containers = 0;
+    for (const StateItem& item : items(rules)) {
+      (item.is_mutable ? containers : hash) += summand(item);
+      if (item.is_mutable) mutables.push_back(item);
+      if (item.is_configuration) configurations.push_back(item);
+    }
+  }
+
+  // An object may be given another class, which is written in no dictionary.
+  void look_at_class() {
+    const py::object object = reference ? referent(reference.ptr()) : py::object();
+    if (object && Py_TYPE(object.ptr()) != type) *has_changed = is_class_new = true;
+  }
+
+  void read_containers() {
+    containers = 0;
+    for (StateItem& item : mutables) {
+      item.hash = ValueHasher()(item.value);
+      containers += summand(item);
+    }
+  }
+
+ private:
+  void watch_dicts() {
+    versions.clear();
+    if (kind == OwnerKind::kAllModules) {
+      for (PyObject* table : global_hook_tables()) watch_one(table);
+      return;
+    }
+    const py::object object = referent(reference.ptr());
+    if (!object) {
+      *has_changed = !kCanTellDictEvents;  // nothing is left to be watched
+      return;
+    }
+    type = Py_TYPE(object.ptr());
+    const py::object attributes = attributes_of(object.ptr());
+    watch_one(attributes.ptr());
+    if (kind != OwnerKind::kModule) return;
+    for (PyObject* table : tables_of_module(attributes.ptr())) watch_one(table);
+  }
+
+  void watch_one(PyObject* dict) {
+    if (dict == nullptr || !PyDict_Check(dict)) return;
+    watch_dict(dict, has_changed);
+    versions.emplace_back(dict, dict_version(dict));
+  }
+};
+
+// A class of modules, which Python gives another tag whenever it or one above it changes.
+struct StateWatch::Class {
+  py::object reference;  // weak
+  size_t first_module = 0;
+  unsigned int tag = 0;
+  size_t hash = 0;
+
+  static unsigned int tag_of(PyTypeObject* type) {
+    static const py::str& forward = interned("forward");
+    _PyType_Lookup(type, forward.ptr());  // gives it a tag where it has none
+#if PY_VERSION_HEX < 0x030c0000
+    if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
+#endif
+    return type->tp_version_tag;
+  }
+
+  bool is_current() const {
+    const py::object type = referent(reference.ptr());
+    return type && tag != 0 && tag_of(reinterpret_cast<PyTypeObject*>(type.ptr())) == tag;
+  }
+};
+
+StateWatch::StateWatch(py::list modules, py::object block, const py::iterable& left_out,
+                       py::object is_expected_hook, py::list keys)
+    : keys_(std::move(keys)),
+      block_(std::move(block)),
+      is_expected_hook_(std::move(is_expected_hook)) {
+  const py::object empty = py::module_::import("torch.nn").attr("Module")();
+  for (const auto& [name, value] : py::dict(empty.attr("__dict__"))) {
+    if (name.cast<std::string>() != "training") skipped_.add(name);
+  }
+  for (const py::handle name : left_out) {
+    const py::str& kept = interned(name.cast<std::string>().c_str());
+    ignore_key(kept.ptr());
+    skipped_.add(kept);
+  }
+  for (const py::handle reference : modules) {
+    owners_.push_back(std::make_unique<Owner>());
+    owners_.back()->reference = py::reinterpret_borrow<py::object>(reference);
+  }
+  owners_.push_back(std::make_unique<Owner>());
+  owners_.back()->kind = OwnerKind::kAllModules;
+}
+
+StateWatch::~StateWatch() = default;
+
+size_t StateWatch::now(bool whole) {
+  if (whole) look_at_classes();
+  refresh();
+  if (whole) read_containers();
+  Hash hash(hash_);
+  hash.mix(list_of_layers());
+  if (!keys_.empty()) hash.mix(of_keys());
+  return hash.value();
+}
+
+// A forward of the block has something else stand in for its attribute.
+uint64_t StateWatch::list_of_layers() const {
+  static const py::str &modules = interned("_modules"), &layers = interned("layers");
+  const py::object block = referent(block_.ptr());
+  PyObject* table = block ? entry(attributes_of(block.ptr()).ptr(), modules) : nullptr;
+  PyObject* list = table != nullptr && PyDict_Check(table) ? entry(table, layers) : nullptr;
+  return list == nullptr ? 0 : serial_of(list);
+}
+
+void StateWatch::look_at_classes() {
+  for (const auto& owner : owners_) {
+    owner->look_at_class();
+    is_read_ = is_read_ && !owner->is_class_new;
+  }
+}
+
+void StateWatch::refresh() {
+  const uint64_t events = dict_events();
+  const bool classes_changed = have_classes_changed();
+  if (kCanTellDictEvents && is_read_ && seen_ == events && !classes_changed) return;
+  is_read_ = false;
+  const StateRules rules{skipped_, is_expected_hook_};
+  bool has_changed = classes_changed;
+  const auto look_at = [&](const std::unique_ptr<Owner>& owner) {
+    if (owner->is_current()) return false;
+    owner->read(rules);
+    return has_changed = true;
+  };
+  bool modules_changed = false;
+  for (const auto& owner : owners_) modules_changed |= look_at(owner);
+  if (modules_changed) follow_configurations();
+  for (const auto& owner : configurations_) look_at(owner);
+  if (modules_changed || classes_changed) follow_classes();
+  if (has_changed) combine();
+  seen_ = events;
+  is_read_ = true;
+}
+
+bool StateWatch::have_classes_changed() const {
+  return !std::all_of(classes_.begin(), classes_.end(),
+                      [](const Class& known) { return known.is_current(); });
+}
+
+void StateWatch::follow_classes() {
+  std::vector<Class> former = std::move(classes_);
+  classes_.clear();
+  std::unordered_set<PyTypeObject*> known;
+  const auto follow = [&](const py::object& type, size_t module) {
+    if (!known.insert(reinterpret_cast<PyTypeObject*>(type.ptr())).second) return;
+    const auto found = std::find_if(former.begin(), former.end(), [&](const Class& other) {
+      return other.is_current() && referent(other.reference.ptr()).is(type);
+    });
+    classes_.push_back(found == former.end() ? read_class(type) : *found);
+    classes_.back().first_module = module;
+  };
+  follow(py::module_::import("torch.nn").attr("Module"), owners_.size() - 1);
+  for (size_t i = 0; i + 1 < owners_.size(); ++i) {
+    const py::object module = referent(owners_[i]->reference.ptr());
+    if (module) follow(py::type::of(module), i);
+  }
+}
+
+StateWatch::Class StateWatch::read_class(const py::object& type) const {
+  Class found{py::weakref(py::handle(type)), 0,
+              Class::tag_of(reinterpret_cast<PyTypeObject*>(type.ptr())), 0};
+  for (const StateItem& item : items_of_class(type, {skipped_, is_expected_hook_})) {
+    found.hash += summand(item);
+  }
+  return found;
+}
+
+void StateWatch::follow_configurations() {
+  std::vector<std::unique_ptr<Owner>> former = std::move(configurations_);
+  configurations_.clear();
+  std::unordered_set<PyObject*> found;
+  for (size_t i = 0; i < owners_.size(); ++i) {
+    for (const StateItem& item : owners_[i]->configurations) {
+      if (!found.insert(item.value).second) continue;
+      const auto known = std::find_if(former.begin(), former.end(), [&](const auto& other) {
+        return other && referent(other->reference.ptr()).ptr() == item.value;
+      });
+      if (known != former.end()) {
+        configurations_.push_back(std::move(*known));
+      } else {
+        configurations_.push_back(std::make_unique<Owner>());
+        configurations_.back()->kind = OwnerKind::kConfiguration;
+        configurations_.back()->reference = py::weakref(py::handle(item.value));
+      }
+      configurations_.back()->holder = i;
+      configurations_.back()->place = py::str(py::handle(item.name)).cast<std::string>();
+    }
+  }
+}
+
+void StateWatch::read_containers() {
+  for (const auto& owner : owners_) owner->read_containers();
+  for (const auto& owner : configurations_) owner->read_containers();
+  combine();
+}
+
+void StateWatch::combine() {
+  Hash hash;
+  for (const auto* owners : {&owners_, &configurations_}) {
+    for (const auto& owner : *owners) hash.mix(owner->hash + spread(owner->containers));
+  }
+  for (const Class& known : classes_) hash.mix(known.hash);
+  hash_ = hash.value();
+}
+
+size_t StateWatch::of_keys() const {
+  Hash hash;
+  for (const py::handle key : keys_) hash.mix(ValueHasher()(key().ptr()));
+  return hash.value();
+}
+
+py::list StateWatch::items() {
+  refresh();
+  const StateRules rules{skipped_, is_expected_hook_};
+  py::list found;
+  const auto append = [&](size_t module, const std::string& before, const StateItem& item) {
+    const auto name = before + py::str(py::handle(item.name)).cast<std::string>();
+    found.append(py::make_tuple(module, name, item.hash, in_words(item)));
+  };
+  for (size_t i = 0; i < owners_.size(); ++i) {
+    for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
+  }
+  for (const auto& owner : configurations_) {
+    for (const StateItem& item : owner->items(rules)) {
+      append(owner->holder, owner->place + ".", item);
+    }
+  }
+  for (const Class& known : classes_) {
+    const py::object type = referent(known.reference.ptr());
+    if (!type) continue;
+    const auto name = type.attr("__name__").cast<std::string>() + ".";
+    for (const StateItem& item : items_of_class(type, rules)) {
+      append(known.first_module, name, item);
+    }
+  }
+  for (const py::handle key : keys_) {
+    const py::object value = key();
+    const auto name = "watch() of " + py::repr(key).cast<std::string>();
+    const StateItem item{key.ptr(), value.ptr(), ValueHasher()(value.ptr())};
+    found.append(py::make_tuple(owners_.size() - 1, name, item.hash, in_words(item)));
+  }
+  return found;
+}
+
+}  // namespace megagraph

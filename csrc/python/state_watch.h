@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// A hash of the Python state that captured modules run with.
+//
+// Note [State]
+// A capture runs a module's Python once: whatever it read there is part of the graph. What it can
+// read of the modules themselves is their state:
+// - of each module the values in its attributes (Note [Values] in values.h), `training` and a
+//   forward of its own among them, which submodules it has in which order, and its hooks, less
+//   those that the caller answers for;
+// - of the configurations that modules hold in attributes every attribute;
+// - of each class of a module, and of the classes above it, the methods and plain values;
+// - which list of layers their block has;
+// - the hooks on all modules;
+// - what functions of the caller return.
+// Attributes that are left out by name are no part of it. What torch keeps in attributes of its
+// own, parameters and buffers among it, is compared elsewhere (fingerprint.h).
+//
+// Nearly all of this stands in dictionaries, and one is read again only where it has changed
+// (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists,
+// sets and dictionaries in attributes changes without a word, and so does an object's class: they
+// are read again where the whole state is asked for.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace megagraph {
+
+class StateWatch {
+ public:
+  // `modules`: weak references. `block`: one to the module in whose attribute `layers` they are, or
+  // a dead one. `left_out`: names of attributes. `is_expected_hook`: whether the
+  // caller answers for a hook. `keys`: functions of the caller.
+  StateWatch(pybind11::list modules, pybind11::object block, const pybind11::iterable& left_out,
+             pybind11::object is_expected_hook, pybind11::list keys);
+  ~StateWatch();
+  StateWatch(const StateWatch&) = delete;
+  StateWatch& operator=(const StateWatch&) = delete;
+
+  // The state of now. `whole`: the content of containers too, else as it was when last read.
+  size_t now(bool whole);
+
+  // Every value by itself: (index of the first module that has it, its name there, its hash, the
+  // value in words). What belongs to no module has the index after the last one.
+  pybind11::list items();
+
+ private:
+  struct Owner;
+  struct Class;
+
+  void look_at_classes();
+  void refresh();
+  bool have_classes_changed() const;
+  void follow_classes();
+  Class read_class(const pybind11::object& type) const;
+  void follow_configurations();
+  void read_containers();
+  void combine();
+  uint64_t list_of_layers() const;
+  size_t of_keys() const;
+
+  const pybind11::list keys_;
+  const pybind11::object block_, is_expected_hook_;
+  pybind11::set skipped_;  // names of attributes
+  std::vector<std::unique_ptr<Owner>> owners_, configurations_;
+  std::vector<Class> classes_;
+  uint64_t seen_ = 0;  // how many events there were at the last look
+  bool is_read_ = false;
+  size_t hash_ = 0;
+};
+
+}  // namespace megagraph

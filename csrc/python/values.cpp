@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/values.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "csrc/python/hash.h"
+#include "csrc/python/references.h"
+#include "csrc/python/serials.h"
+#include "csrc/torch/python_tensors.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+constexpr int kDeepest = 8;
+constexpr Py_ssize_t kLargest = 4096;
+
+size_t of_identity(PyObject* object) { return spread(serial_of(object)); }
+
+// What was there before the first class of anybody's is never freed.
+size_t of_address(const void* object) { return spread(reinterpret_cast<uint64_t>(object)); }
+
+size_t of_type(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)
+             ? of_identity(reinterpret_cast<PyObject*>(type))
+             : of_address(type);
+}
+
+size_t combined(size_t first, size_t second) {
+  Hash hash(first);
+  hash.mix(second);
+  return hash.value();
+}
+
+// As Python hashes it, and by its type: 1, 1.0 and True are three values.
+size_t of_own_hash(PyObject* value) {
+  const Py_hash_t hash = PyObject_Hash(value);
+  if (hash == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return combined(of_type(value), static_cast<size_t>(hash));
+}
+
+// Python gives -1 and -2 one hash.
+size_t of_integer(PyObject* value) {
+  int overflow = 0;
+  const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+  return overflow != 0 ? of_own_hash(value) : combined(of_type(value), static_cast<size_t>(number));
+}
+
+// Bit by bit: -0.0 is another value than 0.0, and a NaN one value.
+size_t of_float(PyObject* value) {
+  const double number = PyFloat_AsDouble(value);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &number, sizeof bits);
+  return combined(of_type(value), bits);
+}
+
+size_t of_tensor(PyObject* value) {
+  const at::Tensor& tensor = tensor_of(value);
+  const bool stored =
+      is_plain_tensor(value) && tensor.has_storage() && tensor.storage().nbytes() > 0;
+  Hash hash(of_identity(value));
+  hash.mix(stored ? tensor.const_data_ptr() : nullptr);
+  return hash.value();
+}
+
+struct Types {
+  py::object module = py::module_::import("torch.nn").attr("Module");
+  py::object device = py::module_::import("torch").attr("device");
+  py::object enumeration = py::module_::import("enum").attr("Enum");
+  py::object namespaces[2] = {py::module_::import("types").attr("SimpleNamespace"),
+                              py::module_::import("argparse").attr("Namespace")};
+};
+
+// Never given back.
+const Types& types() {
+  static const Types& known = *new Types;
+  return known;
+}
+
+bool is_a(PyObject* value, const py::object& type) {
+  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
+}
+
+// Whether an object's class says so, for the object itself.
+bool class_has(PyObject* object, const py::str& name) {
+  return _PyType_Lookup(Py_TYPE(object), name.ptr()) != nullptr;
+}
+
+// Null of what is not plain.
+std::optional<size_t> of_plain(PyObject* value) {
+  if (value == Py_None || PyBool_Check(value)) return of_address(value);
+  if (is_a(value, types().enumeration)) return of_identity(value);
+  if (PyLong_Check(value)) return of_integer(value);
+  if (PyFloat_Check(value)) return of_float(value);
+  if (PyUnicode_Check(value) || PyBytes_Check(value) || PyComplex_Check(value)) {
+    return of_own_hash(value);
+  }
+  if (is_a(value, types().device)) return of_own_hash(value);
+  return {};
+}
+
+}  // namespace
+
+bool is_plain(PyObject* value) { return of_plain(value).has_value(); }
+
+bool is_configuration(PyObject* object) {
+  static const py::str& fields = interned("__dataclass_fields__");
+  if (PyType_Check(object) || is_a(object, types().module)) return false;
+  if (is_a(object, types().namespaces[0]) || is_a(object, types().namespaces[1])) return true;
+  const PyTypeObject* type = Py_TYPE(object);
+  return class_has(object, fields) && type->tp_dictoffset != 0 && type->tp_weaklistoffset != 0;
+}
+
+size_t ValueHasher::operator()(PyObject* value) {
+  if (const auto plain = of_plain(value)) return *plain;
+  if (is_tensor(value)) return of_tensor(value);
+  if (depth_ >= kDeepest) return of_identity(value);
+  ++depth_;
+  size_t hash = 0;
+  if (PyTuple_Check(value) || PyList_Check(value)) {
+    has_met_mutable_ |= PyList_Check(value) != 0;
+    hash = combined(of_type(value), of_sequence(value));
+  } else if (PyDict_Check(value)) {
+    has_met_mutable_ = true;
+    hash = combined(of_type(value), of_entries(value));
+  } else if (PyAnySet_Check(value)) {
+    has_met_mutable_ |= PySet_Check(value) != 0;
+    hash = combined(of_type(value), of_set(value));
+  } else if (is_configuration(value)) {
+    has_met_mutable_ = true;
+    hash = combined(of_identity(value), of_entries(attributes_of(value).ptr()));
+  } else {
+    hash = of_identity(value);
+  }
+  --depth_;
+  return hash;
+}
+
+size_t ValueHasher::of_sequence(PyObject* sequence) {
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
+  Hash hash(size);
+  for (Py_ssize_t i = 0; i < std::min(size, kLargest); ++i) {
+    hash.mix((*this)(PySequence_Fast_GET_ITEM(sequence, i)));
+  }
+  return hash.value();
+}
+
+// Without their order: what was taken out and put in again is the same.
+size_t ValueHasher::of_entries(PyObject* dict) {
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t place = 0, count = 0;
+  size_t sum = spread(PyDict_Size(dict));
+  while (count++ < kLargest && PyDict_Next(dict, &place, &key, &value)) {
+    sum += combined((*this)(key), (*this)(value));
+  }
+  return sum;
+}
+
+size_t ValueHasher::of_set(PyObject* set) {
+  if (PySet_Size(set) > kLargest) return combined(of_identity(set), PySet_Size(set));
+  size_t sum = spread(PySet_Size(set));
+  for (const py::handle item : py::reinterpret_borrow<py::object>(set)) {
+    sum += spread((*this)(item.ptr()));
+  }
+  return sum;
+}
+
+}  // namespace megagraph

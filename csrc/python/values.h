@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hashes values of Python's: by content where they are plain, by identity otherwise.
+//
+// Note [Values]
+// By content: None, flags, numbers, strings, enumerations, dtypes, devices, and tuples, lists,
+// sets and dictionaries of values; dataclasses and namespaces (a model's configuration), attribute
+// by attribute. By identity: modules, functions and other callables, classes, and every other
+// object. A tensor is one object at one address. Contents end at a depth of eight, and at 4,096
+// entries of one container.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+
+namespace megagraph {
+
+class ValueHasher {
+ public:
+  // Needs the GIL; throws with a Python error where a value's own hash does.
+  size_t operator()(PyObject* value);
+
+  // Whether a value was met since it was made whose content may change while the object stays: a
+  // list, a set, a dictionary, a configuration.
+  bool has_met_mutable() const { return has_met_mutable_; }
+
+ private:
+  size_t of_sequence(PyObject* sequence);
+  size_t of_entries(PyObject* dict);
+  size_t of_set(PyObject* set);
+
+  bool has_met_mutable_ = false;
+  int depth_ = 0;
+};
+
+// None, a flag, number, text, enumeration or device.
+bool is_plain(PyObject* value);
+
+// A dataclass or a namespace, whose attributes are its content.
+bool is_configuration(PyObject* object);
+
+}  // namespace megagraph

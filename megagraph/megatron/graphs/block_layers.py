@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of one model's block: their sites, what is watched of them, and which no graph can replace."""
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from megagraph.bank.eligibility import ineligible_sites
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.while_capturing import block_context
+from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
+from megagraph.megatron.scopes.layer import layer_sites
+from megagraph.megatron.watch.keys import keys_of
+from megagraph.megatron.watch.layers import LayerWatch
+from megagraph.megatron.watch.states import LEFT_OUT
+
+__all__ = ["BlockLayers"]
+
+
+class BlockLayers:
+    """The layers that a block has, or had when it was last looked at.
+
+    Args:
+        model: the GPTModel or HybridModel, which must not be kept alive.
+    """
+
+    specs: list[SiteSpec]
+
+    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+        self._model = model
+        self._seen: list[weakref.ref[nn.Module]] = []
+        self.follow()
+
+    def _live(self) -> Any:
+        model = self._model()
+        assert model is not None
+        return model
+
+    def follow(self) -> bool:
+        """Looks at the block. Returns whether it has other layers than before."""
+        model: Any = self._model()
+        block = model.decoder
+        now = list(map(weakref.ref, block.layers))
+        if now == self._seen:
+            return False
+        self._seen = now
+        self.specs = layer_sites(list(block.layers), block_context(block))
+        return True
+
+    def modules(self) -> list[nn.Module]:
+        """The layers."""
+        return [spec.module for spec in self.specs]
+
+    def new_watch(self, stay_eager: Collection[int] = ()) -> LayerWatch:
+        """Watches them from now on.
+
+        Args:
+            stay_eager: those, by index, whose state does not matter.
+        """
+        model = self._model
+        return LayerWatch(
+            self.specs,
+            self._live().decoder,
+            keys=lambda: keys_of(live) if (live := model()) is not None else [],
+            is_expected_hook=is_ddp_hook,
+            left_out=LEFT_OUT,
+            stay_eager=stay_eager,
+        )
+
+    def find_ineligible(self, ddp: nn.Module | None) -> Mapping[int, tuple[EagerReason, str]]:
+        """Those that no graph can replace, by index: the reason, and what was found.
+
+        Args:
+            ddp: Megatron's DDP around the model, or None.
+        """
+        outside = [
+            param
+            for name, module in self._live().named_children()
+            if name != "decoder"
+            for param in module.parameters()
+        ]
+        return ineligible_sites(
+            self.specs,
+            other_params=outside,
+            is_expected_hook=is_ddp_hook,
+            accumulator_hooks=accumulator_hooks(ddp),
+        )

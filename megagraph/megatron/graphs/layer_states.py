@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states that one model's layers are met in: numbers them, says what changed, bounds those with graphs.
+
+Captures and drops nothing.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from megagraph import _C
+from megagraph.log import log
+from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.watch.states import States
+
+__all__ = ["LayerStates"]
+
+_MOST_NAMED = 3
+
+
+class LayerStates:
+    """The states of one model's layers.
+
+    Args:
+        block: whose layers they are.
+        peers: the ranks that are in a state together.
+        most: how many may have graphs at once.
+
+    Attributes:
+        current: the number of the state at the last boundary.
+        gone: numbers that nobody will be told of again.
+    """
+
+    def __init__(self, block: BlockBank, peers: Peers, most: int) -> None:
+        self._block = block
+        self._peers = peers
+        self._is_alone = peers.size == 1
+        self._most = most
+        self._numbers = States(peers.rank, peers.size)
+        self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
+        self._changes: dict[int, str] = {}  # what made each state another one than that before
+        self._new_in_a_row = 0
+        self._has_warned = False
+        self._unguarded: list[str] = []
+        self._met = 0, 0  # fingerprint and settings at the last boundary
+        self._call = 0, 0  # fingerprint and number of the last call
+        self.current = 0
+        self.gone: set[int] = set()
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def say(self, *, has_changed: bool) -> Sequence[int]:
+        """What this rank tells the others of its group of its state.
+
+        Args:
+            has_changed: something that graphs rely on has, so that there may be other modules.
+
+        Returns:
+            Values for `hear()`; none where nobody has to be told, and the state is that of the last boundary.
+        """
+        watch = self._block.watch
+        if has_changed:
+            watch.follow_modules()
+        met = watch.whole_state(), _C.numeric_settings(self._block.device)
+        if met == self._met and self._is_alone:
+            self._new_in_a_row = 0
+            self._call = met[0], self.current
+            return ()
+        self._met = met
+        return self._numbers.say(*met)
+
+    def hear(self, largest: Sequence[int]) -> None:
+        """Learns the group's state.
+
+        Args:
+            largest: of each value that a rank has said.
+
+        Raises:
+            RuntimeError: where the ranks' last calls were in different states, naming what differs.
+        """
+        if not self._numbers.hear(largest):
+            self._raise_for_ranks()
+        self.current, self._call = self._numbers.current, (self._met[0], self._numbers.current)
+        self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
+        if self._numbers.is_new:
+            self._name_what_changed()
+            self.gone |= self._numbers.forgotten()
+            for number in self.gone:
+                self._changes.pop(number, None)
+
+    def _raise_for_ranks(self) -> None:
+        of_ranks = self._peers.gather(self._since_last_new() or "nothing")
+        said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
+        raise RuntimeError(
+            "inside a step the layers' state changed on some ranks of the tensor-parallel group and not on "
+            "others: expected every rank to run the same program. Changed since the graphs were captured: "
+            + said
+        )
+
+    def _items_of_now(self) -> dict[str, tuple[int, str]]:
+        items: dict[str, tuple[int, str]] = {}
+        watch = self._block.watch
+        for name, value, words in watch.state_items():
+            items.setdefault(name, (value, words))
+        return items
+
+    def _since_last_new(self) -> str:
+        return _differences(self._items, self._items_of_now())
+
+    def _name_what_changed(self) -> None:
+        if self._has_warned and self._new_in_a_row > self._most:  # a walk over everything, in each step
+            return
+        now = self._items_of_now()
+        changed = _differences(self._items, now) or "the numeric settings"
+        if self._items:
+            self._changes[self.current] = changed
+            log.info("layers are in a state that is new: %s", changed)
+        self._items = now
+        if self._new_in_a_row > self._most and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the state of the layers was another one before each of the last %d steps, so that they run "
+                "eager (STATE_CHANGED). It is new again: %s",
+                self._most,
+                changed,
+            )
+
+    # -- inside of a step ------------------------------------------------------------------------
+
+    def of_call(self) -> int:
+        """The number of the state that the layers are in now; a negative one has no graphs."""
+        watch = self._block.watch
+        fingerprint = watch.state(False)
+        if fingerprint != self._call[0] or not self._is_alone:
+            self._call = fingerprint, self._numbers.of_call(fingerprint)
+        return self._call[1]
+
+    def under_settings_of_now(self) -> int:
+        """The number of the last call's state under the present numeric settings."""
+        return self._numbers.under(_C.numeric_settings(self._block.device))
+
+    # -- graphs ----------------------------------------------------------------------------------
+
+    def follow_eager_layers(self) -> None:
+        """After the first capture of a bank: layers that have no graphs are no part of the state any more."""
+        watch, chain = self._block.watch, self._block.chain
+        if watch.leave_out(chain.eager_sites):
+            self._numbers.add_name(watch.whole_state())
+        self._unguarded = sorted(watch.names_left_out())
+
+    def is_other_setting(self, number: int, captured: Iterable[int]) -> bool:
+        """Whether a state is a captured one under other numeric settings."""
+        return any(self._numbers.differ_in_settings_alone(number, other) for other in captured)
+
+    def to_drop(self, captured: Collection[int]) -> list[int]:
+        """Which states' graphs go for those of one more: the ones that were not used for the longest time.
+
+        Args:
+            captured: the numbers of those that have graphs.
+        """
+        number = len(set(captured) - {self.current}) + 1 - self._most
+        oldest = [state for state in self._numbers.oldest_first() if state in captured]
+        return [state for state in oldest if state != self.current][: max(number, 0)]
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def report(self, captured: Iterable[int]) -> dict[str, Any]:
+        """Which states have graphs, what made them others, and what is no part of a state, by name."""
+        return {
+            "states": [self._changes.get(number, "the first one") for number in sorted(set(captured))],
+            "unguarded": self._unguarded,
+        }
+
+
+def _differences(before: dict[str, tuple[int, str]], now: dict[str, tuple[int, str]]) -> str:
+    """The first values that differ, in words."""
+    nothing = 0, "nothing"
+    pairs = {name: (before.get(name, nothing), now.get(name, nothing)) for name in {**before, **now}}
+    said = [f"{name} {one[1]} -> {other[1]}" for name, (one, other) in pairs.items() if one[0] != other[0]]
+    more = len(said) - _MOST_NAMED
+    return ", ".join(said[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

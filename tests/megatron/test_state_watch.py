@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hash of modules' Python state: other after each change, and the same again when that is taken back."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+from megagraph import _C
+from megagraph.megatron.watch.states import States
+
+
+class Layer(nn.Module):
+    """Some attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.scale, self.names, self.counter = 1.0, ["a"], 0
+
+    def forward(self, hidden: Any) -> Any:
+        """What is called."""
+        return self.inner(hidden)
+
+
+def watch_of(
+    modules: Sequence[nn.Module], left_out: Sequence[str] = (), keys: Sequence[Callable[[], Any]] = ()
+) -> _C.StateWatch:
+    references = [weakref.ref(child) for module in modules for child in module.modules()]
+    return _C.StateWatch(references, weakref.ref(modules[0]), left_out, lambda hook: False, list(keys))
+
+
+def test_an_address_that_is_used_again_is_another_object() -> None:
+    """A patched forward that has gone, and the next one, which lies where it lay."""
+    layer = Layer()
+    watch = watch_of([layer])
+    before, seen, addresses = watch.now(False), set(), set()
+    for _ in range(50):
+        layer.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        addresses.add(id(layer.forward))
+        seen.add(watch.now(False))
+        del layer.forward
+        assert watch.now(False) == before
+    assert len(seen) == 50 and len(addresses) < 50
+
+
+def test_containers_are_read_where_the_whole_state_is_asked_for() -> None:
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.names.append("b")
+    assert watch.now(False) == before
+    assert watch.now(True) != before
+    layer.names.pop()
+    assert watch.now(True) == before
+
+
+def test_an_attribute_that_was_taken_out_and_put_back_is_the_same_state() -> None:
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(True)
+    scale = layer.__dict__.pop("scale")
+    assert watch.now(True) != before
+    layer.scale = scale
+    assert watch.now(True) == before
+
+
+def test_two_values_that_change_places_are_another_state() -> None:
+    layer = Layer()
+    layer.one, layer.other = True, False
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.one, layer.other = False, True
+    assert watch.now(True) != before
+
+
+def test_what_is_left_out_by_name_changes_nothing() -> None:
+    layer = Layer()
+    watch = watch_of([layer], ["counter"])
+    before = watch.now(True)
+    for count in range(3):
+        layer.counter = count
+        assert watch.now(False) == watch.now(True) == before
+
+
+def test_functions_of_the_caller_are_asked_each_time() -> None:
+    values: list[Any] = [1]
+    watch = watch_of([Layer()], keys=[lambda: values[-1]])
+    seen = {}
+    for value in (1, 2, 1.0, "1", (1, 2), None, True):
+        values.append(value)
+        seen[watch.now(False)] = value
+        assert watch.now(False) == watch.now(True)
+    assert len(seen) == 7
+
+    def raises() -> None:
+        raise KeyError("from the caller")
+
+    with pytest.raises(KeyError, match="from the caller"):
+        watch_of([Layer()], keys=[raises]).now(False)
+
+
+def test_modules_that_are_gone_are_no_error_and_are_not_kept() -> None:
+    layers = [Layer(), Layer()]
+    watch = watch_of(layers)
+    before, gone = watch.now(True), weakref.ref(layers[1])
+    del layers[1]
+    gc.collect()
+    assert gone() is None
+    assert watch.now(False) != before and watch.now(True) == watch.now(True)
+    assert watch.items()
+
+
+def test_a_module_that_holds_itself_ends() -> None:
+    layer = Layer()
+    layer.loop = [layer.names]
+    layer.loop.append(layer.loop)
+    watch = watch_of([layer])
+    assert watch.now(True) == watch.now(True)
+
+
+def test_every_value_has_a_name_and_words() -> None:
+    layer = Layer()
+    items = {(index, name): words for index, name, _hash, words in watch_of([layer]).items()}
+    assert items[0, "scale"] == "1.0" and items[1, "in_features"] == "3"
+    assert items[0, "Layer.forward"].endswith("Layer.forward")
+    assert items[0, "names"] == "another list"
+
+
+def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
+    states = States(lambda: 0, 1)
+    for fingerprint, settings, number, is_new in (
+        (7, 1, 0, True),
+        (8, 1, 1, True),
+        (7, 1, 0, False),
+        (7, 2, 2, True),
+    ):
+        assert states.hear(states.say(fingerprint, settings))
+        assert (states.current, states.is_new) == (number, is_new)
+    assert states.of_call(8) == 3  # under the settings of now
+    assert states.under(1) == 1
+    assert states.differ_in_settings_alone(0, 2) and not states.differ_in_settings_alone(0, 1)
+    assert states.oldest_first()[-1] == 1
+
+
+def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
+    ranks = [States(lambda: 0, 2), States(lambda: 1, 2)]
+
+    def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
+        said = [rank.say(value, 1) for rank, value in zip(ranks, fingerprints, strict=True)]
+        largest = [max(values) for values in zip(*said, strict=True)]
+        agreed = [rank.hear(largest) for rank in ranks]
+        return [rank.current for rank in ranks], agreed
+
+    assert meet(10, 20) == ([0, 0], [True, True])
+    assert meet(10, 21) == ([1, 1], [True, True])  # on one rank alone
+    assert meet(11, 21) == ([2, 2], [True, True])
+    assert meet(10, 20) == ([0, 0], [True, True])
+    # Inside a step: what all of them do is known from before, what is new has no graphs.
+    assert [rank.of_call(value) for rank, value in zip(ranks, (11, 21), strict=True)] == [2, 2]
+    assert [rank.of_call(value) for rank, value in zip(ranks, (12, 22), strict=True)] == [-1, -1]
+    assert meet(10, 20) == ([0, 0], [True, True])
+    ranks[0].of_call(11)  # on one rank alone
+    ranks[1].of_call(20)
+    assert meet(10, 20) == ([0, 0], [False, False])
+
+
+def test_states_that_never_come_back_are_forgotten() -> None:
+    states = States(lambda: 0, 1)
+    gone: set[int] = set()
+    for fingerprint in range(200):
+        states.hear(states.say(fingerprint, 1))
+        gone |= states.forgotten()
+    assert len(states.oldest_first()) == 64 and gone == set(range(136))
+    states.hear(states.say(0, 1))
+    assert states.is_new
