@@ -258,6 +258,14 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
     elif how == "address" and index == TAMPERED_STEP:
         layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
         yield
+    elif how == "state" and index == TAMPERED_STEP:
+        layer.mlp.note = "of nobody's"
+        yield
+        del layer.mlp.note
+    elif how == "precision" and index == TAMPERED_STEP:
+        torch.set_float32_matmul_precision("high")
+        yield
+        torch.set_float32_matmul_precision("highest")
     elif how == "gradients" and index == TAMPERED_STEP:
         offload = Offload()  # holds what takes the old place
         offload.move_gradients(trainer.model)
@@ -295,3 +303,29 @@ def disagree(*, how: str, transformer: dict[str, Any], evaluate_at: Collection[i
         return train_pair(transformer=transformer, around=partial(_tamper, how), evaluate_at=evaluate_at)
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
+
+
+def change_alone(*, transformer: dict[str, Any]) -> str:
+    """Rank 0 alone changes a layer inside of a step. Returns what the next step says."""
+    megagraph.install(rig.graph_config())
+    try:
+        trainer = Trainer(OPTIONS, config=transformer)
+        (micros,) = steps_of(1)
+        for _ in range(2):
+            rig.step(trainer, micros)
+        layer = trainer.chunk.decoder.layers[1]
+
+        def changing() -> Iterator[rig.Micro]:
+            for index, micro in enumerate(micros):
+                if index == len(micros) - 1 and distributed.get_rank() == 0:
+                    layer.mlp.note = "of nobody's"
+                yield micro
+
+        rig.schedule(trainer.model, changing(), len(micros), trainer.device)
+        try:
+            rig.step(trainer, micros)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+    finally:
+        megagraph.uninstall()

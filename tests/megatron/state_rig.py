@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron_rig import OPTIONS
 from torch import Tensor, nn
@@ -138,6 +139,19 @@ class Probe(nn.Module):
         out, bias = self.inner(hidden, *args, **kwargs)
         out = self.partial(self.function(self.gate(out * self.factor())))
         return self.norm(out + self.offset[:WIDTH]) * self.vector, bias
+
+
+def probes_in_place_of_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every layer that is made has a `Probe` around its MLP."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        layer.mlp = Probe(layer.mlp)
+
+    monkeypatch.setattr(TransformerLayer, "__init__", changed)
 
 
 Undo = Callable[[], None]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step
-from state_rig import CHANGES, Change, Probe, Undo
+from state_rig import CHANGES, Change, Undo, probes_in_place_of_mlps
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -24,16 +24,7 @@ Install = Callable[..., GraphConfig]
 
 @pytest.fixture(autouse=True)
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer's MLP is a `Probe`."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    original = TransformerLayer.__init__
-
-    def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
-        original(layer, *args, **kwargs)
-        layer.mlp = Probe(layer.mlp)
-
-    monkeypatch.setattr(TransformerLayer, "__init__", changed)
+    probes_in_place_of_mlps(monkeypatch)
 
 
 def _eager_since(pair: Pair, before: dict[str, Any]) -> dict[str, int]:

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from megagraph import _C
+from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.watch.states import States
 
 
@@ -142,7 +143,8 @@ def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
         assert (states.current, states.is_new) == (number, is_new)
     assert states.of_call(8) == 3  # under the settings of now
     assert states.under(1) == 1
-    assert states.differ_in_settings_alone(0, 2) and not states.differ_in_settings_alone(0, 1)
+    assert states.difference(0, 2) is EagerReason.NUMERICS_CHANGED
+    assert states.difference(0, 1) is EagerReason.STATE_CHANGED
     assert states.oldest_first()[-1] == 1
 
 
@@ -159,6 +161,8 @@ def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
     assert meet(10, 21) == ([1, 1], [True, True])  # on one rank alone
     assert meet(11, 21) == ([2, 2], [True, True])
     assert meet(10, 20) == ([0, 0], [True, True])
+    assert ranks[0].difference(0, 1) is EagerReason.GROUP_DISAGREED
+    assert ranks[1].difference(0, 1) is EagerReason.STATE_CHANGED
     # Inside a step: what all of them do is known from before, what is new has no graphs.
     assert [rank.of_call(value) for rank, value in zip(ranks, (11, 21), strict=True)] == [2, 2]
     assert [rank.of_call(value) for rank, value in zip(ranks, (12, 22), strict=True)] == [-1, -1]

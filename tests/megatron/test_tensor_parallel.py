@@ -75,6 +75,8 @@ def test_evaluation_between_steps(world2: World) -> None:
         ),
         ("skip", {"DISABLED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
         ("suspend", {"SUSPENDED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
+        ("state", {"STATE_CHANGED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
+        ("precision", {"NUMERICS_CHANGED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
     ],
 )
 def test_what_one_rank_cannot_do_none_does(
@@ -98,6 +100,12 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS, reason: STEP_CALLS}
         assert report["graphs"] == (2 + 1) * LAYERS and report["failures"] == []
+
+
+def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it(world2: World) -> None:
+    here, there = world2.run(parallel_jobs.change_alone, tensor_parallel=2, transformer=TENSOR_PARALLEL)
+    assert here == there
+    assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in here
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:

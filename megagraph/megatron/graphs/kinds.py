@@ -70,10 +70,7 @@ class Kinds(DueKinds[Kind]):
         if reason is not EagerReason.WARMING_UP or kind in self.captured:
             return reason
         others = [other.state for other in self.captured_of_family(kind)]
-        if not others:
-            return reason
-        is_setting = self._states.is_other_setting(kind.state, others)
-        return EagerReason.NUMERICS_CHANGED if is_setting else EagerReason.STATE_CHANGED
+        return self._states.why_not(kind.state, others) if others else reason
 
     def log_passed_over(self, kinds: Collection[Kind]) -> None:
         """Says of kinds that no capture has met them."""

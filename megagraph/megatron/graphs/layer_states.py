@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megagraph import _C
+from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.parallel.tensor import Peers
@@ -16,6 +17,7 @@ from megagraph.megatron.watch.states import States
 __all__ = ["LayerStates"]
 
 _MOST_NAMED = 3
+_LEAST_FIRST = EagerReason.GROUP_DISAGREED, EagerReason.NUMERICS_CHANGED, EagerReason.STATE_CHANGED
 
 
 class LayerStates:
@@ -148,9 +150,15 @@ class LayerStates:
             self._numbers.add_name(watch.whole_state())
         self._unguarded = sorted(watch.names_left_out())
 
-    def is_other_setting(self, number: int, captured: Iterable[int]) -> bool:
-        """Whether a state is a captured one under other numeric settings."""
-        return any(self._numbers.differ_in_settings_alone(number, other) for other in captured)
+    def why_not(self, number: int, captured: Collection[int]) -> EagerReason:
+        """Why none of the states that have graphs serves another one: the least that differs.
+
+        Args:
+            number: of the state without graphs.
+            captured: the others, at least one.
+        """
+        reasons = {self._numbers.difference(number, other) for other in captured}
+        return next(reason for reason in _LEAST_FIRST if reason in reasons)
 
     def to_drop(self, captured: Collection[int]) -> list[int]:
         """Which states' graphs go for those of one more: the ones that were not used for the longest time.

@@ -8,6 +8,8 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from megagraph.decide.reasons import EagerReason
+
 __all__ = ["LEFT_OUT", "States"]
 
 # Attributes that are no part of a state: Megatron sets them in each step or micro-batch, and no kernel that
@@ -145,12 +147,19 @@ class States:
         """The numbers, the one that was not used for the longest time first."""
         return list(self._of_group.values())
 
-    def differ_in_settings_alone(self, number: int, other: int) -> bool:
-        """Whether two states are one state of the modules, under other numeric settings."""
-        return bool(self._fingerprints(number) & self._fingerprints(other))
+    def difference(self, number: int, other: int) -> EagerReason:
+        """Why graphs of one state do not serve another: this rank's modules, its settings, or other ranks."""
+        if self._own_numbers(number) == self._own_numbers(other):
+            return EagerReason.GROUP_DISAGREED
+        if self._fingerprints(number) & self._fingerprints(other):
+            return EagerReason.NUMERICS_CHANGED
+        return EagerReason.STATE_CHANGED
+
+    def _own_numbers(self, number: int) -> set[int]:
+        return {group[self._rank] for group, known in self._of_group.items() if known == number}
 
     def _fingerprints(self, number: int) -> set[int]:
-        own = {group[self._rank] for group, known in self._of_group.items() if known == number}
+        own = self._own_numbers(number)
         return {fingerprint for (fingerprint, _settings), known in self._own.items() if known in own}
 
     def add_name(self, fingerprint: int) -> None:
