@@ -34,6 +34,7 @@ struct StateWatch::Owner {
   std::vector<std::pair<PyObject*, uint64_t>> versions;  // of its dictionaries, the own one first
   const PyTypeObject* type = nullptr;
   bool is_class_new = false;
+  bool computes_mode = false;  // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
   // Borrowed from the owner's dictionary: there as long as that one does not change.
   StateItems mutables, configurations;
@@ -47,7 +48,7 @@ struct StateWatch::Owner {
   }
 
   bool is_current() const {
-    if (*has_changed) return false;
+    if (*has_changed || computes_mode) return false;
     if (kCanTellDictEvents) return true;
     if (reference) {
       const py::object object = referent(reference.ptr());
@@ -96,10 +97,12 @@ struct StateWatch::Owner {
       *has_changed = !kCanTellDictEvents;  // nothing is left to be watched
       return;
     }
+    static const py::str& training = interned("training");
     type = Py_TYPE(object.ptr());
     const py::object attributes = attributes_of(object.ptr());
     watch_one(attributes.ptr());
     if (kind != OwnerKind::kModule) return;
+    computes_mode = entry(attributes.ptr(), training) == nullptr;
     for (PyObject* table : tables_of_module(attributes.ptr())) watch_one(table);
   }
 
@@ -186,22 +189,26 @@ void StateWatch::refresh() {
   const uint64_t events = dict_events();
   const bool classes_changed = have_classes_changed();
   if (kCanTellDictEvents && is_read_ && seen_ == events && !classes_changed) return;
+  const bool was_read = is_read_;  // else an error may have ended the last look halfway
   is_read_ = false;
   const StateRules rules{skipped_, is_expected_hook_};
-  bool has_changed = classes_changed;
-  const auto look_at = [&](const std::unique_ptr<Owner>& owner) {
-    if (owner->is_current()) return false;
-    owner->read(rules);
-    return has_changed = true;
+  const auto look_at = [&](const std::vector<std::unique_ptr<Owner>>& owners) {
+    bool has_changed = false;
+    for (const auto& owner : owners) {
+      if (owner->is_current()) continue;
+      owner->read(rules);
+      has_changed = true;
+    }
+    return has_changed;
   };
-  bool modules_changed = false;
-  for (const auto& owner : owners_) modules_changed |= look_at(owner);
+  const bool modules_changed = look_at(owners_) || !was_read;
   if (modules_changed) follow_configurations();
-  for (const auto& owner : configurations_) look_at(owner);
+  const bool configurations_changed = look_at(configurations_);
   if (modules_changed || classes_changed) follow_classes();
-  if (has_changed) combine();
+  if (modules_changed || configurations_changed || classes_changed) combine();
   seen_ = events;
   is_read_ = true;
+  for (const auto& owner : owners_) is_read_ = is_read_ && !owner->computes_mode;
 }
 
 bool StateWatch::have_classes_changed() const {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from megagraph import _C
@@ -67,6 +68,41 @@ def test_an_attribute_that_was_taken_out_and_put_back_is_the_same_state() -> Non
     assert watch.now(True) != before
     layer.scale = scale
     assert watch.now(True) == before
+
+
+def test_an_error_halfway_leaves_no_stale_hash() -> None:
+    layer = Layer()
+    is_broken = False
+
+    def is_expected(hook: Any) -> bool:
+        if is_broken:
+            raise KeyError("from the caller")
+        return False
+
+    references = [weakref.ref(child) for child in layer.modules()]
+    watch = _C.StateWatch(references, weakref.ref(layer), [], is_expected, [])
+    before = watch.now(True)
+    layer.scale = 2.0  # of the module that is read first
+    handle = layer.inner.register_forward_hook(lambda *_: None)
+    is_broken = True
+    with pytest.raises(KeyError, match="from the caller"):
+        watch.now(False)
+    is_broken = False
+    handle.remove()
+    assert watch.now(False) != before
+    layer.scale = 1.0
+    assert watch.now(False) == before
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_the_mode_of_a_scripted_module_is_part_of_the_state() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    watch = watch_of([nn.ModuleList([scripted])])
+    before = watch.now(False)
+    scripted.eval()
+    assert watch.now(False) != before
+    scripted.train()
+    assert watch.now(False) == before
 
 
 def test_two_values_that_change_places_are_another_state() -> None:

@@ -12,12 +12,15 @@ from megagraph.decide.reasons import EagerReason
 
 __all__ = ["LEFT_OUT", "States"]
 
-# Attributes that are no part of a state: Megatron sets them in each step or micro-batch, and no kernel that
-# is captured depends on them.
+# Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel
+# that is captured depends on what was there before.
 LEFT_OUT = frozenset(
     {
         # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
         *("is_first_microbatch", "current_microbatch"),
+        # What a call makes for the time until its backward.
+        *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
+        *("norm_out_checkpoint", "mlp_norm_manager"),
         # What schedules ask of a configuration, and no layer does.
         *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
         *("grad_scale_func", "timers"),
