@@ -208,12 +208,15 @@ def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
     assert meet(10, 20) == ([0, 0], [False, False])
 
 
-def test_states_that_never_come_back_are_forgotten() -> None:
+def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not() -> None:
     states = States(lambda: 0, 1)
     gone: set[int] = set()
     for fingerprint in range(200):
         states.hear(states.say(fingerprint, 1))
-        gone |= states.forgotten()
-    assert len(states.oldest_first()) == 64 and gone == set(range(136))
-    states.hear(states.say(0, 1))
+        if states.has_many():
+            gone |= states.forget_oldest(keep={0})
+    assert len(states.oldest_first()) == 64 and gone == set(range(1, 137))
+    states.hear(states.say(1, 1))
     assert states.is_new
+    states.hear(states.say(0, 1))
+    assert not states.is_new and states.current == 0

@@ -58,6 +58,10 @@ class Kinds(DueKinds[Kind]):
         """Kinds in some states are as if they had never occurred."""
         self.forget(lambda kind: kind.state in states)
 
+    def forget_old_states(self) -> None:
+        """Forgets states that were not used for long; those with graphs stay, and find them again."""
+        self.forget_states(self._states.forget_oldest(self.states_with_graphs()))
+
     def explain(self, kind: Kind, reason: EagerReason) -> EagerReason:
         """Says of an eager micro-batch whether its state is the reason, and remembers that state.
 

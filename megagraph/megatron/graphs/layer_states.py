@@ -30,7 +30,7 @@ class LayerStates:
 
     Attributes:
         current: the number of the state at the last boundary.
-        gone: numbers that nobody will be told of again.
+        are_many: some should be forgotten.
     """
 
     def __init__(self, block: BlockBank, peers: Peers, most: int) -> None:
@@ -47,7 +47,7 @@ class LayerStates:
         self._met = 0, 0  # fingerprint and settings at the last boundary
         self._call = 0, 0  # fingerprint and number of the last call
         self.current = 0
-        self.gone: set[int] = set()
+        self.are_many = False
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -86,9 +86,19 @@ class LayerStates:
         self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
         if self._numbers.is_new:
             self._name_what_changed()
-            self.gone |= self._numbers.forgotten()
-            for number in self.gone:
-                self._changes.pop(number, None)
+            self.are_many = self._numbers.has_many()
+
+    def forget_oldest(self, keep: Collection[int]) -> set[int]:
+        """Forgets states, where there are many; returns the numbers that nobody will be told of again.
+
+        Args:
+            keep: those that have graphs.
+        """
+        gone = self._numbers.forget_oldest(keep)
+        for number in gone:
+            self._changes.pop(number, None)
+        self.are_many = False
+        return gone
 
     def _raise_for_ranks(self) -> None:
         of_ranks = self._peers.gather(self._since_last_new() or "nothing")

@@ -250,9 +250,8 @@ class ModelGraphs:
         self._changes.has_resumed = False
         if self._changes.reason is not None:
             return
-        if gone := self._states.gone:
-            self._kinds.forget_states(gone)
-            gone.clear()
+        if self._states.are_many:
+            self._kinds.forget_old_states()
         due = self._due() if self._kinds.due else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")

@@ -6,7 +6,7 @@ csrc/python/state_watch.h, Note [State] says what a state is; numeric settings b
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megagraph.decide.reasons import EagerReason
 
@@ -93,15 +93,25 @@ class States:
         self._last = self._fingerprint, self.current
         return most == -least
 
-    def forgotten(self) -> set[int]:
-        """Numbers of states that are not remembered any more: there are too many of them."""
-        gone = set()
-        while len(self._of_group) > _MOST_REMEMBERED:
-            group, number = self._of_group.popitem(last=False)
-            gone.add(number)
-            own = group[self._rank]
-            if not any(other[self._rank] == own for other in self._of_group):
-                self._own = {state: known for state, known in self._own.items() if known != own}
+    def has_many(self) -> bool:
+        """Whether there are more states than are remembered for long."""
+        return len(self._of_group) > _MOST_REMEMBERED
+
+    def forget_oldest(self, keep: Collection[int]) -> set[int]:
+        """Forgets the states that were not used for the longest time, while there are too many of them.
+
+        Args:
+            keep: numbers that have to be found again.
+
+        Returns:
+            The numbers that nobody will be told of again.
+        """
+        kept = {*keep, self.current}
+        others = [group for group, number in self._of_group.items() if number not in kept]
+        oldest = others[: max(len(self._of_group) - _MOST_REMEMBERED, 0)]
+        gone = {self._of_group.pop(group) for group in oldest}
+        known = {group[self._rank] for group in self._of_group}
+        self._own = {state: own for state, own in self._own.items() if own in known}
         return gone
 
     # -- inside of a step ------------------------------------------------------------------------
