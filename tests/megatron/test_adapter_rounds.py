@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron_rig import LAYERS, Micro, Pair
 from rl_rig import rollouts
-from state_rig import Undo, probes_in_place_of_mlps
+from state_changes import Undo
+from state_rig import probes_in_place_of_mlps
 from torch import Tensor
 
 from megagraph.config import GraphConfig

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 from megatron_rig import Micro, Pair, graph_config, schedule
 from rl_rig import Offload
-from state_rig import CHANGES, Undo, probes_in_place_of_mlps
+from state_changes import CHANGES, Undo
+from state_rig import probes_in_place_of_mlps
 
 import megagraph
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step
-from state_rig import CHANGES, Change, Undo, probes_in_place_of_mlps
+from state_changes import CHANGES, Change, Undo
+from state_rig import probes_in_place_of_mlps
 
 import megagraph
 from megagraph.config import GraphConfig
