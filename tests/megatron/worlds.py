@@ -2,12 +2,16 @@
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
 Over gloo on the CPU, over NCCL on as many GPUs. Core's imports take seconds, hence one set of processes for
-each number of ranks and session. Ranks that wait for one another for ever are a failure that says where.
+each number of ranks and session. Each function has process groups of its own: every group of gloo has threads
+that wake up a hundred times a second, and those of a session's groups together would take up the machine.
+Ranks that wait for one another for ever are a failure that says where.
 """
 
 import contextlib
 import faulthandler
+import gc
 import importlib
+import itertools
 import logging
 import os
 import signal
@@ -45,18 +49,23 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
         torch.cuda.set_device(rank)
         backend = "nccl"
     store = distributed.TCPStore("127.0.0.1", port, is_master=False)
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     from megagraph.demo.cpu import megatron_on_cpu
 
     with megatron_on_cpu():
         pipe.send((True, "ready"))
-        while (job := pipe.recv()) is not None:
-            module, name, tensor_parallel, arguments = job
+        for index in itertools.count():
+            job = pipe.recv()
+            if distributed.is_initialized():  # not before: a rank that still waits for this one is to be named
+                distributed.destroy_process_group()
+            if job is None:
+                break
+            groups = distributed.PrefixStore(f"function {index}", store)
+            distributed.init_process_group(backend, store=groups, rank=rank, world_size=size)
             try:
-                pipe.send((True, _run(module, name, tensor_parallel, arguments)))
+                pipe.send((True, _run(*job)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-    distributed.destroy_process_group()
+            gc.collect()  # a model that holds groups would keep their threads
 
 
 def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]) -> Any:
