@@ -8,6 +8,7 @@ of Megatron, of packs, or of when to capture. docs/generic.md has an example tha
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
 from megagraph.bank.saved import Saves
 from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+from megagraph.bank.verify import Example, Verification
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 
@@ -86,6 +88,7 @@ class Bank:
         self.capture_seconds = 0.0
         self._poison = poison or device.type == "cpu"
         self._num_pools = 0
+        self._not_counted: Counter[str] = Counter()  # calls that were made to verify graphs
 
     @property
     def num_graphs(self) -> int:
@@ -268,6 +271,32 @@ class Bank:
         reads += [*request.buffers[slot].values(), *tensors_in(request.arguments[slot])]
         return reads + [grad for p in module.parameters() if (grad := main_grad_of(p)) is not None]
 
+    def verify(self, chain: Chain, key: Any, example: Example) -> Verification:
+        """Compares the graphs of a variant with its modules on a real micro-batch; counts no calls.
+
+        Call it between steps only, with every slot free. Everything is as it was afterwards.
+
+        Args:
+            chain: of this bank.
+            key: the variant.
+            example: the micro-batch.
+
+        Returns:
+            What came out, Note [Verification] in megagraph/bank/verify.py.
+
+        Raises:
+            RuntimeError: where the variant cannot run it, with the reason.
+        """
+        before = self.core.counters()
+        verification = Verification(chain, key, self.rng, example)
+        with chain.unheard():
+            reason = verification.run()
+        for name, count in self.core.counters().items():
+            self._not_counted[name] += count - before[name]
+        if reason is not None:
+            raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
+        return verification
+
     def suspend(self) -> None:
         """No replays until `resume()`: for hosts that move weights or free gradient storage."""
         self.core.become(_C.BankState.SUSPENDED)
@@ -287,7 +316,7 @@ class Bank:
 
     def counters(self) -> dict[str, int]:
         """`calls`, `replays` and the eager calls of each reason; replays + eager == calls."""
-        return self.core.counters()
+        return {name: count - self._not_counted[name] for name, count in self.core.counters().items()}
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs' pools hold."""

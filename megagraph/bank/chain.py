@@ -79,6 +79,7 @@ class Chain:
         self.eager_variants: dict[Any, EagerReason] = {}
         # Of each captured site: its parameters with main_grad, as the backward pass reaches them.
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
+        self._listener: tuple[Callable[[], bool], Callable[[int, int], None], Sequence[int]] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -134,7 +135,20 @@ class Chain:
             noticed: the sites after whose backward `done` is called at once. At the end of each autograd
                 node it is called for what is left.
         """
-        self.core.set_listener(wants, done, noticed)
+        self._listener = wants, done, noticed
+        self.core.set_listener(*self._listener)
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Around backward passes that nobody is told of."""
+        if self._listener is None:
+            yield
+            return
+        self.core.set_listener(lambda: False, lambda *_: None, [])
+        try:
+            yield
+        finally:
+            self.core.set_listener(*self._listener)
 
     @contextlib.contextmanager
     def micro_batch(self, key: Hashable, sources: Sequence[Tensor] = ()) -> Iterator[EagerReason | None]:

@@ -100,6 +100,14 @@ def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
     return accumulators
 
 
+def rng_states(device: str) -> list[Tensor]:
+    """The state of torch's default generators."""
+    states = [torch.get_rng_state()]
+    if device == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
 def run_eager(layers: Sequence[nn.Module], hidden: Tensor) -> Tensor:
     for layer in layers:
         hidden = layer(hidden)

@@ -7,20 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, rng_states, run_eager, variant
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.rng import RngSources
 from megagraph.decide.reasons import EagerReason
-
-
-def rng_states(device: str) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device == "cuda":
-        states.append(torch.cuda.get_rng_state())
-    return states
 
 
 def with_dropout(num_layers: int = 3) -> list[nn.Module]:

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the graphs of a variant with the modules that they stand for, bit by bit, on a real micro-batch.
+
+Note [Verification]
+A graph may have baked in what nobody watches. So before it is used, a micro-batch runs both ways, site by
+site: the graph of a site and its module get the same input, the same gradient, and the same random state.
+Thus a difference is that of one site, and not of those before it. Forwards replay in order, so that every
+boundary lies where it will lie; then, from the last site to the first, the module runs forward and backward
+beside the graph's backward. Memory is needed for one module's activations, and for copies of the gradients
+of its parameters, beside the graphs' own.
+
+Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
+(it adds with atomics), it runs several times more, and its graph has to lie within what these differ by.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank.accumulators import swap_of, swapped
+from megagraph.bank.chain import CapturedVariant, Chain
+from megagraph.bank.restore import main_grad_of
+from megagraph.bank.rng import RngSources, Snapshot
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
+
+__all__ = ["Difference", "Example", "Verification"]
+
+_FURTHER_RUNS = 4  # of a module that may differ from itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A micro-batch of a variant.
+
+    Args:
+        hidden: the chain's input.
+        sources: metadata as the variant's `MetadataSpec`s name it.
+        grad: of the chain's output, of as many rows or fewer; None for ones.
+    """
+
+    hidden: Tensor
+    sources: Sequence[Tensor] = ()
+    grad: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A tensor of a site that its graph and its module make differently.
+
+    Args:
+        index: the site.
+        tensor: what differs, in words.
+        largest: between the graph and the module, over all entries.
+        spread: between runs of the module.
+    """
+
+    index: int
+    tensor: str
+    largest: float
+    spread: float
+
+    def __str__(self) -> str:
+        own = f", and it differs from itself by up to {self.spread:.3g}" if self.spread else ""
+        return f"{self.tensor} differs from eager by up to {self.largest:.3g}{own}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """One site between its forward and its backward."""
+
+    index: int
+    leaf: Tensor  # what the graph was given
+    out: Tensor
+    before: Snapshot
+
+
+Results = dict[str, Tensor]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    is_exact = not (tensor.is_floating_point() and tensor.element_size() in sizes)
+    return tensor if is_exact else tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest one over all entries; infinite where shapes differ or one alone is no number."""
+    if one.shape != other.shape:
+        return float("inf")
+    difference = (one.double() - other.double()).abs()
+    is_same = one == other
+    found = float(difference.masked_fill(is_same, 0.0).max()) if difference.numel() else 0.0
+    both_nan = bool((one.isnan() == other.isnan()).all()) if one.is_floating_point() else True
+    return found if found == found else (0.0 if both_nan else float("inf"))
+
+
+class Verification:
+    """Compares one captured variant with its modules.
+
+    Args:
+        chain: with no micro-batch running.
+        key: the variant.
+        rng: restored afterwards.
+        example: what runs.
+    """
+
+    def __init__(self, chain: Chain, key: Any, rng: RngSources, example: Example) -> None:
+        self._chain = chain
+        self._key = key
+        self._rng = rng
+        self._example = example
+        self._variant: CapturedVariant = chain.captured[chain.variants[key]]
+        self._flights: list[_Flight] = []
+        self._arguments: Mapping[str, Any] = {}
+        self.differences: list[Difference] = []
+        # Sites, by index, that differ from themselves and whose graphs lie within that.
+        self.within_spread: set[int] = set()
+        self.num_replays = 0
+
+    def run(self) -> EagerReason | None:
+        """Runs the micro-batch both ways; `differences` says what came out.
+
+        Returns:
+            Why it could not run, or None.
+        """
+        start = self._rng.snapshot()
+        kept = [(tensor, tensor.clone()) for tensor in self._touched()]
+        try:
+            with self._chain.micro_batch(self._key, self._example.sources) as reason:
+                if reason is None:
+                    self._run_forwards()
+                    self._run_backwards()
+        finally:
+            self._flights.clear()
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.copy_(before)
+            self._rng.restore(start)
+        return reason
+
+    def _touched(self) -> list[Tensor]:
+        """What runs write beside gradients: buffers, and metadata with the counters among it."""
+        metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
+        buffers = [buffer for spec in self._chain.specs for buffer in spec.module.buffers()]
+        return [*{id(tensor): tensor for tensor in (*metadata, *buffers)}.values()]
+
+    # -- the graphs ------------------------------------------------------------------------------
+
+    def _run_forwards(self) -> None:
+        chain, training = self._chain, self._variant.spec.training
+        self._arguments = self._variant.arguments(chain.core.slot_index, self._example.sources)
+        given = self._example.hidden
+        for index, site in enumerate(chain.sites):
+            before = self._rng.snapshot()
+            leaf = given.detach().requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                out = site(leaf)
+            if out is NotImplemented:
+                given = self._call_eager(index, given)
+                continue
+            self.num_replays += 1
+            flight = _Flight(index=index, leaf=leaf, out=out, before=before)
+            if training:
+                self._flights.append(flight)
+            else:
+                after = self._rng.snapshot()
+                self._compare(flight, {"output": out.detach()}, None)
+                self._rng.restore(after)
+            given = out
+
+    def _call_eager(self, index: int, given: Tensor) -> Tensor:
+        """A site that stays eager is compared with nothing."""
+        with torch.no_grad():
+            return self._chain.specs[index].call(self._staged(index, given), **self._arguments)
+
+    def _staged(self, index: int, given: Tensor) -> Tensor:
+        return self._variant.staged(given, self._example.sources) if index == 0 else given
+
+    def _run_backwards(self) -> None:
+        grad: Tensor | None = None
+        for flight in reversed(self._flights):
+            grad = self._first_grad(flight.out) if grad is None else grad
+            grad = self._compare_backward(flight, grad)
+
+    def _first_grad(self, out: Tensor) -> Tensor:
+        grad = self._example.grad
+        if grad is None:
+            return torch.ones_like(out)
+        whole = torch.zeros_like(out)
+        whole[: grad.shape[0]] = grad
+        return whole
+
+    def _compare_backward(self, flight: _Flight, grad: Tensor) -> Tensor:
+        """Returns the gradient of the site's input, whole rows of it."""
+        site = self._chain.specs[flight.index]
+        results = {"output": flight.out.detach().clone()}
+        held = _Gradients(site)
+        torch.autograd.backward(flight.out, grad)
+        assert flight.leaf.grad is not None
+        results["gradient of the input"] = flight.leaf.grad.clone()
+        results |= held.found()
+        held.put_back()
+        self._compare(flight, results, grad)
+        before = results["gradient of the input"]
+        return before if before.shape == grad.shape else torch.ones_like(grad)
+
+    # -- the modules -----------------------------------------------------------------------------
+
+    def _compare(self, flight: _Flight, graph: Results, grad: Tensor | None) -> None:
+        eager = self._run_module(flight, grad)
+        differing = [name for name in graph if not _have_same_bits(graph[name], eager[name])]
+        if not differing:
+            return
+        runs = [eager, *(self._run_module(flight, grad) for _ in range(_FURTHER_RUNS))]
+        for name in differing:
+            pairs = itertools.combinations(runs, 2)
+            spread = max(_distance(one[name], other[name]) for one, other in pairs)
+            largest = max(_distance(graph[name], one[name]) for one in runs)
+            if spread and largest <= spread:
+                self.within_spread.add(flight.index)
+                continue
+            found = Difference(index=flight.index, tensor=name, largest=largest, spread=spread)
+            self.differences.append(found)
+
+    def _run_module(self, flight: _Flight, grad: Tensor | None) -> Results:
+        """What the module makes of the graph's input, from the same random state."""
+        site = self._chain.specs[flight.index]
+        given = self._example.hidden if flight.index == 0 else flight.leaf
+        leaf = given.detach().requires_grad_(grad is not None)
+        self._rng.restore(flight.before)
+        if grad is None:
+            with torch.no_grad():
+                return {"output": site.call(self._staged(flight.index, leaf), **self._arguments)}
+        held, swap = _Gradients(site), swap_of(site, training=True)
+        with swapped(swap), torch.enable_grad():
+            out = site.call(self._staged(flight.index, leaf), **self._arguments)
+            torch.autograd.backward(out, grad)
+        assert leaf.grad is not None
+        results = {"output": out.detach(), "gradient of the input": leaf.grad}
+        results |= held.found(swap)
+        held.put_back()
+        return results
+
+
+class _Gradients:
+    """The gradients of a site's parameters: as they were, and what a backward pass has made of them.
+
+    Args:
+        site: whose parameters.
+    """
+
+    def __init__(self, site: SiteSpec) -> None:
+        self._params = {name: param for name, param in site.module.named_parameters() if param.requires_grad}
+        main_grads = {name: main_grad_of(param) for name, param in self._params.items()}
+        self._main = {name: grad for name, grad in main_grads.items() if grad is not None}
+        self._before = {name: grad.clone() for name, grad in self._main.items()}
+        self._flags = [
+            (param, param.grad_added_to_main_grad)
+            for param in self._params.values()
+            if hasattr(param, "grad_added_to_main_grad")
+        ]
+        self._grads = [(param, param.grad) for param in self._params.values()]
+        for param in self._params.values():
+            param.grad = None
+
+    def found(self, swap: _C.AccumulatorSwap | None = None) -> Results:
+        """Copies, by what they are in words.
+
+        Args:
+            swap: the accumulators of the backward pass; None for autograd's own.
+        """
+        results = {_words(name): grad.clone() for name, grad in self._main.items()}
+        others = {name: param for name, param in self._params.items() if name not in self._main}
+        kept = [param.grad for param in others.values()] if swap is None else swap.take_kept_grads()
+        for name, grad in zip(others, kept, strict=True):
+            if grad is not None:
+                results[_words(name)] = grad.clone()
+        return results
+
+    def put_back(self) -> None:
+        """Leaves everything as it was."""
+        with torch.no_grad():
+            for name, main_grad in self._main.items():
+                main_grad.copy_(self._before[name])
+        for param, grad in self._grads:
+            param.grad = grad
+        for param, flag in self._flags:
+            _set_flag(param, flag)
+
+
+def _set_flag(param: nn.Parameter, flag: Any) -> None:
+    param.grad_added_to_main_grad = flag  # type: ignore[attr-defined]
+
+
+def _words(name: str) -> str:
+    return f"gradient of {name}"

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs are compared with their modules: what differs is named, and nothing is left behind."""
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, rng_states, variant
+from torch import Tensor, nn
+
+from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
+from megagraph.bank.verify import Example
+
+
+class Baked(nn.Module):
+    """Doubles, and as it was captured something else: what a graph does that has baked in a value."""
+
+    is_captured = False
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What is called."""
+        return hidden * self.weight * (self.factor if Baked.is_captured else 2.0)
+
+
+@contextlib.contextmanager
+def _captures() -> Iterator[None]:
+    """A bank's guard: around captures, and around replays of the host backend."""
+    Baked.is_captured = True
+    try:
+        yield
+    finally:
+        Baked.is_captured = False
+
+
+def captured(layers: Sequence[nn.Module], device: str, *, training: bool) -> tuple[Bank, Chain]:
+    bank = Bank(device, guard=_captures)
+    chain = bank.add_chain([layer.to(device) for layer in layers])
+    bank.capture({chain: [variant("it", training=training)]})
+    assert not bank.failures
+    return bank, chain
+
+
+def example(device: str, *, rows: int = ROWS) -> Example:
+    generator = torch.Generator().manual_seed(5)
+    hidden, grad = (torch.randn(rows, WIDTH, generator=generator).to(device) for _ in range(2))
+    return Example(hidden=hidden, grad=grad)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("main_grads", [True, False])
+def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
+    device: str, training: bool, main_grads: bool
+) -> None:
+    layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
+    held = give_main_grads(layers) if main_grads else []
+    bank, chain = captured(layers, device, training=training)
+    params = [param for layer in layers for param in layer.parameters()]
+    for param in params:
+        if main_grads:
+            param.main_grad.uniform_()  # type: ignore[attr-defined]
+        else:
+            param.grad = torch.rand_like(param)
+    before = [getattr(param, "main_grad", param.grad).clone() for param in params]
+    states, counters = rng_states(device), bank.counters()
+    verified = bank.verify(chain, "it", example(device))
+    assert verified.differences == [] and verified.within_spread == set()
+    assert verified.num_replays == len(layers)
+    after = [getattr(param, "main_grad", param.grad) for param in params]
+    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, states, rng_states(device))) and bank.counters() == counters
+    assert chain.core.all_free() and len(held) == (len(params) if main_grads else 0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training: bool) -> None:
+    layers = [Block(), Baked(2.5), Block()]
+    bank, chain = captured(layers, device, training=training)
+    verified = bank.verify(chain, "it", example(device))
+    assert {found.index for found in verified.differences} == {1}  # and not what comes after it
+    names = [found.tensor for found in verified.differences]
+    assert names == (["output", "gradient of the input", "gradient of weight"] if training else ["output"])
+    assert str(verified.differences[0]).startswith("output differs from eager by up to ")
+
+
+def test_one_bit_is_a_difference(device: str) -> None:
+    layer = Baked(2.0 * (1 + 2**-23))
+    bank, chain = captured([layer], device, training=False)
+    assert bank.verify(chain, "it", example(device)).differences
+
+
+def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(device: str) -> None:
+    class Noisy(nn.Module):
+        """Another result in each call, of no random stream of torch's."""
+
+        def __init__(self, least: float, most: float) -> None:
+            super().__init__()
+            self.range = least, most
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            least, most = self.range
+            return hidden * (1.5 if Baked.is_captured else random.uniform(least, most))
+
+    random.seed(3)
+    wide, narrow = Noisy(1.0, 2.0), Noisy(1.0, 1.1)
+    bank, chain = captured([wide], device, training=False)
+    verified = bank.verify(chain, "it", example(device))
+    assert verified.differences == [] and verified.within_spread == {0}
+    bank, chain = captured([narrow], device, training=False)
+    (found,) = bank.verify(chain, "it", example(device)).differences
+    assert 0 < found.spread < found.largest and "and it differs from itself by up to" in str(found)
+
+
+def test_what_is_no_number_in_both_is_the_same(device: str) -> None:
+    layer = Block()
+    bank, chain = captured([layer], device, training=True)
+    given = example(device)
+    given.hidden[0, 0] = float("nan")
+    assert bank.verify(chain, "it", given).differences == []
+
+
+def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
+    class Refuses(nn.Module):
+        """Cannot be captured."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if Baked.is_captured:
+                raise RuntimeError("not in a capture")
+            return hidden * 3
+
+    bank = Bank(device, guard=_captures)
+    layers = [layer.to(device) for layer in (Block(), Refuses(), Baked(2.5), Block())]
+    chain = bank.add_chain(layers)
+    bank.capture({chain: [variant("it")]})
+    assert set(chain.eager_sites) == {1}
+    counters = bank.counters()
+    verified = bank.verify(chain, "it", example(device))
+    assert {found.index for found in verified.differences} == {2} and bank.counters() == counters
+
+
+def test_the_listener_hears_nothing_of_it(device: str) -> None:
+    layers = [layer.to(device) for layer in blocks()]
+    held = give_main_grads(layers)
+    bank, chain = captured(layers, device, training=True)
+    heard: list[Any] = []
+    chain.listen(lambda: True, lambda *sites: heard.append(sites), [0])
+    bank.verify(chain, "it", example(device))
+    assert not heard and held
+    with chain.micro_batch("it"):
+        chain(example(device).hidden.requires_grad_()).sum().backward()
+    assert heard
+
+
+def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
+    pair = Pair(device, blocks()).capture()
+    pair.bank.suspend()
+    with pytest.raises(RuntimeError, match=r"variant train runs eager \(SUSPENDED\) and cannot be verified"):
+        pair.bank.verify(pair.chain, "train", example(device))
