@@ -49,6 +49,8 @@ class GraphConfig:
             at least 1; those that were not used for the longest time go.
         cuda_graph_modules: scopes inside a layer; empty for whole layers.
         cuda_graph_granularity: `layer`.
+        verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
+            of as many replayed micro-batches as a number says; `off` for never.
         tail: what canonical offsets say of the rows past a pack's end.
         progress: show a progress bar while capturing.
         poison: fill freed slots with NaN, to find late readers. Always on without a GPU.
@@ -72,6 +74,7 @@ class GraphConfig:
     cuda_graph_max_states: int = 8
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_granularity: str = "layer"
+    verify: str | int = "capture"
     tail: TailConvention = TailConvention.HIDDEN
     progress: bool = True
     poison: bool = False
@@ -277,6 +280,15 @@ def _tail(value: Any) -> TailConvention:
     return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
 
 
+def _verify(value: Any) -> str | int:
+    if value in ("capture", "off"):
+        return str(value)
+    try:
+        return _integer(value, at_least=1)
+    except ValueError:
+        raise ValueError(f"expected capture, off or an integer of at least 1, got {value!r}") from None
+
+
 def _module(value: Any) -> str:
     name = getattr(value, "name", value)  # of Megatron's enum
     known = "supported yet" if name in _UPSTREAM_MODULES else f"one of {', '.join(_UPSTREAM_MODULES)}"
@@ -294,6 +306,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "cuda_graph_max_states": partial(_integer, at_least=1),
     "cuda_graph_modules": _list_of(_module),
     "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
+    "verify": _verify,
     "tail": _tail,
     "progress": _boolean,
     "poison": _boolean,

@@ -29,6 +29,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     ),
     "cuda_graph_warmup_steps": ("7", "7", 7),
     "cuda_graph_max_states": ("3", "3", 3),
+    "verify": ("'off'", "off", "off"),
     "cuda_graph_modules": ("[]", "", ()),
     "cuda_graph_granularity": ("'layer'", "layer", "layer"),
     "tail": ("'extend-last'", "extend-last", TailConvention.EXTEND_LAST),

@@ -126,6 +126,7 @@ class Verification:
         # Sites, by index, that differ from themselves and whose graphs lie within that.
         self.within_spread: set[int] = set()
         self.num_replays = 0
+        self.most_bytes = 0  # on the device beside the graphs' own, where that can be told
 
     def run(self) -> EagerReason | None:
         """Runs the micro-batch both ways; `differences` says what came out.
@@ -134,9 +135,13 @@ class Verification:
             Why it could not run, or None.
         """
         start = self._rng.snapshot()
+        self._bytes_before = self._bytes_now()
         kept = [(tensor, tensor.clone()) for tensor in self._touched()]
         try:
-            with self._chain.micro_batch(self._key, self._example.sources) as reason:
+            with (
+                self._variant.spec.context(),
+                self._chain.micro_batch(self._key, self._example.sources) as reason,
+            ):
                 if reason is None:
                     self._run_forwards()
                     self._run_backwards()
@@ -147,6 +152,10 @@ class Verification:
                     tensor.copy_(before)
             self._rng.restore(start)
         return reason
+
+    def _bytes_now(self) -> int:
+        device = self._example.hidden.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def _touched(self) -> list[Tensor]:
         """What runs write beside gradients: buffers, and metadata with the counters among it."""
@@ -244,6 +253,7 @@ class Verification:
         held, swap = _Gradients(site), swap_of(site, training=True)
         with swapped(swap), torch.enable_grad():
             out = site.call(self._staged(flight.index, leaf), **self._arguments)
+            self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
             torch.autograd.backward(out, grad)
         assert leaf.grad is not None
         results = {"output": out.detach(), "gradient of the input": leaf.grad}

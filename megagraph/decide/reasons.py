@@ -33,3 +33,4 @@ class EagerReason(enum.IntEnum):
     SUSPENDED = 21
     RELEASED = 22
     STATE_CHANGED = 23
+    VERIFY_FAILED = 24

@@ -25,7 +25,9 @@ from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
+from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.layer import LayerLoop
@@ -49,6 +51,7 @@ class BlockBank:
         watch: what its graphs rely on.
         device: where the model is.
         failures: what stays eager, in words.
+        verifier: keeps micro-batches that graphs are verified on.
     """
 
     def __init__(
@@ -69,9 +72,8 @@ class BlockBank:
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.constants = LayerArguments(self._model)
-        # Of former banks.
-        self._past: dict[str, int] = {}
-        self._past_seconds = 0.0
+        self.verifier = Verifier(config.verify, config.tail, peers)
+        self._totals = Totals()
         self.failures: list[str] = []
         self._last_holders = ""
         # Whether that was all, when `what_changed()` was last asked.
@@ -198,8 +200,7 @@ class BlockBank:
         )
         variants = [self._variant((capacity, kind), block) for kind in kinds for capacity in capacities]
         try:
-            self._bank.capture({self.chain: variants}, self._progress)
-            self._agree_on_variants()
+            self._capture_and_verify(variants)
         except GroupGaveUp as error:
             log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
@@ -220,10 +221,40 @@ class BlockBank:
         )
         return True
 
+    def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
+        """Captures, and again without the layers whose graphs turn out to be wrong."""
+        keys = [variant.key for variant in variants]
+        while True:
+            self._bank.capture({self.chain: variants}, self._progress)
+            self._agree_on_variants()
+            failing = self._find_failing(keys)
+            if not failing:
+                return
+            self._leave_eager(failing)
+            self._bank.drop(self.chain, keys)
+
+    def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, tuple[EagerReason, str]]:
+        # Gathers that are still to come change parameters, and are for a forward to finish, in its order.
+        are_gathered = self._param_syncs.before_layers() is None
+        return self.verifier.failing(self._bank, self.chain, keys if are_gathered else ())
+
+    def is_still_right(self) -> bool:
+        """Verifies a variant that is due; drops every graph where that of a layer is wrong."""
+        key, self.verifier.pending = self.verifier.pending, None
+        failing = self._find_failing([key]) if key is not None and key in self.chain.variants else {}
+        if failing:
+            self._leave_eager(failing)
+            self._bank.drop(self.chain, [*self.chain.variants])
+            self._loops.follow()
+        return not failing
+
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
         self.watch.expect_modules(self._find_ineligible())
-        for index, (reason, what) in self._ineligible_in_group().items():
+        self._leave_eager(self._layers.ineligible_in_group(self._ddp(), self._peers.exchange))
+
+    def _leave_eager(self, layers: Mapping[int, tuple[EagerReason, str]]) -> None:
+        for index, (reason, what) in layers.items():
             sentence = f"{self.chain.specs[index].name} stays eager ({reason.name}): {what}"
             log.warning(sentence)
             self.failures.append(sentence)
@@ -245,13 +276,6 @@ class BlockBank:
 
     def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
         return self._layers.find_ineligible(self._ddp())
-
-    def _ineligible_in_group(self) -> Mapping[int, tuple[EagerReason, str]]:
-        """Sites that some rank of the group cannot graph."""
-        here = self._find_ineligible()
-        anywhere = self._peers.exchange([int(index in here) for index in range(self.num_layers)])
-        disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
-        return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
 
     def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
         def context() -> contextlib.AbstractContextManager[None]:
@@ -282,9 +306,7 @@ class BlockBank:
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
-        for name, count in self._bank.counters().items():
-            self._past[name] = self._past.get(name, 0) + count
-        self._past_seconds += self._bank.capture_seconds
+        self._totals.add(self._bank)
         self._bank.release()
         self.constants.clear()
         self.watch = self._layers.new_watch(self.watch.stay_eager)
@@ -310,8 +332,7 @@ class BlockBank:
 
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""
-        now = self._bank.counters()
-        return {name: count + self._past.get(name, 0) for name, count in now.items()}
+        return self._totals.counters(self._bank)
 
     def valid_tokens(self) -> int:
         """Valid tokens of all replayed packs. Waits for the device."""
@@ -323,6 +344,7 @@ class BlockBank:
             "layers": self.num_layers,
             "graphs": self._bank.num_graphs,
             "pool_bytes": self._bank.pool_bytes(),
-            "capture_seconds": self._past_seconds + self._bank.capture_seconds,
+            "capture_seconds": self._totals.capture_seconds(self._bank),
             "failures": list(self.failures),
+            "verification": self.verifier.report(),
         }

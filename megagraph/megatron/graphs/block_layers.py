@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from megagraph.bank.agreement import Exchange
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
@@ -88,3 +89,17 @@ class BlockLayers:
             is_expected_hook=is_ddp_hook,
             accumulator_hooks=accumulator_hooks(ddp),
         )
+
+    def ineligible_in_group(
+        self, ddp: nn.Module | None, exchange: Exchange
+    ) -> Mapping[int, tuple[EagerReason, str]]:
+        """Those that some rank of the group cannot graph.
+
+        Args:
+            ddp: Megatron's DDP around the model, or None.
+            exchange: asks the ranks.
+        """
+        here = self.find_ineligible(ddp)
+        anywhere = exchange([int(index in here) for index in range(len(self.specs))])
+        disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
+        return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}

@@ -19,7 +19,7 @@ from megagraph.megatron.graphs.positions import (
 from megagraph.packs import ops
 from megagraph.packs.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
 
-__all__ = ["Kind", "MicroBatch", "new_params"]
+__all__ = ["Kind", "MicroBatch", "new_params", "sources_of"]
 
 
 class Kind(NamedTuple):
@@ -74,6 +74,12 @@ def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, 
     return offsets_rules(tail, tokens, has_padded=has_padded)
 
 
+def sources_of(params: Any) -> list[Tensor]:
+    """What staging reads of a pack: the actual offsets and, where it has them, the padded ones."""
+    actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
+    return [actual] if padded is None or padded is actual else [actual, padded]
+
+
 class MicroBatch:
     """A pack that a capacity holds, and the decision on it.
 
@@ -120,9 +126,7 @@ class MicroBatch:
         self.key = key
         self.capacity, self.kind = key
         self.reason = reason
-        actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
-        # What staging reads: the actual offsets and, where the pack has them, the padded ones.
-        self.sources: list[Tensor] = [actual] if padded is None or padded is actual else [actual, padded]
+        self.sources = sources_of(params)
         # Rows to add to each row list of the model's input.
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail

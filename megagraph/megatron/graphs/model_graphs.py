@@ -48,6 +48,7 @@ class ModelGraphs:
 
     Attributes:
         entries: how its forward and its block's are entered. To be set before the first call.
+        verifier: keeps micro-batches that graphs are verified on.
     """
 
     entries: Entries
@@ -67,6 +68,7 @@ class ModelGraphs:
         self._model = weakref.ref(model)
         self.peers = Peers(model)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
+        self.verifier = self.block.verifier
         self._refusal: Refusal | None = None
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp))
@@ -77,6 +79,7 @@ class ModelGraphs:
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
+        self._unlearned: tuple[Kind, Any] | None = None  # the running micro-batch, without a capacity yet
         self._changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self._refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
@@ -92,9 +95,7 @@ class ModelGraphs:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self._refusal = refusal
         if refusal is not None:
-            sentence = f"stays eager ({refusal.reason.name}): {refusal.sentence}"
-            log.warning(sentence)
-            self._failures.append(f"{self.name} {sentence}")
+            self._failures.append(f"{self.name} {refusal.log()}")
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -131,6 +132,7 @@ class ModelGraphs:
         self._kinds.note(kind)
         if capacity is None:
             self._capacities.observe(shape)
+            self._unlearned = kind, params
             return _WARMING_UP
         reason, shards = self._why_not_now(kind, is_skipped), self.peers.shards_sequence
         batch = MicroBatch(params, tokens, (capacity, kind), reason, self._tail, shards, self._tables)
@@ -168,6 +170,9 @@ class ModelGraphs:
             reason = self._refusal.reason
         if reason in _CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
+            if self._unlearned is not None:
+                self.verifier.keep_as_given(*self._unlearned, hidden_states)
+        self._unlearned = None
         self.block.count_eager(reason)
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any) -> LayerLoop | None:
@@ -184,8 +189,11 @@ class ModelGraphs:
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
             batch.reason = self._kinds.explain(batch.kind, batch.reason)
+            self.verifier.keep(batch, hidden_states)
             batch.heed_table(table, hidden_states)
             self.block.count_eager(batch.reason)
+        else:
+            self.verifier.keep_replayed(batch, hidden_states)
         return loop
 
     def end(self, batch: MicroBatch) -> None:
@@ -250,6 +258,9 @@ class ModelGraphs:
         self._changes.has_resumed = False
         if self._changes.reason is not None:
             return
+        if self.verifier.pending is not None and not self.block.is_still_right():
+            self._kinds.forget_graphs()
+            return
         if self._states.are_many:
             self._kinds.forget_old_states()
         due = self._due() if self._kinds.due else set()
@@ -269,33 +280,31 @@ class ModelGraphs:
         """What to capture now: in the state of now alone; nothing while a slot is held or memory is away."""
         if torch.is_inference_mode_enabled():
             return set()
-        has_gradients = self._changes.gradients_reason is None
+        away = self._changes.gradients_reason
         due = {
             kind
             for kind in self._kinds.due_now()
-            if (has_gradients or not kind.grad) and self.block.has_memory(grad=kind.grad)
+            if (away is None or not kind.grad) and self.block.has_memory(grad=kind.grad)
         }
         return due if due and self._rows is not None and self.block.is_idle() else set()
 
     def _capture(self, due: set[Kind]) -> None:
         assert self._rows is not None and self._params_type is not None
         kinds, states = self._kinds, self._states
-        dropped = states.to_drop(kinds.states_with_graphs())
-        self.block.drop_states(dropped)
+        self.block.drop_states(dropped := states.to_drop(kinds.states_with_graphs()))
         kinds.forget_states(dropped)
         is_first = not kinds.captured
-        row_shape, dtype = self._rows
-        is_kept = self.block.capture(self._capacities.known, due, tuple(row_shape), dtype, self._params_type)
+        is_kept = self.block.capture(self._capacities.known, due, *self._rows, self._params_type)
         if not is_kept:
             kinds.forget_graphs()
         if is_first:
             states.follow_eager_layers()
+        self.verifier.forget()
         kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
-        in_vain = self._kinds.end_step()
-        if in_vain:
+        if in_vain := self._kinds.end_step():
             with about(self.name):
                 self._kinds.log_passed_over(in_vain)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.seams import replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of"]
@@ -18,6 +19,12 @@ class Refusal:
 
     reason: EagerReason
     sentence: str
+
+    def log(self) -> str:
+        """Says so in the log. Returns what it said."""
+        said = f"stays eager ({self.reason.name}): {self.sentence}"
+        log.warning(said)
+        return said
 
 
 # (config attribute, value that is fine, what it is called)

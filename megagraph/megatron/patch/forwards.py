@@ -115,7 +115,9 @@ class ForwardWrappers:
             loop = graphs.begin(batch, hidden_states, table)
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
-                return batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+                out = batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+                graphs.verifier.keep_gradient(batch, out)
+                return out
             try:
                 with shadowed_layers(block, loop):
                     out = original(block, hidden_states, None, *args, **kwargs)

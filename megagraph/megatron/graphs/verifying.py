@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps real micro-batches for graphs to be verified on, and says which layers' graphs are wrong.
+
+megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
+from megagraph.bank.verify import Example, Verification
+from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
+from megagraph.megatron.graphs.loops import Key
+from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, sources_of
+from megagraph.megatron.parallel.tensor import Peers
+from megagraph.packs.packing import TailConvention, pack_shape
+
+__all__ = ["Verifier"]
+
+# Micro-batches that ran eager for these are no examples: nothing is captured for them.
+_ARE_NO_EXAMPLES = (EagerReason.DISABLED, EagerReason.SUSPENDED)
+
+Failing = Mapping[int, tuple[EagerReason, str]]
+
+
+@dataclass
+class _Kept:
+    """A micro-batch, in memory of its own."""
+
+    shape: PackShape
+    capacity: Capacity | None  # to whose rows it was padded before it was entered, where ranks share them
+    hidden: Tensor
+    sources: Sequence[Tensor]
+    grad: Tensor | None = None
+
+    def fits(self, capacity: Capacity) -> bool:
+        """Whether a capacity holds it."""
+        return self.shape.exceeds(capacity) is None and self.capacity in (None, capacity)
+
+    def take_grad(self, grad: Tensor) -> None:
+        """A hook of the block's output."""
+        self.grad = grad.detach().clone()
+
+
+class Verifier:
+    """Verifies the graphs of one model.
+
+    Args:
+        option: `capture`, `off`, or one of how many replayed micro-batches.
+        tail: the convention of canonical offsets.
+        peers: the ranks that share communicators, and judge together.
+    """
+
+    def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
+        self._tail = tail
+        self._peers = peers
+        self._is_on = option != "off"
+        self._every = option if isinstance(option, int) else 0
+        self._kept: dict[Any, _Kept] = {}  # by the family of a kind
+        self._replayed = 0
+        self.pending: Key | None = None  # a variant that is due to be verified again
+        self._verified = self._unverified = self._bytes = 0
+        self._seconds = 0.0
+        self._within_spread: set[str] = set()
+
+    # -- examples --------------------------------------------------------------------------------
+
+    def keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
+        """Keeps a micro-batch that is about to run eager.
+
+        Args:
+            batch: the micro-batch.
+            hidden_states: what its block was given.
+        """
+        if self._is_on and batch.reason not in _ARE_NO_EXAMPLES:
+            self._keep(batch, hidden_states)
+
+    def keep_replayed(self, batch: MicroBatch, hidden_states: Tensor) -> None:
+        """Keeps one of as many replayed micro-batches as were asked for."""
+        if not self._every:
+            return
+        self._replayed += 1
+        if self._replayed % self._every == 0:
+            self._keep(batch, hidden_states)
+            self.pending = batch.key
+
+    def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
+        capacity = batch.capacity if self._peers.shards_sequence else None
+        self._put(batch.kind, batch.params, batch.tokens, hidden_states, capacity)
+
+    def keep_as_given(self, kind: Kind, params: Any, hidden_states: Tensor) -> None:
+        """Keeps a micro-batch for which capacities are still to be learned.
+
+        Args:
+            kind: of the micro-batch.
+            params: its `PackedSeqParams`.
+            hidden_states: what its block is given.
+        """
+        if self._is_on and not self._peers.shards_sequence:
+            self._put(kind, params, hidden_states.size(0), hidden_states, None)
+
+    def _put(
+        self, kind: Kind, params: Any, tokens: int, hidden_states: Tensor, capacity: Capacity | None
+    ) -> None:
+        shape = pack_shape(params, tokens, self._tail)
+        if shape is not None:
+            self._kept[kind.family] = _Kept(
+                shape=shape,
+                capacity=capacity,
+                hidden=hidden_states.detach().clone(),
+                sources=[source.clone() for source in sources_of(params)],
+            )
+
+    def keep_gradient(self, batch: MicroBatch, out: Tensor) -> None:
+        """Keeps the gradient of the block's output, too, when it comes."""
+        kept = self._kept.get(batch.kind.family)
+        if kept is not None and kept.grad is None and out.requires_grad:
+            out.register_hook(kept.take_grad)
+
+    # -- graphs ----------------------------------------------------------------------------------
+
+    def failing(self, bank: Bank, chain: Chain, keys: Sequence[Key]) -> Failing:
+        """Verifies variants where micro-batches were kept that they hold.
+
+        Returns:
+            The layers, by index, whose graphs are wrong, here or on another rank: why, in words.
+        """
+        if not self._is_on:
+            return {}
+        found: dict[int, str] = {}
+        for key in keys:
+            verification = self._verify(bank, chain, key)
+            for difference in () if verification is None else verification.differences:
+                found.setdefault(difference.index, str(difference))
+        anywhere = self._peers.exchange([int(index in found) for index in range(len(chain.specs))])
+        return {
+            index: (EagerReason.VERIFY_FAILED, found[index])
+            if index in found
+            else (EagerReason.GROUP_DISAGREED, "its graph is wrong on another rank of the group")
+            for index, is_wrong in enumerate(anywhere)
+            if is_wrong
+        }
+
+    def _verify(self, bank: Bank, chain: Chain, key: Key) -> Verification | None:
+        capacity, kind = key
+        kept = self._kept.get(kind.family)
+        can = key in chain.variants and kept is not None and kept.fits(capacity)
+        (somebody_cannot,) = self._peers.exchange([int(not can)])
+        if somebody_cannot or kept is None:
+            self._unverified += 1
+            return None
+        start = time.perf_counter()
+        example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad)
+        try:
+            verification = bank.verify(chain, key, example)
+        except RuntimeError as error:
+            log.warning("graphs for %s could not be verified: %s", capacity, error)
+            self._unverified += 1
+            return None
+        finally:
+            self._seconds += time.perf_counter() - start
+        self._verified += 1
+        self._bytes = max(self._bytes, verification.most_bytes)
+        self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
+        return verification
+
+    def forget(self) -> None:
+        """Lets go of what was kept: it was captured for."""
+        self._kept.clear()
+        self.pending = None
+
+    def report(self) -> dict[str, Any]:
+        """What was verified, what it cost, and which layers differ from themselves in eager."""
+        return {
+            "verified": self._verified,
+            "unverified": self._unverified,
+            "seconds": self._seconds,
+            "bytes": self._bytes,
+            "within_spread": sorted(self._within_spread),
+        }

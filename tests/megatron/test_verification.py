@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs that are wrong for reasons that nobody watches: found before they are used, by name."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from megatron_rig import LAYERS, Micro, Pair, report_of, step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+Install = Callable[..., GraphConfig]
+
+
+@pytest.fixture
+def baked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's MLP does something else in a capture, which nothing in its state tells."""
+    from megatron.core.transformer import cuda_graphs
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original, forward = TransformerLayer.__init__, MLP.forward
+
+    def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        layer.mlp.is_baked = layer.layer_number == 2
+
+    def forward_with_a_global(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, bias = forward(mlp, *args, **kwargs)
+        return out * (1.5 if mlp.is_baked and cuda_graphs.is_graph_capturing() else 1.0), bias
+
+    monkeypatch.setattr(TransformerLayer, "__init__", changed)
+    monkeypatch.setattr(MLP, "forward", forward_with_a_global)
+
+
+def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
+    install: Install, baked: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    pair = Pair()
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.step(ONE, TWO, times=4)
+        pair.evaluate(ONE, TWO)
+        pair.evaluate(TWO, ONE)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": (2 + 2) * LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
+    assert report["replays"] == 3 * 2 + 2
+    (failure,) = report["failures"]
+    assert failure.startswith(
+        "layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): output differs from eager"
+    )
+    assert failure in "\n".join(caplog.messages)
+    assert report["verification"]["verified"] == 3 and report["verification"]["unverified"] == 0
+
+
+def test_without_verification_it_would_replay(install: Install, baked: None) -> None:
+    install(verify="off")
+    pair = Pair()
+    for _ in range(3):
+        step(pair.graphed, [ONE, TWO])
+    report = report_of(pair.graphed)
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == 2 * 2 * LAYERS
+    assert report["failures"] == [] and report["verification"]["verified"] == 0
+
+
+def test_graphs_that_are_right_are_verified_and_counted_once(install: Install) -> None:
+    install()
+    pair = Pair()
+    pair.step(ONE, TWO, times=3)
+    pair.evaluate(ONE)
+    pair.evaluate(TWO)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
+    figures = report["verification"]
+    assert (figures["verified"], figures["unverified"], figures["within_spread"]) == (2, 0, [])
+    assert figures["seconds"] > 0
+
+
+def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(install: Install) -> None:
+    """What was captured is spoilt, as a stray write into a pool would do it."""
+    install(verify=4)
+    pair = Pair()
+    pair.step(ONE, times=2)
+    assert pair.report()["verification"]["verified"] == 1
+    spoilt = {"by": 1.0}
+    layer = pair.graphed.chunk.decoder.layers[0]
+    from megatron.core.transformer import cuda_graphs
+
+    original = type(layer.mlp).forward
+
+    def spoiling(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, bias = original(mlp, *args, **kwargs)
+        is_graph = mlp is layer.mlp and cuda_graphs.is_graph_capturing()
+        return out * (spoilt["by"] if is_graph else 1.0), bias
+
+    type(layer.mlp).forward = spoiling  # type: ignore[method-assign]
+    try:
+        pair.step(ONE, times=3)  # a state of its own
+        verified = pair.report()["verification"]["verified"]
+        pair.step(ONE, TWO, times=3)
+        assert pair.report()["verification"]["verified"] > verified
+        spoilt["by"] = 1.5
+        for _ in range(3):
+            step(pair.graphed, [ONE, TWO])
+        report = next(it for it in megagraph.reports() if it["replays"])
+    finally:
+        type(layer.mlp).forward = original  # type: ignore[method-assign]
+    assert report["eager"]["VERIFY_FAILED"]
+    assert any(
+        "layer 0 (TransformerLayer) stays eager (VERIFY_FAILED)" in line for line in report["failures"]
+    )
+
+
+def test_learned_capacities_are_verified_on_packs_of_the_warm_up(install: Install) -> None:
+    install(capacities=())
+    pair = Pair()
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
+    assert report["replays"] and report["verification"]["verified"] >= 1 and report["failures"] == []
