@@ -192,7 +192,7 @@ class ModelGraphs:
             self.verifier.keep(batch, hidden_states)
             batch.heed_table(table, hidden_states)
             self.block.count_eager(batch.reason)
-        else:
+        elif self.verifier.every:
             self.verifier.keep_replayed(batch, hidden_states)
         return loop
 

@@ -56,16 +56,20 @@ class Verifier:
         option: `capture`, `off`, or one of how many replayed micro-batches.
         tail: the convention of canonical offsets.
         peers: the ranks that share communicators, and judge together.
+
+    Attributes:
+        every: one of as many replayed micro-batches is kept; 0 for none.
+        pending: a variant that is due to be verified again.
     """
 
     def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
         self._tail = tail
         self._peers = peers
         self._is_on = option != "off"
-        self._every = option if isinstance(option, int) else 0
+        self.every = option if isinstance(option, int) else 0
         self._kept: dict[Any, _Kept] = {}  # by the family of a kind
         self._replayed = 0
-        self.pending: Key | None = None  # a variant that is due to be verified again
+        self.pending: Key | None = None
         self._verified = self._unverified = self._bytes = 0
         self._seconds = 0.0
         self._within_spread: set[str] = set()
@@ -84,10 +88,8 @@ class Verifier:
 
     def keep_replayed(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         """Keeps one of as many replayed micro-batches as were asked for."""
-        if not self._every:
-            return
         self._replayed += 1
-        if self._replayed % self._every == 0:
+        if self._replayed % self.every == 0:
             self._keep(batch, hidden_states)
             self.pending = batch.key
 
