@@ -55,7 +55,9 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
         pipe.send((True, "ready"))
         for index in itertools.count():
             job = pipe.recv()
-            if distributed.is_initialized():  # not before: a rank that still waits for this one is to be named
+            if (
+                distributed.is_initialized()
+            ):  # not before: a rank that still waits for this one is to be named
                 distributed.destroy_process_group()
             if job is None:
                 break
