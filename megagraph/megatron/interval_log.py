@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of the log for each interval of training steps: what was replayed, and why the rest was not."""
+"""A line of the log for each interval of training steps: what replayed, what did not, and what guards it."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,8 @@ class IntervalLog:
             if steps % self._interval == 0:
                 now = graphs.counters()
                 since = {name: count - before.get(name, 0) for name, count in now.items()}
-                log.info("steps %d-%d: %s: %s", steps - self._interval + 1, steps, graphs.name, _line(since))
+                what = f"{graphs.name}: {_line(since)}; {graphs.guards()}"
+                log.info("steps %d-%d: %s", steps - self._interval + 1, steps, what)
                 before = now
             self._seen[graphs] = steps, before
 

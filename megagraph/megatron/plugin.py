@@ -128,7 +128,7 @@ class Plugin:
             graphs = ModelGraphs(model, ddp, self.config, progress, name)
             graphs.entries = self.finder.entries_of(model)
         if self._is_suspended:
-            graphs.suspend()
+            graphs.changes.suspend()
         _put_weakly(self._graphs, model, graphs)
         _put_weakly(self._of_block, model.decoder, graphs)
         weakref.finalize(model, self._gone.append, graphs).atexit = False
@@ -244,13 +244,13 @@ class Plugin:
         """Runs every model eager until `resume()`, also those that are still to come."""
         self._is_suspended = True
         for graphs in self.all_graphs():
-            graphs.suspend()
+            graphs.changes.suspend()
 
     def resume(self) -> None:
         """Replays again."""
         self._is_suspended = False
         for graphs in self.all_graphs():
-            graphs.resume()
+            graphs.changes.resume()
 
     def release(self) -> None:
         """Drops every graph of every model."""

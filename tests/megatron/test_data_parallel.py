@@ -43,6 +43,8 @@ def test_bits(world2: World, ddp: dict[str, Any]) -> None:
     )
     for report in reports:
         assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+        # Also while parameters are still to be gathered.
+        assert (report["verification"]["verified"], report["verification"]["unverified"]) == (1, 0)
         assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]
 
 

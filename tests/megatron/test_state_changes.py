@@ -171,6 +171,33 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go(install: Install) -> 
     assert _eager_since(pair, before) == {"STATE_CHANGED": LAYERS}
 
 
+def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(cuda_graph_max_states=2)
+    pair = Pair()
+    pair.step(ONE, times=2)
+    names = ("text", "flag")
+
+    def round_of_all() -> dict[str, int]:
+        before = pair.report()
+        for name in names:
+            undo = _do(pair, CHANGES[name])
+            pair.step(ONE)
+            undo()
+        pair.step(ONE)
+        return _eager_since(pair, before)
+
+    for _ in range(8):
+        round_of_all()
+    captured = pair.report()["capture_seconds"]
+    # Of the three, two replay and one is eager, and nothing is captured any more.
+    assert round_of_all() == {"STATE_CHANGED": LAYERS}
+    assert round_of_all() == {"STATE_CHANGED": LAYERS}
+    assert pair.report()["capture_seconds"] == captured
+    assert sum("cuda_graph_max_states is 2" in text for text in caplog.messages) == 1  # of the graphed one
+
+
 def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:

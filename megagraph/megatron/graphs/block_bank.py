@@ -234,9 +234,8 @@ class BlockBank:
             self._bank.drop(self.chain, keys)
 
     def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, tuple[EagerReason, str]]:
-        # Gathers that are still to come change parameters, and are for a forward to finish, in its order.
-        are_gathered = self._param_syncs.before_layers() is None
-        return self.verifier.failing(self._bank, self.chain, keys if are_gathered else ())
+        with self._param_syncs.held_back():
+            return self.verifier.failing(self._bank, self.chain, keys)
 
     def is_still_right(self) -> bool:
         """Verifies a variant that is due; drops every graph where that of a layer is wrong."""

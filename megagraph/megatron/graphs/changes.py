@@ -28,6 +28,7 @@ class Changes:
         reason: why every micro-batch of the step runs eager, or None.
         gradients_reason: why those do whose graphs add to main gradients, or None.
         has_resumed: the host has announced that what moved up to now has moved.
+        is_suspended: it has announced that something may move, and nothing is to be replayed.
     """
 
     def __init__(self, block: BlockBank, peers: Peers, kinds: Kinds, states: LayerStates) -> None:
@@ -39,6 +40,21 @@ class Changes:
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
         self.has_resumed = False
+        self.is_suspended = False
+
+    def suspend(self) -> None:
+        """No replays until `resume()`."""
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
+        self.has_resumed = self.has_resumed or self.is_suspended
+        self.is_suspended = False
+
+    @property
+    def keep_training_eager(self) -> bool:
+        """Whether the step that begins replays no training graph."""
+        return self.is_suspended or self.reason is not None or self.gradients_reason is not None
 
     def look(self, *, runs_eager: bool, captures: bool) -> None:
         """Looks, and drops what must not be replayed any more.

@@ -32,6 +32,8 @@ class Kinds(DueKinds[Kind]):
 
     def due_now(self) -> set[Kind]:
         """What is due in the state of now; the rest is passed over."""
+        if not self._states.has_place(self.states_with_graphs()):
+            return set()
         state = self._states.current
         wanted = {kind if self._is_met_again(kind) else kind._replace(state=state) for kind in self.due}
         in_other_states = {kind for kind in wanted if kind.state != state}

@@ -4,6 +4,7 @@
 Captures and drops nothing.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from megagraph.megatron.watch.states import States
 __all__ = ["LayerStates"]
 
 _MOST_NAMED = 3
+_MOST_DROPPED = 2
 _LEAST_FIRST = EagerReason.GROUP_DISAGREED, EagerReason.NUMERICS_CHANGED, EagerReason.STATE_CHANGED
 
 
@@ -44,6 +46,8 @@ class LayerStates:
         self._new_in_a_row = 0
         self._has_warned = False
         self._unguarded: list[str] = []
+        self._times_dropped: Counter[int] = Counter()  # of each state: its graphs, for those of another one
+        self._has_said_full = False
         self._met = 0, 0  # fingerprint and settings at the last boundary
         self._call = 0, 0  # fingerprint and number of the last call
         self.current = 0
@@ -97,6 +101,7 @@ class LayerStates:
         gone = self._numbers.forget_oldest(keep)
         for number in gone:
             self._changes.pop(number, None)
+            del self._times_dropped[number]
         self.are_many = False
         return gone
 
@@ -159,6 +164,8 @@ class LayerStates:
         if watch.leave_out(chain.eager_sites):
             self._numbers.add_name(watch.whole_state())
         self._unguarded = sorted(watch.names_left_out())
+        if self._unguarded:
+            log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
 
     def why_not(self, number: int, captured: Collection[int]) -> EagerReason:
         """Why none of the states that have graphs serves another one: the least that differs.
@@ -178,9 +185,37 @@ class LayerStates:
         """
         number = len(set(captured) - {self.current}) + 1 - self._most
         oldest = [state for state in self._numbers.oldest_first() if state in captured]
-        return [state for state in oldest if state != self.current][: max(number, 0)]
+        dropped = [state for state in oldest if state != self.current][: max(number, 0)]
+        self._times_dropped.update(dropped)
+        return dropped
+
+    def has_place(self, captured: Collection[int]) -> bool:
+        """Whether graphs may be captured in the state of now, be it in the place of others.
+
+        States that alternate and are more than may have graphs would drive out each other's for ever. So
+        one whose graphs have gone twice gets others when there is room, and is eager until then.
+
+        Args:
+            captured: the numbers of the states that have graphs.
+        """
+        is_full = self.current not in captured and len(captured) >= self._most
+        if not is_full or self._times_dropped[self.current] < _MOST_DROPPED:
+            return True
+        if not self._has_said_full:
+            self._has_said_full = True
+            log.warning(
+                "the layers alternate between more states than may have graphs at once, and some stay eager "
+                "(STATE_CHANGED); cuda_graph_max_states is %d",
+                self._most,
+            )
+        return False
 
     # -- figures ---------------------------------------------------------------------------------
+
+    def in_words(self, captured: Collection[int]) -> str:
+        """How many states have graphs, and what is no part of a state, for the log."""
+        left_out = f", {_count(len(self._unguarded), 'name')} left out" if self._unguarded else ""
+        return f"{_count(len(captured), 'state')} captured{left_out}"
 
     def report(self, captured: Iterable[int]) -> dict[str, Any]:
         """Which states have graphs, what made them others, and what is no part of a state, by name."""
@@ -188,6 +223,10 @@ class LayerStates:
             "states": [self._changes.get(number, "the first one") for number in sorted(set(captured))],
             "unguarded": self._unguarded,
         }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _differences(before: dict[str, tuple[int, str]], now: dict[str, tuple[int, str]]) -> str:

@@ -49,6 +49,7 @@ class ModelGraphs:
     Attributes:
         entries: how its forward and its block's are entered. To be set before the first call.
         verifier: keeps micro-batches that graphs are verified on.
+        changes: what keeps a step eager.
     """
 
     entries: Entries
@@ -80,10 +81,9 @@ class ModelGraphs:
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
         self._unlearned: tuple[Kind, Any] | None = None  # the running micro-batch, without a capacity yet
-        self._changes = Changes(self.block, self.peers, self._kinds, self._states)
+        self.changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self._refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
-        self._is_suspended = False
         self._replayed_tokens = 0
         self._tail = config.tail
         constants = self.block.constants
@@ -157,9 +157,9 @@ class ModelGraphs:
     def _why_not_now(self, kind: Kind, is_skipped: bool) -> EagerReason | None:
         if is_skipped or self._config.mode == "eager":
             return EagerReason.DISABLED
-        if self._is_suspended:
+        changes = self.changes
+        if changes.is_suspended:
             return EagerReason.SUSPENDED
-        changes = self._changes
         if kind.grad and changes.gradients_reason is not None:
             return changes.gradients_reason
         return changes.reason
@@ -234,7 +234,7 @@ class ModelGraphs:
         if not self.entries.are_settled:
             self._settle_entries()
         if self._refusal is None and self._config.mode == "graph":
-            self._changes.look(runs_eager=self._is_suspended, captures=False)
+            self.changes.look(runs_eager=self.changes.is_suspended, captures=False)
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
         """Before a step: learns capacities, looks for what changed, captures what is due.
@@ -251,12 +251,13 @@ class ModelGraphs:
             self._capacities.learn()
         if self._config.mode != "graph":
             return
-        runs_eager = is_skipped or self._is_suspended
-        self._changes.look(runs_eager=runs_eager, captures=True)
+        changes = self.changes
+        runs_eager = is_skipped or changes.is_suspended
+        changes.look(runs_eager=runs_eager, captures=True)
         if runs_eager:
             return
-        self._changes.has_resumed = False
-        if self._changes.reason is not None:
+        changes.has_resumed = False
+        if changes.reason is not None:
             return
         if self.verifier.pending is not None and not self.block.is_still_right():
             self._kinds.forget_graphs()
@@ -272,15 +273,13 @@ class ModelGraphs:
     @property
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
-        changes = self._changes
-        is_eager = self._is_suspended or changes.reason is not None or changes.gradients_reason is not None
-        return not is_eager and any(kind.grad for kind in self._kinds.captured)
+        return not self.changes.keep_training_eager and any(kind.grad for kind in self._kinds.captured)
 
     def _due(self) -> set[Kind]:
         """What to capture now: in the state of now alone; nothing while a slot is held or memory is away."""
         if torch.is_inference_mode_enabled():
             return set()
-        away = self._changes.gradients_reason
+        away = self.changes.gradients_reason
         due = {
             kind
             for kind in self._kinds.due_now()
@@ -299,7 +298,7 @@ class ModelGraphs:
             kinds.forget_graphs()
         if is_first:
             states.follow_eager_layers()
-        self.verifier.forget()
+        self.verifier.forget(due)
         kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
 
     def after_step(self) -> None:
@@ -310,20 +309,11 @@ class ModelGraphs:
 
     # -- life ------------------------------------------------------------------------------------
 
-    def suspend(self) -> None:
-        """No replays until `resume()`."""
-        self._is_suspended = True
-
-    def resume(self) -> None:
-        """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
-        self._changes.has_resumed = self._changes.has_resumed or self._is_suspended
-        self._is_suspended = False
-
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
         if self.peers.use(group):
             self.peers.leave()
-            self._changes.drop_everything()
+            self.changes.drop_everything()
 
     def release(self) -> None:
         """Drops every graph for good."""
@@ -332,6 +322,11 @@ class ModelGraphs:
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason."""
         return self.block.counters()
+
+    def guards(self) -> str:
+        """What is guarded and what was verified so far, in words."""
+        states = self._states.in_words(self._kinds.states_with_graphs())
+        return f"{states}; {self.verifier.in_words()}"
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""

@@ -5,7 +5,7 @@ megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,10 +173,16 @@ class Verifier:
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
         return verification
 
-    def forget(self) -> None:
-        """Lets go of what was kept: it was captured for."""
-        self._kept.clear()
+    def forget(self, kinds: Collection[Kind]) -> None:
+        """Lets go of what was kept for kinds that have been captured."""
+        for kind in kinds:
+            self._kept.pop(kind.family, None)
         self.pending = None
+
+    def in_words(self) -> str:
+        """How many variants were verified, and what that cost, for the log."""
+        unverified = f", {self._unverified} could not be" if self._unverified else ""
+        return f"{self._verified} verified in {self._seconds:.2f} s{unverified}"
 
     def report(self) -> dict[str, Any]:
         """What was verified, what it cost, and which layers differ from themselves in eager."""

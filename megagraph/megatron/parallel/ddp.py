@@ -4,8 +4,9 @@
 The additions to `main_grad` themselves are captured (csrc/bank/capture/main_grad_node.h).
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -97,6 +98,31 @@ class ParamSyncs:
             # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
             of_layer = {id(group_of[p]): group_of[p] for p in layer.parameters() if p in group_of}
             self._groups.append(list(of_layer.values()))
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """While inside, parameters stay as they are: gathers under way have ended, and no layer begins one.
+
+        What has been gathered and what has not stays so; a forward finishes it in its order, and starts the
+        next ones.
+        """
+        if self._groups is None:
+            yield
+            return
+        for group in self._all():
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+        ddp: Any = self._ddp()
+        handles = ddp.remove_forward_pre_hook_handles
+        hooks = [(module._forward_pre_hooks, module._forward_pre_hooks.copy()) for module in handles]
+        for (now, _before), handle in zip(hooks, handles.values(), strict=True):
+            del now[handle.id]
+        try:
+            yield
+        finally:
+            for now, before in hooks:
+                now.clear()
+                now.update(before)
 
     def before_layers(self) -> Callable[[int], None] | None:
         """What to call with each layer's index before it runs in this forward pass; None for nothing."""
