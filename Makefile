@@ -20,6 +20,9 @@ NEW_PYTHON := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info 
 CORE := $(if $(NEW_PYTHON),0.19.2,0.16.1)
 OTHER_CORE := $(if $(NEW_PYTHON),0.16.1,0.19.2)
 OTHER_CORE_DIR := .deps/megatron_core-$(OTHER_CORE)
+# Of which tests take the adapters alone; the package asks for many others.
+BRIDGE := 0.3.1
+BRIDGE_DIR := .deps/megatron_bridge-$(BRIDGE)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -69,6 +72,12 @@ $(OTHER_CORE_DIR)/.unpacked: | $(VENV)/.torch
 	$(BIN)/python -m zipfile -e .deps/wheels/megatron_core-$(OTHER_CORE)-*.whl $(@D)
 	@touch $@
 
+$(BRIDGE_DIR)/.unpacked: | $(VENV)/.torch
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(PIP) download --no-deps --only-binary=:all: -d .deps/wheels megatron-bridge==$(BRIDGE)
+	$(BIN)/python -m zipfile -e .deps/wheels/megatron_bridge-$(BRIDGE)-*.whl $(@D)
+	@touch $@
+
 # ---- what people run ----
 
 build: $(VENV)/.built
@@ -76,7 +85,8 @@ build: $(VENV)/.built
 demo: $(VENV)/.built
 	$(BIN)/megagraph demo
 
-test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked
+test: export MEGAGRAPH_TEST_BRIDGE = $(abspath $(BRIDGE_DIR))
+test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.unpacked
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
 

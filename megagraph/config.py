@@ -194,7 +194,7 @@ _SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_s
 _NOT_OPTIONS = frozenset(
     {
         *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_WERROR"),
-        *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_EVENTS"),
+        *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE", "MEGAGRAPH_TEST_EVENTS"),
     }
 )
 

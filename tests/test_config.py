@@ -90,7 +90,7 @@ def test_other_tables_and_other_variables_are_left_alone(tmp_path: Path) -> None
     assert GraphConfig.from_toml(written(toml, tmp_path)) == GraphConfig(mode="off")
     environ = {
         "MEGAGRAPH_COMMIT": "abc",
-        "MEGAGRAPH_TEST_CORE": "/x",
+        "MEGAGRAPH_TEST_BRIDGE": "/x",
         "MEGAGRAPH_WERROR": "1",
         "MODE": "off",
         "XMEGAGRAPH_MODE": "off",

@@ -298,8 +298,8 @@ class ModelGraphs:
             kinds.forget_graphs()
         if is_first:
             states.follow_eager_layers()
-        self.verifier.forget(due)
         kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
+        self.verifier.forget_except(kinds.due)
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""

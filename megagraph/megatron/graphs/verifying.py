@@ -173,10 +173,10 @@ class Verifier:
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
         return verification
 
-    def forget(self, kinds: Collection[Kind]) -> None:
-        """Lets go of what was kept for kinds that have been captured."""
-        for kind in kinds:
-            self._kept.pop(kind.family, None)
+    def forget_except(self, due: Collection[Kind]) -> None:
+        """After a capture: lets go of what was kept, but for kinds that are due in another state."""
+        families = {kind.family for kind in due}
+        self._kept = {family: kept for family, kept in self._kept.items() if family in families}
         self.pending = None
 
     def in_words(self) -> str:
