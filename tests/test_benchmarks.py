@@ -24,7 +24,7 @@ from benchmarks.measuring.clocks import Work  # noqa: E402
 from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
 from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import costs, eager_calls, flat_banks, right  # noqa: E402
+from benchmarks.subjects import costs, eager_calls, flat_banks, guarded, right  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -78,6 +78,11 @@ SAME = {"losses": 0, "gradients": 0, "report": REPORT}
 ANSWERS |= {name: {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME} for name in right.BITS}
 # Every reason, so that whatever a run has found is a name here too.
 ANSWERS |= {name: REPORT | {"eager": {reason.name: 1 for reason in EagerReason}} for name in right.HOSTS}
+VERIFICATION = {"verified": 4, "unverified": 0, "seconds": 0.2, "bytes": 3 * MIB, "within_spread": []}
+ANSWERS |= {name: ANSWERS["verl-like"] | {"verification": VERIFICATION} for name in guarded.ALARMS}
+GUARDS = {f"{what}, {how}": [0.5, 0.6] for what in ("call", "step") for how in ("hot", "idle")}
+COSTS = {"times": GUARDS, "verification": VERIFICATION, "eager": 0.1}
+ANSWERS |= {f"costs, {name}": COSTS for name in ("our attention", "Transformer Engine")}
 OWN = {
     "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
     "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},

@@ -104,15 +104,20 @@ class _PerTokenTrainer(Trainer):
         return made
 
 
+def spec_of(transformer_engine: bool) -> Any:
+    """Of layers of Transformer Engine's modules; None for ours."""
+    if not transformer_engine:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
 def _trained(
     case: BitsCase, options: ModelOptions, steps: int, each: Callable[[int, list[Tensor], list[Tensor]], None]
 ) -> None:
     """Trains, and gives `each` the losses and the gradients of every step."""
-    spec = None
-    if case.transformer_engine:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-        spec = get_gpt_layer_with_transformer_engine_spec()
+    spec = spec_of(case.transformer_engine)
     seed_streams()
     trainer_type = _PerTokenTrainer if case.per_token else Trainer
     trainer = trainer_type(options, config={"apply_rope_fusion": case.fused_rope}, spec=spec)
@@ -218,11 +223,12 @@ class _HostTrainer(Trainer):
     Args:
         host: which.
         options: of the model.
+        spec: of its layers.
     """
 
-    def __init__(self, host: Host, options: ModelOptions) -> None:
+    def __init__(self, host: Host, options: ModelOptions, spec: Any = None) -> None:
         self.host = host
-        super().__init__(options)
+        super().__init__(options, spec=spec)
 
     def call(self, pack: Pack, model: nn.Module) -> Tensor:
         """What a loss is made of, for each token."""
@@ -258,11 +264,26 @@ class _HostTrainer(Trainer):
         self.update()
 
 
-def measure_host(host: Host, options: ModelOptions = MODEL, steps: int = HOST_STEPS) -> Answer:
-    """The report of a training."""
-    install_for(options.max_tokens, DOCUMENTS)
+def measure_host(
+    host: Host,
+    options: ModelOptions = MODEL,
+    steps: int = HOST_STEPS,
+    *,
+    transformer_engine: bool = False,
+    **plugin: Any,
+) -> Answer:
+    """The report of a training.
+
+    Args:
+        host: how the model is called.
+        options: of the model.
+        steps: of training.
+        transformer_engine: layers of its modules, otherwise ours.
+        plugin: further options of the plugin.
+    """
+    install_for(options.max_tokens, DOCUMENTS, **plugin)
     try:
-        trainer = _HostTrainer(host, options)
+        trainer = _HostTrainer(host, options, spec=spec_of(transformer_engine))
         packs = canonical_packs(options.max_tokens, options.max_tokens, steps * MICRO_BATCHES)
         shortened = map(partial(_without_last, every=3), enumerate(packs))
         for step in range(steps):

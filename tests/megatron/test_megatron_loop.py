@@ -28,13 +28,22 @@ from benchmarks.measuring.results import Figure  # noqa: E402
 
 pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron]
 ITERATIONS, HALF = 100, 50
+MANY_ITERATIONS = 1000  # of a small model
 TIMEOUT_SECONDS = 300
-MODEL = (
-    "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --position-embedding-type rope --bf16 "
-    "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 4 --lr 3e-4 --lr-warmup-iters 5 "
-    "--seed 1234 --log-interval 1 --eval-iters 4 --deterministic-mode --no-gradient-accumulation-fusion "
-    f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --eval-interval {ITERATIONS * 2 // 5} "
+_COMMON = (
+    "--num-attention-heads 16 --position-embedding-type rope --bf16 --attention-dropout 0 --hidden-dropout 0 "
+    "--global-batch-size 4 --lr 3e-4 --lr-warmup-iters 5 --seed 1234 --log-interval 1 --eval-iters 4 "
+    "--deterministic-mode --no-gradient-accumulation-fusion"
 )
+
+
+def _model(layers: int, hidden: int, iterations: int) -> str:
+    return (
+        f"{_COMMON} --num-layers {layers} --hidden-size {hidden} --train-iters {iterations} "
+        f"--lr-decay-iters {iterations} --eval-interval {iterations * 2 // 5}"
+    )
+
+
 # By spec: arguments, documents of the capacities, modes, tokens of a pack. The first mode is compared with
 # each of the others.
 SPECS = {
@@ -85,8 +94,8 @@ def _train(place: Path, line: str, environment: dict[str, str]) -> tuple[dict[st
     return figures, model
 
 
-def _both_runs(folder: Path, spec: str, mode: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
-    """The whole run of a mode, and the resumed one."""
+def _command(spec: str, mode: str, model: str) -> tuple[str, dict[str, str]]:
+    """Arguments and environment."""
     arguments, max_packed_seqs, _, tokens = SPECS[spec]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRAPH_")}
     environment = {
@@ -100,8 +109,14 @@ def _both_runs(folder: Path, spec: str, mode: str) -> dict[str, tuple[dict[str, 
         "MEGAGRAPH_MAX_SEQLEN_PER_DP_CP_RANK": str(tokens),
         "MEGAGRAPH_PROGRESS": "0",
     }
+    line = f"{model} {arguments} --seq-length {tokens} --max-position-embeddings {tokens}"
+    return line, environment
+
+
+def _both_runs(folder: Path, spec: str, mode: str) -> dict[str, tuple[dict[str, str], dict[str, Any]]]:
+    """The whole run of a mode, and the resumed one."""
+    line, environment = _command(spec, mode, _model(12, 1024, ITERATIONS))
     checkpoints = folder / mode
-    line = f"{MODEL} {arguments} --seq-length {tokens} --max-position-embeddings {tokens}"
     save = f"--save {checkpoints} --save-interval {HALF}"
     load = f"--load {checkpoints} --ckpt-step {HALF} --exit-on-missing-checkpoint"
     try:
@@ -119,12 +134,29 @@ def _differ(one: dict[str, str], other: dict[str, str]) -> tuple[int, int]:
     return len(both), sum(one[name] != other[name] for name in both) + len(one.keys() ^ other.keys())
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_the_log_is_that_of_every_other_mode(spec: str, tmp_path: Path, measured: list[Figure]) -> None:
+def _needs(spec: str) -> None:
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("this megatron-core has no megatron.training")
     if spec == "transformer_engine":
         pytest.importorskip("transformer_engine")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_changes_in_a_thousand_iterations(spec: str, tmp_path: Path, measured: list[Figure]) -> None:
+    _needs(spec)
+    line, environment = _command(spec, "graph", _model(4, 256, MANY_ITERATIONS))
+    _log, report = _train(tmp_path / "long", line, environment | {"MEGAGRAPH_VERIFY": "50"})
+    alarms = sum(report["eager"].get(reason, 0) for reason in ("STATE_CHANGED", "VERIFY_FAILED"))
+    title = f"Megatron-LM's loop, {spec}, {MANY_ITERATIONS} iterations"
+    name = f"{title}: layer calls that ran eager in a false alarm"
+    measured.append(Figure(name=name, value=alarms, unit="calls", bar=0))
+    assert alarms == 0 and report["failures"] == []
+    assert report["replays"] and report["verification"]["verified"] > 10
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_log_is_that_of_every_other_mode(spec: str, tmp_path: Path, measured: list[Figure]) -> None:
+    _needs(spec)
     first, *others = modes = SPECS[spec][2]
     with ThreadPoolExecutor(len(modes)) as side_by_side:
         pairs = side_by_side.map(lambda mode: _both_runs(tmp_path, spec, mode), modes)

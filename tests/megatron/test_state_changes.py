@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step
+from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step, te_layer_spec
 from state_changes import CHANGES, Change, Undo
 from state_rig import probes_in_place_of_mlps
 
@@ -26,6 +27,30 @@ Install = Callable[..., GraphConfig]
 @pytest.fixture(autouse=True)
 def probes(monkeypatch: pytest.MonkeyPatch) -> None:
     probes_in_place_of_mlps(monkeypatch)
+
+
+OURS, ENGINE = "our attention", "Transformer Engine"
+of_both_kinds = pytest.mark.parametrize(
+    "layers",
+    [
+        OURS,
+        pytest.param(
+            ENGINE,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+                ),
+            ],
+        ),
+    ],
+)
+
+
+def _pair_of(layers: str) -> Pair:
+    if layers == OURS:
+        return Pair()
+    return Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
 
 
 def _eager_since(pair: Pair, before: dict[str, Any]) -> dict[str, int]:
@@ -49,11 +74,12 @@ def _losses_of_eager(pair: Pair) -> list[torch.Tensor]:
     return losses
 
 
+@of_both_kinds
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_between_steps(name: str, install: Install) -> None:
+def test_a_change_between_steps(name: str, layers: str, install: Install) -> None:
     change = CHANGES[name]
     install(cuda_graph_warmup_steps=2)
-    pair = Pair()
+    pair = _pair_of(layers)
     pair.step(ONE, TWO, times=3)
     before, losses = pair.report(), _losses_of_eager(pair)
     assert before["eager"] == {"WARMING_UP": 2 * STEP}
@@ -102,11 +128,12 @@ def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], 
 IN_STEP = [name for name, change in CHANGES.items() if change.in_step]
 
 
+@of_both_kinds
 @pytest.mark.parametrize("name", IN_STEP)
-def test_a_change_inside_a_step(name: str, install: Install) -> None:
+def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> None:
     change = CHANGES[name]
     install(cuda_graph_warmup_steps=2)
-    pair = Pair()
+    pair = _pair_of(layers)
     pair.step(ONE, TWO, times=3)
     before = pair.report()
 

@@ -105,6 +105,7 @@ class BlockBank:
     def adopt_ddp(self, ddp: nn.Module) -> None:
         """Takes note of the DDP that was found around the model, and drops graphs that knew of none."""
         self._set_ddp(ddp)
+        self.failures.clear()  # of its hooks, which nobody expected
         self.reset()
 
     def _new_bank(self) -> tuple[Bank, Chain, Loops]:

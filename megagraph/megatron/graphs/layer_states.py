@@ -163,6 +163,7 @@ class LayerStates:
         watch, chain = self._block.watch, self._block.chain
         if watch.leave_out(chain.eager_sites):
             self._numbers.add_name(watch.whole_state())
+            self._items = self._items_of_now()
         self._unguarded = sorted(watch.names_left_out())
         if self._unguarded:
             log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
