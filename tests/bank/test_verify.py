@@ -3,7 +3,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
-from megagraph.bank.verify import Example
+from megagraph.bank.verify import Example, Verification
 
 
 class Baked(nn.Module):
@@ -164,3 +164,56 @@ def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
     pair.bank.suspend()
     with pytest.raises(RuntimeError, match=r"variant train runs eager \(SUSPENDED\) and cannot be verified"):
         pair.bank.verify(pair.chain, "train", example(device))
+
+
+class _ReadsFreed(torch.autograd.Function):
+    """Doubles. The backward of a capture reads memory that was given back when the forward ended."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, alias: Callable[[Tensor], Tensor]) -> Tensor:
+        factor = torch.full_like(hidden, 2.0)
+        ctx.factor = alias(factor) if torch.cuda.is_current_stream_capturing() else factor
+        return hidden * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_reads_freed_memory_is_found() -> None:
+    class Doubles(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            out: Tensor = _ReadsFreed.apply(hidden, bank.backend.boundary)
+            return out
+
+    bank = Bank("cuda")
+    layers = [layer.to("cuda") for layer in (Block(), Doubles(), *blocks(6))]
+    chain = bank.add_chain(layers)
+    bank.capture({chain: [variant("it")]})
+    assert not bank.failures
+    verified = bank.verify(chain, "it", example("cuda"))
+    # Whoever comes before it gets a gradient of its own.
+    assert {(found.index, found.tensor) for found in verified.differences} == {(1, "gradient of the input")}
+
+
+@pytest.mark.gpu
+def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, chain = captured(blocks(), "cuda", training=True)
+    assert bank.verify(chain, "it", example("cuda")).differences == []
+    original = Verification._run_backwards
+
+    def spoil(verification: Verification) -> None:
+        pools = [it for it in torch.cuda.memory_snapshot() if tuple(it["segment_pool_id"]) != (0, 0)]
+        assert pools
+        for segment in pools:
+            size = segment["total_size"]
+            storage = torch._C._construct_storage_from_data_pointer(
+                segment["address"], torch.device("cuda"), size
+            )
+            torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage, 0, (size,)).fill_(0x3F)
+        original(verification)
+
+    monkeypatch.setattr(Verification, "_run_backwards", spoil)
+    found = bank.verify(chain, "it", example("cuda")).differences
+    assert {difference.index for difference in found} == {*range(len(chain.sites))}

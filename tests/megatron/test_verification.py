@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from megatron_rig import LAYERS, Micro, Pair, report_of, step
 from torch import Tensor
 
@@ -123,3 +124,55 @@ def test_learned_capacities_are_verified_on_packs_of_the_warm_up(install: Instal
     pair.step(ONE, TWO, times=3)
     report = pair.report()
     assert report["replays"] and report["verification"]["verified"] >= 1 and report["failures"] == []
+
+
+GAIN = 1.0
+
+
+def _from_a_closure() -> tuple[Callable[[], float], Callable[[float], None]]:
+    gain = 1.0
+
+    def change(to: float) -> None:
+        nonlocal gain
+        gain = to
+
+    return lambda: gain, change
+
+
+def _from_a_global() -> tuple[Callable[[], float], Callable[[float], None]]:
+    return lambda: GAIN, lambda to: globals().update(GAIN=to)
+
+
+@pytest.mark.gpu  # on the host, graphs bake nothing in
+@pytest.mark.parametrize("source", [_from_a_closure, _from_a_global])
+def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(
+    install: Install, source: Callable[[], Any]
+) -> None:
+    install(verify=1)
+    read, change = source()
+    pair = Pair()
+    for trainer in pair.both:
+        mlp = trainer.chunk.decoder.layers[1].mlp
+        original = mlp.forward
+
+        def forward(*args: Any, original: Callable[..., Any] = original) -> tuple[Tensor, Any]:
+            out, bias = original(*args)
+            return out * read(), bias
+
+        mlp.forward = forward
+
+    def losses_differ() -> bool:
+        one = step(pair.eager, [ONE, TWO], update=False, eager=True).losses
+        other = step(pair.graphed, [ONE, TWO], update=False).losses
+        return not all(map(torch.equal, one, other))
+
+    assert not any(losses_differ() for _ in range(3))
+    assert pair.report()["replays"] and not pair.report()["failures"]
+    change(0.5)
+    try:
+        assert losses_differ()  # nobody knows yet
+        assert not any(losses_differ() for _ in range(3))
+        (failure,) = pair.report()["failures"]
+        assert failure.startswith("layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): ")
+    finally:
+        change(1.0)
