@@ -2,6 +2,7 @@
 """Graphs are compared with their modules: what differs is named, and nothing is left behind."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -117,6 +118,38 @@ def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(dev
     bank, chain = captured([narrow], device, training=False)
     (found,) = bank.verify(chain, "it", example(device)).differences
     assert 0 < found.spread < found.largest and "and it differs from itself by up to" in str(found)
+
+
+def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
+    class Raises(Block):
+        """Its eager calls raise in the backward, once it was captured."""
+
+        is_broken = False
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out = super().forward(hidden)
+            if Raises.is_broken and not Baked.is_captured:
+                out.register_hook(self._fail)
+            return out
+
+        def _fail(self, grad: Tensor) -> None:
+            raise ValueError("of this module")
+
+    layers = [layer.to(device) for layer in (Block(), Raises(), Block())]
+    held = give_main_grads(layers)
+    bank, chain = captured(layers, device, training=True)
+    params = [param for layer in layers for param in layer.parameters()]
+    for param in params:
+        param.main_grad.uniform_()  # type: ignore[attr-defined]
+    before = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    Raises.is_broken = True
+    with pytest.raises(ValueError, match="of this module"):
+        bank.verify(chain, "it", example(device))
+    Raises.is_broken = False
+    assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))  # type: ignore[attr-defined]
+    assert all(param.grad is None for param in params)
+    gc.collect()
+    assert bank.verify(chain, "it", example(device)).differences == []
 
 
 def test_what_is_no_number_in_both_is_the_same(device: str) -> None:
