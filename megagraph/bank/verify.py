@@ -46,11 +46,14 @@ class Example:
         hidden: the chain's input.
         sources: metadata as the variant's `MetadataSpec`s name it.
         grad: of the chain's output, of as many rows or fewer; None for ones.
+        valid_rows: indices, on the chain's device, of the rows that anybody reads; None for all. Kernels may
+            leave in padding whatever the memory held.
     """
 
     hidden: Tensor
     sources: Sequence[Tensor] = ()
     grad: Tensor | None = None
+    valid_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,10 @@ class Verification:
             self._rng.restore(start)
         return reason
 
+    def _in_valid_rows(self, output: Tensor) -> Tensor:
+        valid, counts = self._example.valid_rows, (self._variant.spec.rows, self._example.hidden.shape[0])
+        return output if valid is None or output.shape[0] not in counts else output.index_select(0, valid)
+
     def _bytes_now(self) -> int:
         device = self._example.hidden.device
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -186,7 +193,7 @@ class Verification:
                 self._flights.append(flight)
             else:
                 after = self._rng.snapshot()
-                self._compare(flight, {"output": out.detach()}, None)
+                self._compare(flight, {"output": self._in_valid_rows(out.detach())}, None)
                 self._rng.restore(after)
             given = out
 
@@ -210,14 +217,14 @@ class Verification:
     def _compare_backward(self, flight: _Flight, grad: Tensor) -> Tensor:
         """Returns the gradient of the site's input, whole rows of it."""
         site = self._chain.specs[flight.index]
-        results = {"output": flight.out.detach().clone()}
+        results = {"output": self._in_valid_rows(flight.out.detach()).clone()}
         with _Gradients(site).put_back_afterwards() as held:
             torch.autograd.backward(flight.out, grad)
             assert flight.leaf.grad is not None
-            results["gradient of the input"] = flight.leaf.grad.clone()
+            before = flight.leaf.grad.clone()
+            results["gradient of the input"] = self._in_valid_rows(before)
             results |= held.found()
         self._compare(flight, results, grad)
-        before = results["gradient of the input"]
         return before if before.shape == grad.shape else torch.ones_like(grad)
 
     # -- the modules -----------------------------------------------------------------------------
@@ -246,7 +253,8 @@ class Verification:
         self._rng.restore(flight.before)
         if grad is None:
             with torch.no_grad():
-                return {"output": site.call(self._staged(flight.index, leaf), **self._arguments)}
+                out = site.call(self._staged(flight.index, leaf), **self._arguments)
+            return {"output": self._in_valid_rows(out)}
         swap = swap_of(site, training=True)
         with _Gradients(site).put_back_afterwards() as held:
             with swapped(swap), torch.enable_grad():
@@ -254,7 +262,9 @@ class Verification:
                 self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
                 torch.autograd.backward(out, grad)
             assert leaf.grad is not None
-            return {"output": out.detach(), "gradient of the input": leaf.grad, **held.found(swap)}
+            found = {"output": self._in_valid_rows(out.detach())}
+            found["gradient of the input"] = self._in_valid_rows(leaf.grad)
+            return found | held.found(swap)
 
 
 class _Gradients:

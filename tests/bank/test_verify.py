@@ -2,6 +2,7 @@
 """Graphs are compared with their modules: what differs is named, and nothing is left behind."""
 
 import contextlib
+import dataclasses
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +151,25 @@ def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
     assert all(param.grad is None for param in params)
     gc.collect()
     assert bank.verify(chain, "it", example(device)).differences == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_rows_that_nobody_reads_may_hold_anything(device: str, training: bool) -> None:
+    class Littered(nn.Module):
+        """Leaves something else behind the fourth row in each call."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            litter = torch.full_like(hidden[4:], random.random())
+            return torch.cat([hidden[:4] * 2, litter * hidden[4:].detach()])
+
+    layers = [Littered(), nn.Tanh()]
+    bank, chain = captured(layers, device, training=training)
+    given = example(device)
+    all_rows = bank.verify(chain, "it", given)
+    assert all_rows.differences or all_rows.within_spread
+    read = dataclasses.replace(given, valid_rows=torch.arange(4, device=device))
+    verified = bank.verify(chain, "it", read)
+    assert verified.differences == [] and verified.within_spread == set()
 
 
 def test_what_is_no_number_in_both_is_the_same(device: str) -> None:

@@ -4,11 +4,13 @@
 megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
 """
 
+import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megagraph.bank.bank import Bank
@@ -159,7 +161,8 @@ class Verifier:
             self._unverified += 1
             return None
         start = time.perf_counter()
-        example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad)
+        valid = self._valid_rows(kept, capacity)
+        example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad, valid_rows=valid)
         try:
             verification = bank.verify(chain, key, example)
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
@@ -173,6 +176,20 @@ class Verifier:
         self._bytes = max(self._bytes, verification.most_bytes)
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
         return verification
+
+    def _valid_rows(self, kept: _Kept, capacity: Capacity) -> Tensor:
+        """This rank's rows of documents, without the padding behind each of them and behind the last."""
+        actual, physical = (kept.sources[which].tolist() for which in (0, -1))
+        lengths = (end - begin for begin, end in itertools.pairwise(actual))
+        rows = [
+            row
+            for begin, length in zip(physical, lengths, strict=False)
+            for row in range(begin, begin + length)
+        ]
+        count = self._peers.rows(capacity.tokens)
+        first = count * self._peers.rank() if self._peers.shards_sequence else 0
+        here = [row - first for row in rows if 0 <= row - first < count]
+        return torch.tensor(here, dtype=torch.int64, device=kept.hidden.device)
 
     def forget_except(self, due: Collection[Kind]) -> None:
         """After a capture: lets go of what was kept, but for kinds that are due in another state."""
