@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,6 +120,37 @@ def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(dev
     bank, chain = captured([narrow], device, training=False)
     (found,) = bank.verify(chain, "it", example(device)).differences
     assert 0 < found.spread < found.largest and "and it differs from itself by up to" in str(found)
+
+
+def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(device: str) -> None:
+    class Rarely(nn.Module):
+        """Its weight's gradient is another one in few runs, and its output in all."""
+
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.factor, self.runs = factor, itertools.count()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if Baked.is_captured:
+                return hidden * self.weight * 1.25 + (
+                    self.weight * self.factor - self.weight.detach() * self.factor
+                )
+            out = hidden * self.weight * random.uniform(1.0, 2.0)
+            rarely = 3.0 if next(self.runs) == 9 else 2.0
+            return out + (self.weight * rarely - self.weight.detach() * rarely)
+
+    random.seed(3)
+    for factor, differs in ((3.0, False), (9.0, True)):
+        layer = Rarely(factor)
+        held = give_main_grads([layer.to(device)])
+        bank, chain = captured([layer], device, training=True)
+        given = dataclasses.replace(example(device), hidden=torch.zeros(ROWS, WIDTH, device=device))
+        given.hidden[0] = 1e-3  # so that the other gradients hardly matter
+        verified = bank.verify(chain, "it", given)
+        names = {found.tensor for found in verified.differences}
+        assert names == ({"gradient of weight"} if differs else set()), (factor, verified.differences)
+        assert held
 
 
 def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
