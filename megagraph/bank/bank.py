@@ -289,10 +289,12 @@ class Bank:
         """
         before = self.core.counters()
         verification = Verification(chain, key, self.rng, example)
-        with chain.unheard():
-            reason = verification.run()
-        for name, count in self.core.counters().items():
-            self._not_counted[name] += count - before[name]
+        try:
+            with chain.unheard():
+                reason = verification.run()
+        finally:
+            for name, count in self.core.counters().items():
+                self._not_counted[name] += count - before[name]
         if reason is not None:
             raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
         return verification

@@ -175,10 +175,12 @@ def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
     for param in params:
         param.main_grad.uniform_()  # type: ignore[attr-defined]
     before = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    counters = bank.counters()
     Raises.is_broken = True
     with pytest.raises(ValueError, match="of this module"):
         bank.verify(chain, "it", example(device))
     Raises.is_broken = False
+    assert bank.counters() == counters
     assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))  # type: ignore[attr-defined]
     assert all(param.grad is None for param in params)
     gc.collect()
