@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from changing import Undo
 from megatron_rig import LAYERS, Micro, Pair
 from rl_rig import rollouts
-from state_changes import Undo
 from state_rig import probes_in_place_of_mlps
 from torch import Tensor
 

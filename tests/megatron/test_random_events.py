@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from changing import Undo
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
 )
 from megatron_rig import Micro, Pair, graph_config, schedule
 from rl_rig import Offload
-from state_changes import CHANGES, Undo
+from state_changes import CHANGES
 from state_rig import probes_in_place_of_mlps
 
 import megagraph
@@ -100,7 +101,7 @@ class Events(RuleBasedStateMachine):
             return
         change, undos = CHANGES[name], []
         for trainer in self.pair.both:
-            is_shared = undos and change.do.__qualname__.startswith(("on_class", "_hooks_all"))
+            is_shared = undos and change.do.__qualname__.startswith(("on_class", "hooks_all"))
             if not is_shared:
                 undos.append(change.do(trainer))
         self.undos[name] = lambda: [undo() for undo in reversed(undos)] and None

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from changing import Change, Undo
 from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step, te_layer_spec
-from state_changes import CHANGES, Change, Undo
+from state_changes import CHANGES
 from state_rig import probes_in_place_of_mlps
 
 import megagraph
@@ -62,7 +63,7 @@ def _eager_since(pair: Pair, before: dict[str, Any]) -> dict[str, int]:
 def _do(pair: Pair, change: Change) -> Undo:
     undos: list[Undo] = []
     for trainer in pair.both:
-        is_shared = undos and change.do.__qualname__.startswith(("on_class", "_hooks_all"))
+        is_shared = undos and change.do.__qualname__.startswith(("on_class", "hooks_all"))
         if not is_shared:
             undos.append(change.do(trainer))
     return lambda: [undo() for undo in reversed(undos)] and None
