@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m benchmarks right` counts and times, on a model that a machine without a GPU can train."""
+"""What the benchmarks `right` and `guarded` count and time, on models that need no GPU."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are n
 
 from benchmarks import table
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import costs, right
+from benchmarks.subjects import costs, guarded, right
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
@@ -86,6 +86,21 @@ def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         megatron.uninstall()
     assert {key.partition(",")[0] for key in engine} == {"inside", "outside"} and len(engine) == 6
+
+
+def test_guards_and_a_verification_have_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "ROUNDS", 3)
+    answer = guarded.measure_guards(OPTIONS, transformer_engine=False)
+    assert {len(times) for times in answer["times"].values()} == {3} and len(answer["times"]) == 4
+    assert answer["verification"]["verified"] == 1 and answer["eager"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name, of in guarded.ALARMS.items() if not of.transformer_engine])
+def test_hosts_that_change_nothing_raise_no_alarm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "VERIFY_ONE_IN", 7)
+    report = guarded.measure_alarms(guarded.ALARMS[name], OPTIONS, 20)
+    assert not {"STATE_CHANGED", "VERIFY_FAILED"} & report["eager"].keys()
+    assert report["verification"]["verified"] > 4 and report["failures"] == []
 
 
 def test_a_table_has_a_row_for_each_figure() -> None:
