@@ -43,6 +43,7 @@ class LeaseKind(_Enum):
     """What a tensor over a boundary buffer is."""
 
     OUTPUT: ClassVar[LeaseKind]
+    TRANSIENT: ClassVar[LeaseKind]
     GRADIENT: ClassVar[LeaseKind]
 
 class Executable(metaclass=_pybind11_type):
@@ -66,6 +67,8 @@ class Slot(metaclass=_pybind11_type):
     def release_tensor(self, site: int, kind: LeaseKind = ...) -> None: ...
     @property
     def is_free(self) -> bool: ...
+    @property
+    def has_transients(self) -> bool: ...
     def describe_holders(self) -> str: ...
 
 @final
@@ -123,6 +126,9 @@ class SiteGraph(metaclass=_pybind11_type):
         backward: Executable | None,
         boundaries: Boundaries,
         accumulated: Sequence[Tensor],
+        is_entry: bool,
+        is_chained: bool,
+        is_transient: Sequence[bool],
     ) -> None: ...
     @property
     def boundaries(self) -> Boundaries: ...
@@ -130,7 +136,7 @@ class SiteGraph(metaclass=_pybind11_type):
     def accumulated(self) -> list[Tensor]: ...
     reads: Sequence[Tensor]
     saves_input: bool
-    saves_output: bool
+    saves_outputs: Sequence[bool]
     def set_range(self, name: str) -> None:
         """Names its replays for profilers."""
 

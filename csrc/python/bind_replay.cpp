@@ -76,6 +76,7 @@ auto of_span(Result (Slot::*call)(int, int)) {
 void bind_slot(py::module_& m) {
   py::enum_<LeaseKind>(m, "LeaseKind")
       .value("OUTPUT", LeaseKind::kOutput)
+      .value("TRANSIENT", LeaseKind::kTransient)
       .value("GRADIENT", LeaseKind::kGradient);
   py::class_<Slot, std::shared_ptr<Slot>>(m, "Slot")
       .def(py::init([](int index, int num_sites) {
@@ -93,6 +94,7 @@ void bind_slot(py::module_& m) {
       .def("release_tensor", &Slot::release_tensor, py::arg("site"),
            py::arg("kind") = LeaseKind::kOutput)
       .def_property_readonly("is_free", &Slot::is_free)
+      .def_property_readonly("has_transients", &Slot::has_transients)
       .def("describe_holders", &Slot::describe_holders);
 }
 
@@ -137,8 +139,13 @@ void bind_site_graph(py::module_& m) {
       .def_readwrite("param_grads", &Boundaries::param_grads);
   py::class_<SiteGraph, std::shared_ptr<SiteGraph>>(m, "SiteGraph")
       .def(py::init([](ExecutableHandle& forward, ExecutableHandle* backward,
-                       const Boundaries& boundaries, std::vector<at::Tensor> accumulated) {
+                       const Boundaries& boundaries, std::vector<at::Tensor> accumulated,
+                       bool is_entry, bool is_chained, std::vector<bool> is_transient) {
              auto graph = std::make_shared<SiteGraph>();
+             graph->saves_outputs.resize(boundaries.outputs.size());
+             graph->is_entry = is_entry;
+             graph->is_chained = is_chained;
+             graph->is_transient = std::move(is_transient);
              graph->forward = std::move(forward.executable);
              if (backward != nullptr) graph->backward = std::move(backward->executable);
              graph->boundaries = boundaries;
@@ -146,12 +153,13 @@ void bind_site_graph(py::module_& m) {
              return graph;
            }),
            py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("boundaries"),
-           py::arg("accumulated"))
+           py::arg("accumulated"), py::arg("is_entry"), py::arg("is_chained"),
+           py::arg("is_transient"))
       .def_readonly("boundaries", &SiteGraph::boundaries)
       .def_readonly("accumulated", &SiteGraph::accumulated)
       .def_readwrite("reads", &SiteGraph::reads)
       .def_readwrite("saves_input", &SiteGraph::saves_input)
-      .def_readwrite("saves_output", &SiteGraph::saves_output)
+      .def_readwrite("saves_outputs", &SiteGraph::saves_outputs)
       .def("set_range", [](SiteGraph& graph, const std::string& name) {
         graph.forward_range = name + " forward";
         graph.backward_range = name + " backward";

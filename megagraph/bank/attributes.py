@@ -42,13 +42,13 @@ def _tensors(value: Any) -> dict[Any, Tensor]:
     return {}
 
 
-def plain_tensors(module: nn.Module) -> list[Tensor]:
-    """What a module and its submodules keep in plain attributes; not their parameters and buffers."""
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+def plain_tensors(modules: Collection[nn.Module]) -> list[Tensor]:
+    """What modules keep in plain attributes, each once; not their parameters and buffers."""
+    known = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     found = {
         id(tensor): tensor
-        for child in module.modules()
-        for _name, value in _attributes(child)
+        for module in modules
+        for _name, value in _attributes(module)
         for tensor in _tensors(value).values()
     }
     return [tensor for key, tensor in found.items() if key not in known]
@@ -81,15 +81,11 @@ class PlainAttributes:
     """What the attributes of some modules hold, to be put back.
 
     Args:
-        modules: with their submodules.
+        modules: by what they are called.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [
-            (name, child, dict(_attributes(child)))
-            for module in modules
-            for name, child in module.named_modules()
-        ]
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._modules = [(name, module, dict(_attributes(module))) for name, module in modules]
         self._contents = {
             id(value): (value, value.copy())
             for _name, _child, attributes in self._modules

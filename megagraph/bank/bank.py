@@ -26,7 +26,7 @@ from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
 from megagraph.bank.saved import Saves
-from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+from megagraph.bank.sites import CaptureError, EagerPart, SiteSpec, VariantSpec
 from megagraph.bank.verify import Example, Verification
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
@@ -102,7 +102,7 @@ class Bank:
 
     def add_chain(
         self,
-        modules: Sequence[nn.Module | SiteSpec],
+        modules: Sequence[nn.Module | SiteSpec | EagerPart],
         *,
         num_slots: int = 1,
         holds_collectives: bool = False,
@@ -111,22 +111,24 @@ class Bank:
 
         Args:
             modules: in execution order; a plain module is called with the hidden states and the variant's
-                arguments.
+                arguments. Parts that stay eager may stand anywhere.
             num_slots: micro-batches of this chain that may be in flight at once.
             holds_collectives: the graphs contain collectives, so that no rank may fall back alone.
         """
-        if not modules:
-            raise ValueError("expected at least one module, got none")
-        sites = [
-            module
-            if isinstance(module, SiteSpec)
-            else SiteSpec(name=f"{index}.{type(module).__name__}", module=module)
+        steps = [
+            SiteSpec(name=f"{index}.{type(module).__name__}", module=module)
+            if isinstance(module, nn.Module)
+            else module
             for index, module in enumerate(modules)
         ]
-        core = self.core.add_chain(len(sites))
+        num_sites = sum(isinstance(step, SiteSpec) for step in steps)
+        if num_sites == 0:
+            what = f"{len(steps)} parts that stay eager" if steps else "none"
+            raise ValueError(f"expected at least one module, got {what}")
+        core = self.core.add_chain(num_sites)
         pools = self.backend.add_pools(num_slots)
         core.set_slots(num_slots, pools, self._poison, holds_collectives)
-        self.chains.append(Chain(core, sites, self._num_pools))
+        self.chains.append(Chain(core, steps, self._num_pools))
         self._num_pools += num_slots
         return self.chains[-1]
 
@@ -182,6 +184,7 @@ class Bank:
         return CapturePlan(
             self._conditions,
             request.chain.graphable(),
+            request.chain.shape,
             request.variant,
             request.buffers[slot],
             request.arguments[slot],
@@ -245,8 +248,8 @@ class Bank:
         )
         for slot, graphs in enumerate(by_slot):
             for site, graph in graphs.items():
-                graph.saves_input, graph.saves_output = saves[site]
-                graph.reads = self._reads(chain.specs[site].module, request, slot)
+                graph.saves_input, graph.saves_outputs = saves[site]
+                graph.reads = self._reads(chain.specs[site], request, slot)
                 if self._annotate:
                     graph.set_range(f"{chain.specs[site].name}, {variant}, slot {slot}")
                 chain.core.set_graph(site, index, slot, graph)
@@ -265,11 +268,12 @@ class Bank:
         for key in keys:
             chain.drop(key)
 
-    def _reads(self, module: nn.Module, request: _Request, slot: int) -> list[Tensor]:
+    def _reads(self, site: SiteSpec, request: _Request, slot: int) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""
-        reads = [*module.parameters(), *module.buffers(), *plain_tensors(module)]
+        params = site.parameters()
+        reads = [*params, *site.buffers(), *plain_tensors(site.modules())]
         reads += [*request.buffers[slot].values(), *tensors_in(request.arguments[slot])]
-        return reads + [grad for p in module.parameters() if (grad := main_grad_of(p)) is not None]
+        return reads + [grad for p in params if (grad := main_grad_of(p)) is not None]
 
     def verify(self, chain: Chain, key: Any, example: Example) -> Verification:
         """Compares the graphs of a variant with its modules on a real micro-batch; counts no calls.

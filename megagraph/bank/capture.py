@@ -7,6 +7,10 @@ crosses a graph's edge is kept until the last one is done. So the slot's pool ha
 like a stack, which is what the nesting rule (csrc/bank/replay/slot_ring.h) relies on; capturing forward
 and backward together, layer by layer, corrupts a shared pool. A site's output tensor *is* the next
 site's input, and the gradient of that input *is* the output's gradient: no copies in between.
+
+Where something eager lies between two sites, it is passed over: each site takes hidden states of the
+variant's shape. What crosses such a gap is written right before the pass that reads it. So the gradients on
+both sides of it go back to the pool as soon as their pass is captured, and so do outputs that are transient.
 """
 
 import contextlib
@@ -19,15 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.accumulators import swap_of, swapped
 from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.bank.backends import Backend
+from megagraph.bank.edges import Edges
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.bank.rng import RngSources, Snapshot
 from megagraph.bank.saved import Saves, saved_tensors
-from megagraph.bank.sites import CaptureError, SiteSpec, VariantSpec
+from megagraph.bank.sites import CaptureError, ChainShape, SiteSpec, VariantSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["CapturePlan", "Conditions", "Guard"]
@@ -72,6 +78,7 @@ class CapturePlan:
     Args:
         conditions: the bank's.
         sites: what to capture, by index in the chain, in execution order; sites that stay eager are left out.
+        shape: of the chain.
         variant: what to capture for.
         buffers: the slot's metadata buffers by name, filled with their examples.
         arguments: the variant's, over these buffers.
@@ -81,6 +88,7 @@ class CapturePlan:
         self,
         conditions: Conditions,
         sites: Mapping[int, SiteSpec],
+        shape: ChainShape,
         variant: VariantSpec,
         buffers: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
@@ -91,12 +99,14 @@ class CapturePlan:
         self._exchange = conditions.exchange
         self._leaves_no_trace = partial(leaves_no_trace, left_out=conditions.left_out)
         self._sites = sites
+        self._shape = shape
         self._variant = variant
         self._arguments = arguments
         self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
-        self._edges = {index: _C.Boundaries() for index in sites}
-        # (leaf, output) of each site between its forward and its backward.
-        self._open: dict[int, tuple[Tensor, Tensor]] = {}
+        self._edges = Edges(sites, shape, self._backend)
+        # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
+        # output that has a gradient.
+        self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
         self._saves: dict[int, Saves] = {}
         self._trace: _C.OpTrace | None = None
 
@@ -170,10 +180,12 @@ class CapturePlan:
             generator = torch.Generator(self._backend.device).manual_seed(0)
             x = self._empty_rows().uniform_(-1, 1, generator=generator)
             for index in self._sites:
-                x = self._warm_up_site(index, x)
+                first, *_further = self._warm_up_site(index, x)
+                if index not in self._shape.gaps:
+                    x = first
         return self._saves
 
-    def _warm_up_site(self, index: int, x: Tensor) -> Tensor:
+    def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
         before = self._rng.snapshot()
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
@@ -182,7 +194,7 @@ class CapturePlan:
                 self._rng.watched() as rewinds,
                 self._guard(),
             ):
-                y = self._run_once(index, x)
+                outputs = self._run_once(index, x)
             if self._rng.drew_unsafely(before):
                 detail = "draws random numbers from a stream that no graph can advance"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
@@ -190,7 +202,7 @@ class CapturePlan:
                 detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
             self._compare_draws(index, x, before)
-        return y.detach()
+        return [output.detach() for output in outputs]
 
     def _compare_draws(self, index: int, x: Tensor, before: Snapshot) -> None:
         """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture."""
@@ -207,24 +219,30 @@ class CapturePlan:
             detail = "draws other random numbers in eager than in a capture, as what recomputes does"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
 
-    def _run_once(self, index: int, x: Tensor) -> Tensor:
+    def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._variant.training
         swap = swap_of(site, training)
         with swapped(swap), torch.set_grad_enabled(training):
             given = x.detach().requires_grad_(training)
             with saved_tensors() as saved:
-                y = site.call(given, **self._arguments)
-            self._saves[index] = saved.of(given, y)
+                outputs = as_tuple(site.call(given, **self._arguments))
+            self._saves[index] = saved.of(given, outputs)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:
-                torch.autograd.backward(y, torch.ones_like(y))
+                differentiable = [output for output in outputs if output.requires_grad]
+                torch.autograd.backward(
+                    differentiable, [torch.ones_like(output) for output in differentiable]
+                )
         if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
             detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
             raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
-        if y.shape[:1] != x.shape[:1]:
-            raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(y.shape)}")
-        return y
+        if index not in self._shape.gaps:
+            if len(outputs) != 1:
+                raise ValueError(f"expected one output, as nothing takes several, got {len(outputs)}")
+            if outputs[0].shape[:1] != x.shape[:1]:
+                raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
+        return outputs
 
     def capture(self, pool: int) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up.
@@ -251,86 +269,65 @@ class CapturePlan:
         for index in self._sites:
             with self._named(index, "capture of the forward"):
                 forwards[index] = self._backend.record(pool, self._forward(index, swaps[index]))
+                self._edges.give_back_outputs(index)
         for index in reversed([*self._sites]) if training else ():
             with self._named(index, "capture of the backward"):
                 backwards[index] = self._backend.record(pool, self._backward(index, swaps[index]))
-        self._disown_boundaries()
+                self._edges.give_back_gradients(index)
+        self._edges.disown()
         return {
             index: _C.SiteGraph(
                 forward=forwards[index],
                 backward=backwards.get(index),
                 boundaries=self._edges[index],
                 accumulated=[*accumulated[index]],
+                is_entry=self._shape.is_entry(index),
+                is_chained=self._edges.is_chained(index),
+                is_transient=self._edges.is_transient(index),
             )
             for index in self._sites
         }
 
     def _forward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
-        site, edges, training = self._sites[index], self._edges[index], self._variant.training
+        site, edges, training = self._sites[index], self._edges, self._variant.training
 
         def body() -> None:
-            if not edges.inputs:
-                before = self._edges.get(index - 1)
-                edges.inputs = [self._empty_rows()] if before is None else before.outputs
-            x = edges.inputs[0].detach().requires_grad_(training)
+            x = edges.input(index, self._empty_rows).detach().requires_grad_(training)
             with swapped(swap), self._guard(), torch.set_grad_enabled(training):
-                y = site.call(x, **self._arguments)
-            edges.outputs = self._keep_all(edges.outputs, [y])
+                outputs = as_tuple(site.call(x, **self._arguments))
+            edges.keep_outputs(index, outputs)
             if training:
-                self._open[index] = x, y
+                self._open[index] = x, [*map(_gradient_edge, outputs)]
 
         return body
 
     def _backward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
-        edges = self._edges[index]
+        edges = self._edges
 
         def body() -> None:
-            if not edges.grad_outputs:
-                after = self._edges.get(index + 1)
-                with unfilled():
-                    edges.grad_outputs = (
-                        [torch.empty_like(out) for out in edges.outputs]
-                        if after is None
-                        else after.grad_inputs
-                    )
-            x, y = self._open.pop(index)
+            x, begins = self._open.pop(index)
+            grads = edges.output_grads(index, [begin is not None for begin in begins])
+            pairs = zip(begins, grads, strict=True)
+            given = [(begin, grad) for begin, grad in pairs if begin is not None and grad is not None]
+            if not given:
+                raise ValueError("expected an output that needs a gradient, got none")
             with swapped(swap), self._guard():
-                torch.autograd.backward(y, edges.grad_outputs[0])
+                torch.autograd.backward([begin for begin, _ in given], [grad for _, grad in given])
             if x.grad is None:
                 raise ValueError("expected a gradient of the hidden states, got none")
-            edges.grad_inputs = self._keep_all(edges.grad_inputs, [x.grad])
-            if self._end is not None and index == 0:
-                torch.ops.megagraph.zero_tail_(edges.grad_inputs, self._end)
+            grad = edges.keep_input_grad(index, x.grad)
+            if self._end is not None and self._shape.is_entry(index):
+                torch.ops.megagraph.zero_tail_([grad], self._end)
             self._keep_param_grads(index, swap)
 
         return body
 
     def _keep_param_grads(self, index: int, swap: _C.AccumulatorSwap) -> None:
-        edges = self._edges[index]
         kept = [param for param in self._sites[index].trainable() if main_grad_of(param) is None]
-        got = [
-            (param, grad)
-            for param, grad in zip(kept, swap.take_kept_grads(), strict=True)
-            if grad is not None
-        ]
-        edges.params = [param for param, _ in got]
-        edges.param_grads = self._keep_all(edges.param_grads, [grad for _, grad in got])
+        grads = zip(kept, swap.take_kept_grads(), strict=True)
+        self._edges.keep_param_grads(index, {param: grad for param, grad in grads if grad is not None})
 
-    def _keep_all(self, kept: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
-        """Makes values the content of static buffers, those of an earlier run where there was one."""
-        buffers = kept or [None] * len(values)
-        return [self._backend.keep(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
 
-    def _disown_boundaries(self) -> None:
-        """From here on the slot's pool owns the boundaries, and the nesting rule guards them."""
-        seen: dict[int, Tensor] = {}
-
-        def aliases(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-            given = [tensor for tensor in tensors if tensor is not None]
-            return [seen.setdefault(t.data_ptr(), self._backend.boundary(t)) for t in given]
-
-        for edges in self._edges.values():
-            edges.inputs, edges.outputs = aliases(edges.inputs), aliases(edges.outputs)
-            edges.param_grads = aliases(edges.param_grads)
-            edges.grad_outputs = aliases(edges.grad_outputs) or [None] * len(edges.outputs)
-            edges.grad_inputs = aliases(edges.grad_inputs) or [None] * len(edges.inputs)
+def _gradient_edge(output: Tensor) -> GradientEdge | None:
+    """Where the backward of an output begins; holds none of its memory."""
+    return get_gradient_edge(output) if output.requires_grad else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph import _C
-from megagraph.bank.sites import SiteSpec, VariantSpec
+from megagraph.bank.sites import ChainShape, EagerPart, Outputs, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["CapturedVariant", "Chain"]
@@ -53,21 +53,27 @@ class CapturedVariant:
         return hidden if missing == 0 else torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])])
 
 
+def _cannot(hidden: Tensor) -> Any:
+    return NotImplemented
+
+
 class Chain:
     """Sites that run one after another and are captured together. Made by `Bank.add_chain()`.
 
     Args:
         core: the chain's C++ half.
-        sites: in execution order.
+        steps: sites, and what stays eager around them, in execution order.
         first_pool: the pool of its first slot; pools are counted over all chains of a bank.
     """
 
-    def __init__(self, core: _C.Chain, sites: Sequence[SiteSpec], first_pool: int) -> None:
+    def __init__(self, core: _C.Chain, steps: Sequence[SiteSpec | EagerPart], first_pool: int) -> None:
         self.core = core
-        self.specs = tuple(sites)
-        self.sites = tuple(core.site(index) for index in range(len(sites)))
-        # All sites in one call and with one autograd node; `NotImplemented` where that cannot be.
-        self.replay_all = core.replay_all()
+        self.steps = tuple(steps)
+        self.shape = ChainShape.of(steps)
+        self.specs = tuple(step for step in steps if isinstance(step, SiteSpec))
+        self.sites = tuple(core.site(index) for index in range(len(self.specs)))
+        # All steps in one call and with one autograd node; `NotImplemented` where that cannot be.
+        self.replay_all = core.replay_all() if len(self.specs) == len(self.steps) else _cannot
         self.first_pool = first_pool
         # The graphs in use of each variant, by index, and all that there are: of several numeric settings.
         self.variants: dict[Any, int] = {}
@@ -190,23 +196,32 @@ class Chain:
         return not self.core.changed_setting(index)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Runs every site inside a micro-batch: its graph, or its module where that answers so.
+        """Runs every step inside a micro-batch: a site's graph, or its module where that answers so.
 
-        A module runs as its graph would: on the captured rows, with the variant's arguments over the
+        What is eager runs as its graph would: on the captured rows, with the variant's arguments over the
         micro-batch's own metadata.
         """
         out = self.replay_all(hidden)
         if out is not NotImplemented:
             return out
-        arguments: Mapping[str, Any] | None = None
-        for index, (spec, site) in enumerate(zip(self.specs, self.sites, strict=True)):
-            out = site(hidden)
-            if out is NotImplemented:
-                assert self._running is not None  # the site would have raised
-                variant, sources = self._running
-                if arguments is None:
-                    arguments = variant.arguments(self.core.slot_index, sources)
-                given = variant.staged(hidden, sources) if index == 0 else hidden
-                out = spec.call(given, **arguments)
-            hidden = out
-        return hidden
+        given: Any = hidden
+        try:
+            sites = iter(zip(self.specs, self.sites, strict=True))
+            for place, step in enumerate(self.steps):
+                site = None if isinstance(step, EagerPart) else next(sites)[1]
+                next_given: Any = NotImplemented if site is None else site(given)
+                if next_given is NotImplemented:
+                    next_given = self._run_eager(step, given, is_first=place == 0)
+                given = next_given
+        except BaseException:
+            given = next_given = None  # the traceback keeps this frame, and would keep a slot
+            raise
+        result: Tensor = given
+        return result
+
+    def _run_eager(self, step: SiteSpec | EagerPart, given: Any, *, is_first: bool) -> Outputs:
+        assert self._running is not None  # a site would have raised
+        variant, sources = self._running
+        if is_first:
+            given = variant.staged(given, sources)
+        return step.call(given, **variant.arguments(self.core.slot_index, sources))

@@ -40,12 +40,12 @@ def _carries_foreign_hook(
     is_expected: Callable[[Callable[..., Any]], bool],
     accumulator_hooks: Callable[[nn.Parameter], int],
 ) -> str | None:
-    for name, module in site.module.named_modules():
+    for name, module in site.named_modules():
         for hook in _hooks(module):
             if not is_expected(hook):
                 where = f"{name or type(module).__name__}"
                 return f"hook {getattr(hook, '__qualname__', hook)} of module {where}"
-    for name, param in site.module.named_parameters():
+    for name, param in site.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             return f"gradient hook of parameter {name}"
         if not param.requires_grad:
@@ -74,12 +74,12 @@ def ineligible_sites(
         accumulator_hooks: how many hooks the caller has on a parameter's gradient accumulator. Tensors that
             are moved to another device by `param.data = ...` lose theirs.
     """
-    uses = Counter(id(param) for site in sites for param in set(site.module.parameters()))
+    uses = Counter(id(param) for site in sites for param in site.parameters())
     uses.update({id(param) for param in other_params})
     found: dict[int, tuple[EagerReason, str]] = {}
     global_hook = _global_hook(is_expected_hook)
     for index, site in enumerate(sites):
-        shared = [name for name, param in site.module.named_parameters() if uses[id(param)] > 1]
+        shared = [name for name, param in site.named_parameters() if uses[id(param)] > 1]
         hook = global_hook or _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)
         if shared:
             found[index] = EagerReason.SHARED_PARAMETER, f"parameter {shared[0]} is used elsewhere too"

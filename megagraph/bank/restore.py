@@ -53,11 +53,11 @@ def leaves_no_trace(
         grads_of = (main_grad_of(param) for param in params)
         # Hosts free gradients outside of training; work without a backward pass does not touch them.
         saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
-        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.module.buffers()]
-        plain = [tensor for site in sites for tensor in plain_tensors(site.module) if _is_writable(tensor)]
+        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.buffers()]
+        plain = [tensor for site in sites for tensor in plain_tensors(site.modules()) if _is_writable(tensor)]
         saved += [(tensor, tensor.detach().clone()) for tensor in plain]
-    attributes = PlainAttributes([site.module for site in sites])
-    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.module.modules()]
+    attributes = PlainAttributes([named for site in sites for named in site.named_modules()])
+    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.modules()]
     grads = [(param, param.grad) for param in params]
     flag = "grad_added_to_main_grad"
     flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]

@@ -6,7 +6,7 @@ so by the tensors that eager saves.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,10 @@ __all__ = ["SavedTensors", "Saves", "saved_tensors"]
 
 
 class Saves(NamedTuple):
-    """Whether a backward pass reads the call's input, and its output."""
+    """Whether a backward pass reads the call's input, and each of its outputs."""
 
     input: bool
-    output: bool
+    outputs: tuple[bool, ...]
 
 
 class SavedTensors:
@@ -34,9 +34,12 @@ class SavedTensors:
             self._storages.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def of(self, given: Tensor, out: Tensor) -> Saves:
+    def of(self, given: Tensor, outputs: Sequence[Tensor]) -> Saves:
         """What of a call was saved."""
-        return Saves(*(t.untyped_storage().data_ptr() in self._storages for t in (given, out)))
+        return Saves(self._has(given), tuple(map(self._has, outputs)))
+
+    def _has(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
 
 
 @contextlib.contextmanager

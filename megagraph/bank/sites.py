@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what can be graphed: a site (one module call) and a variant (what it is captured for).
+"""Names what can be graphed: a site (a call of a module, or of parts of it), and a variant.
 
-Holds no graph.
+Sites are captured for variants, and what lies between two sites stays eager. Holds no graph.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from megagraph.bank.metadata import MetadataSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["CaptureError", "MetadataSpec", "SiteSpec", "VariantSpec"]
+__all__ = [
+    "CaptureError",
+    "ChainShape",
+    "EagerPart",
+    "MetadataSpec",
+    "Outputs",
+    "SiteSpec",
+    "VariantSpec",
+    "as_tuple",
+]
+
+# What a site hands out: one tensor or several.
+Outputs = Tensor | Sequence[Tensor]
 
 
 class CaptureError(RuntimeError):
@@ -37,41 +49,156 @@ class CaptureError(RuntimeError):
         self.detail = detail
 
 
-def _call(module: nn.Module, hidden: Tensor, **arguments: Any) -> Tensor:
-    out: Tensor = module(hidden, **arguments)
+def _call(module: nn.Module, hidden: Tensor, **arguments: Any) -> Outputs:
+    out: Outputs = module(hidden, **arguments)
     return out
 
 
-class SiteSpec:
-    """One module call to graph. Holds its module weakly: graphs must not keep a model alive.
+def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    """The outputs of a call."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
-    Args:
-        name: for reports.
-        module: owns the parameters and buffers that the call uses.
-        forward: maps the module, the hidden states and the variant's arguments to one tensor of as
-            many rows; by default the module's own call.
-    """
 
-    def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Tensor] = _call) -> None:
+class _OfModule:
+    """Something that a module does. Holds it weakly: graphs must not keep a model alive."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self._module = weakref.ref(module)
-        self._forward = forward
 
     @property
     def module(self) -> nn.Module:
         """The module. Raises `RuntimeError` once it is gone."""
         module = self._module()
         if module is None:
-            raise RuntimeError(f"the module of site {self.name} does not exist any more")
+            raise RuntimeError(f"the module of {self.name} does not exist any more")
         return module
 
-    def call(self, hidden: Tensor, **arguments: Any) -> Tensor:
+
+class EagerPart(_OfModule):
+    """What stays eager before, between or after sites.
+
+    Args:
+        name: for reports.
+        module: whose part it is.
+        forward: maps the module, what came before (a site's output, or a tuple of them where it has several;
+            at the chain's beginning its input) and the variant's arguments to hidden states of as many rows.
+    """
+
+    def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        super().__init__(name, module)
+        self._forward = forward
+
+    def call(self, before: Outputs, **arguments: Any) -> Tensor:
+        """Runs it."""
+        return self._forward(self.module, before, **arguments)
+
+
+class SiteSpec(_OfModule):
+    """One call to graph, of a module or of parts of it.
+
+    Args:
+        name: for reports.
+        module: whose call it is.
+        forward: maps the module, the hidden states and the variant's arguments to hidden states of as many
+            rows, or to any tensors where an `EagerPart` takes them; by default the module's own call.
+        parts: names of the module's children that own the parameters and buffers that the call uses, where
+            it is not all of the module. A hook of the module itself is bypassed then.
+        transient: outputs, by index, that the `EagerPart` behind this site alone reads: their memory is used
+            again by what comes after. Whoever keeps one keeps the next site eager.
+        state: further tensors that the call changes in place, of the module: metrics, say.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Outputs] = _call,
+        parts: Sequence[str] = (),
+        transient: Collection[int] = (),
+        state: Callable[[Any], Sequence[Tensor]] = lambda module: (),
+    ) -> None:
+        super().__init__(name, module)
+        self._forward = forward
+        self._parts = tuple(parts)
+        self.transient = frozenset(transient)
+        self._state = state
+
+    def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
         """Runs the module eagerly."""
         return self._forward(self.module, hidden, **arguments)
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module, and those within that the call uses, by name."""
+        module = self.module
+        if not self._parts:
+            yield from module.named_modules()
+            return
+        yield "", module
+        for part in self._parts:
+            yield from module.get_submodule(part).named_modules(prefix=part)
+
+    def modules(self) -> list[nn.Module]:
+        """The same without names."""
+        return [module for _name, module in self.named_modules()]
+
+    def _roots(self) -> list[tuple[str, nn.Module]]:
+        module = self.module
+        return [(part, module.get_submodule(part)) for part in self._parts] or [("", module)]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that the call uses, each once, by name."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, root in self._roots():
+            for name, param in root.named_parameters(prefix=prefix):
+                found.setdefault(id(param), (name, param))
+        return [*found.values()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The same without names."""
+        return [param for _name, param in self.named_parameters()]
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that the call uses, and further tensors that it changes, each once."""
+        found = [buffer for _prefix, root in self._roots() for buffer in root.buffers()]
+        return [*{id(tensor): tensor for tensor in (*found, *self._state(self.module))}.values()]
+
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get a gradient, each once."""
-        return [param for param in self.module.parameters() if param.requires_grad]
+        return [param for param in self.parameters() if param.requires_grad]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainShape:
+    """What lies between the sites of a chain.
+
+    Args:
+        gaps: sites, by index, behind which something stays eager.
+        begins_with_site: nothing eager comes before the first one.
+    """
+
+    gaps: frozenset[int]
+    begins_with_site: bool
+
+    @staticmethod
+    def of(steps: Sequence[SiteSpec | EagerPart]) -> "ChainShape":
+        """The shape of some steps."""
+        gaps, index = set(), -1
+        for step in steps:
+            if isinstance(step, SiteSpec):
+                index += 1
+            else:
+                gaps.add(index)
+        return ChainShape(gaps=frozenset(gaps - {-1}), begins_with_site=-1 not in gaps)
+
+    def joins(self, index: int) -> bool:
+        """Whether a site takes what the site before it hands out."""
+        return index > 0 and index - 1 not in self.gaps
+
+    def is_entry(self, index: int) -> bool:
+        """Whether a site takes the chain's input as it was given."""
+        return index == 0 and self.begins_with_site
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ Note [Verification]
 A graph may have baked in what nobody watches. So before it is used, a micro-batch runs both ways, site by
 site: the graph of a site and its module get the same input, the same gradient, and the same random state.
 Thus a difference is that of one site, and not of those before it. Forwards replay in order, so that every
-boundary lies where it will lie; a site that stays eager is passed over. Then, from the last site to the
-first, the module runs forward and backward beside the graph's backward. Memory is needed for one module's
-activations, and for copies of the gradients of its parameters, beside the graphs' own.
+boundary lies where it will lie. What stays eager is passed over: the next site takes the same input. Then,
+from the last site to the first, the module runs forward and backward beside the graph's backward. Memory is
+needed for the activations of one module, and for copies of its gradients, beside the graphs' own.
 
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to lie within twice what these differ
@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.accumulators import swap_of, swapped
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, Snapshot
-from megagraph.bank.sites import SiteSpec
+from megagraph.bank.sites import SiteSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["Difference", "Example", "Verification"]
@@ -85,7 +86,8 @@ class _Flight:
 
     index: int
     leaf: Tensor  # what the graph was given
-    out: Tensor
+    outputs: Sequence[Tensor]  # copies of those whose memory later passes use
+    begins: Sequence[GradientEdge | None]  # where the backward of each output begins
     before: Snapshot
 
 
@@ -194,8 +196,12 @@ class Verification:
     def _touched(self) -> list[Tensor]:
         """What runs write beside gradients: buffers, and metadata with the counters among it."""
         metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
-        buffers = [buffer for spec in self._chain.specs for buffer in spec.module.buffers()]
+        buffers = [buffer for spec in self._chain.specs for buffer in spec.buffers()]
         return [*{id(tensor): tensor for tensor in (*metadata, *buffers)}.values()]
+
+    def _named(self, outputs: Sequence[Tensor]) -> Results:
+        """The outputs of a site, by what they are in words."""
+        return {_output(number): self._in_valid_rows(it.detach()) for number, it in enumerate(outputs)}
 
     # -- the graphs ------------------------------------------------------------------------------
 
@@ -209,60 +215,74 @@ class Verification:
             with torch.set_grad_enabled(training):
                 out = site(leaf)
             if out is NotImplemented:
-                continue  # stays eager; the next site takes the same input, and no hook sees a call
+                continue  # it stays eager, and no hook of it sees a call
             self.num_replays += 1
-            flight = _Flight(index=index, leaf=leaf, out=out, before=before)
+            outputs, transient = as_tuple(out), chain.specs[index].transient
+            flight = _Flight(
+                index=index,
+                leaf=leaf,
+                outputs=[
+                    it.detach().clone() if number in transient else it.detach()
+                    for number, it in enumerate(outputs)
+                ],
+                begins=[get_gradient_edge(it) if it.requires_grad else None for it in outputs],
+                before=before,
+            )
             if training:
                 self._flights.append(flight)
             else:
                 after = self._rng.snapshot()
-                self._compare(flight, {"output": self._in_valid_rows(out.detach())}, None)
+                self._compare(flight, self._named(flight.outputs), None)
                 self._rng.restore(after)
-            given = out
+            if index not in chain.shape.gaps:
+                given = out
+            del out, outputs  # nobody may hold one that is transient
 
     def _staged(self, index: int, given: Tensor) -> Tensor:
-        return self._variant.staged(given, self._example.sources) if index == 0 else given
+        is_entry = self._chain.shape.is_entry(index)
+        return self._variant.staged(given, self._example.sources) if is_entry else given
 
     def _run_backwards(self) -> None:
-        grad: Tensor | None = None
+        grad = self._example.grad
         for flight in reversed(self._flights):
-            grad = self._first_grad(flight.out) if grad is None else grad
             grad = self._compare_backward(flight, grad)
 
-    def _first_grad(self, out: Tensor) -> Tensor:
-        grad = self._example.grad
-        if grad is None:
-            return torch.ones_like(out)
-        whole = torch.zeros_like(out)
-        whole[: grad.shape[0]] = grad
-        return whole
+    def _compare_backward(self, flight: _Flight, of_first: Tensor | None) -> Tensor:
+        """Returns the gradient of the site's input.
 
-    def _compare_backward(self, flight: _Flight, grad: Tensor) -> Tensor:
-        """Returns the gradient of the site's input, whole rows of it."""
+        Args:
+            flight: of the site.
+            of_first: the gradient of its first output, where it has as many rows or fewer.
+        """
         site = self._chain.specs[flight.index]
-        results = {"output": self._in_valid_rows(flight.out.detach()).clone()}
+        results = {name: output.clone() for name, output in self._named(flight.outputs).items()}
+        begins = [begin for begin in flight.begins if begin is not None]
+        differentiable = [
+            output for output, begin in zip(flight.outputs, flight.begins, strict=True) if begin is not None
+        ]
+        grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
         with _Gradients(site).put_back_afterwards() as held:
-            torch.autograd.backward(flight.out, grad)
+            torch.autograd.backward(begins, grads)
             assert flight.leaf.grad is not None
             before = flight.leaf.grad.clone()
             results["gradient of the input"] = self._in_valid_rows(before)
             results |= held.found()
-        self._compare(flight, results, grad)
-        return before if before.shape == grad.shape else torch.ones_like(grad)
+        self._compare(flight, results, grads)
+        return before
 
     # -- the modules -----------------------------------------------------------------------------
 
-    def _compare(self, flight: _Flight, graph: Results, grad: Tensor | None) -> None:
-        eager = self._run_module(flight, grad)
+    def _compare(self, flight: _Flight, graph: Results, grads: Sequence[Tensor] | None) -> None:
+        eager = self._run_module(flight, grads)
         differing = [name for name in graph if not _have_same_bits(graph[name], eager[name])]
         if not differing:
             return
         runs = [_of(eager, differing)]
-        runs += [_of(self._run_module(flight, grad), differing) for _ in range(_FURTHER_RUNS)]
+        runs += [_of(self._run_module(flight, grads), differing) for _ in range(_FURTHER_RUNS)]
         unlike = [name for name in differing if not _is_within(graph, runs, name)]
         is_reproducible = not any(_spread(runs, name) for name in differing)
         while unlike and not is_reproducible and len(runs) < _MOST_RUNS:
-            runs.append(_of(self._run_module(flight, grad), unlike))
+            runs.append(_of(self._run_module(flight, grads), unlike))
             unlike = [name for name in unlike if not _is_within(graph, runs, name)]
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
@@ -271,26 +291,25 @@ class Verification:
             found = Difference(index=flight.index, tensor=name, largest=largest, spread=spread)
             self.differences.append(found)
 
-    def _run_module(self, flight: _Flight, grad: Tensor | None) -> Results:
+    def _run_module(self, flight: _Flight, grads: Sequence[Tensor] | None) -> Results:
         """What the module makes of the graph's input, from the same random state."""
         site = self._chain.specs[flight.index]
         given = self._example.hidden if flight.index == 0 else flight.leaf
-        leaf = given.detach().requires_grad_(grad is not None)
+        leaf = given.detach().requires_grad_(grads is not None)
         self._rng.restore(flight.before)
-        if grad is None:
+        if grads is None:
             with torch.no_grad():
-                out = site.call(self._staged(flight.index, leaf), **self._arguments)
-            return {"output": self._in_valid_rows(out)}
+                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+            return self._named(outputs)
         swap = swap_of(site, training=True)
         with _Gradients(site).put_back_afterwards() as held:
             with swapped(swap), torch.enable_grad():
-                out = site.call(self._staged(flight.index, leaf), **self._arguments)
+                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
                 self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
-                torch.autograd.backward(out, grad)
+                torch.autograd.backward([output for output in outputs if output.requires_grad], grads)
             assert leaf.grad is not None
-            found = {"output": self._in_valid_rows(out.detach())}
-            found["gradient of the input"] = self._in_valid_rows(leaf.grad)
-            return found | held.found(swap)
+            given_back = {"gradient of the input": self._in_valid_rows(leaf.grad)}
+            return self._named(outputs) | given_back | held.found(swap)
 
 
 class _Gradients:
@@ -301,7 +320,7 @@ class _Gradients:
     """
 
     def __init__(self, site: SiteSpec) -> None:
-        self._params = {name: param for name, param in site.module.named_parameters() if param.requires_grad}
+        self._params = {name: param for name, param in site.named_parameters() if param.requires_grad}
         main_grads = {name: main_grad_of(param) for name, param in self._params.items()}
         self._main = {name: grad for name, grad in main_grads.items() if grad is not None}
         self._before = {name: grad.clone() for name, grad in self._main.items()}
@@ -341,6 +360,19 @@ class _Gradients:
                 param.grad = grad
             for param, flag in self._flags:
                 _set_flag(param, flag)
+
+
+def _output(number: int) -> str:
+    return f"output {number}" if number else "output"
+
+
+def _whole(grad: Tensor | None, output: Tensor) -> Tensor:
+    """A gradient of all rows of an output, ones where there is none of its shape."""
+    if grad is None or grad.shape[1:] != output.shape[1:] or grad.shape[0] > output.shape[0]:
+        return torch.ones_like(output)
+    whole = torch.zeros_like(output)
+    whole[: grad.shape[0]] = grad
+    return whole
 
 
 def _set_flag(param: nn.Parameter, flag: Any) -> None:

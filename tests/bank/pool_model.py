@@ -4,6 +4,9 @@
 It captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, each pass
 allocating from one pool. A graph replays with the addresses that its capture was given, so the
 capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
+
+Behind a site there may be a gap, in which something eager runs: then the next site has an input of its own,
+gradients on both sides go back to the pool with the pass that is captured, and so may an output.
 """
 
 import random
@@ -59,14 +62,20 @@ def mask(blocks: Sequence[Block]) -> int:
 
 @dataclass
 class Graphs:
-    """What the captured passes of each site touch, as masks; `saved` is what its backward reads."""
+    """What the captured passes of each site touch, as masks; `saved` is what its backward reads.
+
+    `output_gradient` is what is staged before a backward whose gradient comes from elsewhere.
+    """
 
     forward_writes: list[int]
     backward_writes: list[int]
     saved: list[int]
     input: list[int]
     output: list[int]
+    transient: list[int]
     gradient: list[int]
+    output_gradient: list[int]
+    gaps: frozenset[int]
 
     @property
     def num_sites(self) -> int:
@@ -76,41 +85,63 @@ class Graphs:
 class Capture:
     """One capture into a fresh pool, pass by pass."""
 
-    def __init__(self, num_sites: int, seed: int) -> None:
+    def __init__(self, num_sites: int, seed: int, *, has_gaps: bool = False) -> None:
         self.rng = random.Random(seed)
         self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
+        gaps = frozenset(site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6)
+        self.graphs = Graphs(*([0] * num_sites for _ in range(8)), gaps=gaps)
         # Boundaries stay allocated until the last capture: a site's output is the next one's input.
-        self.boundary = [self.pool.allocate()]
-        self.graphs = Graphs(*([0] * num_sites for _ in range(6)))
+        self.outputs: list[Block] = []
+        self.grad_inputs: dict[int, Block] = {}
         self.kept: list[list[Block]] = [[] for _ in range(num_sites)]
 
     def _some(self, most: int) -> list[Block]:
         return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
 
     def forward(self, site: int) -> None:
+        graphs = self.graphs
+        is_chained = site > 0 and site - 1 not in graphs.gaps
+        given = self.outputs[site - 1] if is_chained else self.pool.allocate()
         temporaries, self.kept[site], later = self._some(3), self._some(3), self._some(2)
-        self.boundary.append(self.pool.allocate())
+        self.outputs.append(self.pool.allocate())
+        transient = self._some(2) if site in graphs.gaps else []
         self.pool.free(self.rng.sample(temporaries + later, len(temporaries + later)))
-        written = [*temporaries, *self.kept[site], *later, self.boundary[site + 1]]
-        self.graphs.forward_writes[site] = mask(written)
-        self.graphs.input[site] = mask([self.boundary[site]])
-        self.graphs.output[site] = mask([self.boundary[site + 1]])
-        self.graphs.saved[site] = mask([*self.kept[site], *self.boundary[site : site + 2]])
+        self.pool.free(transient)
+        written = [*temporaries, *self.kept[site], *later, self.outputs[site], *transient]
+        graphs.forward_writes[site] = mask(written)
+        graphs.input[site] = mask([given])
+        graphs.output[site] = mask([self.outputs[site]])
+        graphs.transient[site] = mask(transient)
+        graphs.saved[site] = mask([*self.kept[site], given, self.outputs[site]])
 
     def backward(self, site: int) -> None:
+        graphs = self.graphs
+        after = self.grad_inputs.get(site + 1) if site not in graphs.gaps else None
+        grad_output = self.pool.allocate() if after is None else after
         temporaries, grad_input = self._some(4), self.pool.allocate()  # the gradient is a boundary too
         self.pool.free(self.rng.sample(temporaries + self.kept[site], len(temporaries + self.kept[site])))
-        self.graphs.backward_writes[site] = mask([*temporaries, grad_input])
-        self.graphs.gradient[site] = mask([grad_input])
+        graphs.backward_writes[site] = mask([*temporaries, grad_input])
+        graphs.output_gradient[site] = mask([grad_output])
+        if after is None:
+            self.pool.free([grad_output])
+        if site > 0 and site - 1 in graphs.gaps:
+            self.pool.free([grad_input])  # handed out as a copy
+        else:
+            self.grad_inputs[site] = grad_input
+            graphs.gradient[site] = mask([grad_input])
 
 
-def captured_in_plan_order(num_sites: int, seed: int) -> Graphs:
-    capture = Capture(num_sites, seed)
+def captured_in_plan_order(num_sites: int, seed: int, *, has_gaps: bool = False) -> Graphs:
+    capture = Capture(num_sites, seed, has_gaps=has_gaps)
     for site in range(num_sites):
         capture.forward(site)
     for site in reversed(range(num_sites)):
         capture.backward(site)
     return capture.graphs
+
+
+def captured_with_gaps(num_sites: int, seed: int) -> Graphs:
+    return captured_in_plan_order(num_sites, seed, has_gaps=True)
 
 
 def captured_layer_by_layer(num_sites: int, seed: int) -> Graphs:
@@ -145,11 +176,13 @@ class Replay:
                 self.hit_held.add(tensor)
 
     def hold(self, kind: Kind, site: int) -> None:
-        of = self.graphs.output if kind is Kind.OUTPUT else self.graphs.gradient
-        self.held[kind, site] = of[site]
+        graphs = self.graphs
+        of = {Kind.OUTPUT: graphs.output, Kind.TRANSIENT: graphs.transient, Kind.GRADIENT: graphs.gradient}
+        self.held[kind, site] = of[kind][site]
 
     def forward(self, site: int) -> None:
-        if site - 1 not in self.live:  # what came before ran eager: its result is staged
+        # What came before ran eager: its result is staged.
+        if site - 1 not in self.live or site - 1 in self.graphs.gaps:
             self._write(self.graphs.input[site])
         self._write(self.graphs.forward_writes[site])
         self.live.add(site)
@@ -159,9 +192,8 @@ class Replay:
         """Whether the saved tensors were intact."""
         intact = site not in self.hit
         self.drop(site)
-        later = site + 1
-        if later < self.graphs.num_sites and (Kind.GRADIENT, later) not in self.held:
-            self._write(self.graphs.gradient[later])  # the gradient comes from elsewhere and is staged
+        if site in self.graphs.gaps or (Kind.GRADIENT, site + 1) not in self.held:
+            self._write(self.graphs.output_gradient[site])  # it comes from elsewhere and is staged
         self._write(self.graphs.backward_writes[site])
         return intact
 

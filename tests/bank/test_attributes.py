@@ -141,14 +141,14 @@ def test_tensors_that_no_call_can_write_are_left_alone(device: str) -> None:
     expanded = torch.ones((), device=device).expand(WIDTH)
     pair = Pair(device, [nn.Identity(), nn.Tanh()])
     pair.layers[0].__dict__.update(one=inference, two=empty, three=expanded, four=[expanded])
-    assert {id(it) for it in plain_tensors(pair.layers[0])} == {id(inference), id(empty), id(expanded)}
+    assert {id(it) for it in plain_tensors([pair.layers[0]])} == {id(inference), id(empty), id(expanded)}
     pair.capture()
     assert not pair.bank.failures and pair.step() is None
 
 
 def test_what_is_put_back_is_the_object_that_was_there() -> None:
     module: Any = Keeps(appends, history=[], largest=None)
-    history, attributes = module.history, PlainAttributes([module])
+    history, attributes = module.history, PlainAttributes([("", module)])
     assert attributes.put_back() is None
     module(torch.ones(2, WIDTH))
     module.largest = torch.ones(())
@@ -163,7 +163,7 @@ def test_what_is_put_back_is_the_object_that_was_there() -> None:
 def test_values_that_a_call_leaves_are_put_back_and_named(value: Any) -> None:
     module: Any = Keeps(appends, history=[], largest=None)
     module.count = 5
-    attributes = PlainAttributes([module])
+    attributes = PlainAttributes([("", module)])
     module.count = value
     assert attributes.put_back({"count"}) is None
     assert module.count == 5 and type(module.count) is int
@@ -176,7 +176,7 @@ def test_values_that_a_call_leaves_are_put_back_and_named(value: Any) -> None:
 def test_an_equal_value_is_no_change() -> None:
     module: Any = Keeps(appends, history=[], largest=None)
     module.shape, module.name = (300, 400), "a name"
-    attributes = PlainAttributes([module])
+    attributes = PlainAttributes([("", module)])
     module.shape, module.name = tuple([300, 400]), "".join(["a ", "name"])  # noqa: C409
     assert attributes.put_back() is None
 

@@ -78,17 +78,17 @@ void Chain::set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph
                   edges.outputs.size() == edges.grad_outputs.size() &&
                   edges.params.size() == edges.param_grads.size(),
               "site ", site, ": every boundary needs its gradient's place");
+  TORCH_CHECK(edges.outputs.size() == graph->saves_outputs.size() &&
+                  edges.outputs.size() == graph->is_transient.size(),
+              "site ", site, ": every output needs to be said whether it is saved, or transient");
   Site& owner = *sites_.at(site);
   TORCH_CHECK(owner.graph(variant, slot) == nullptr, "site ", site, " has captured variant ",
               variant, ", slot ", slot, " already");
   for (size_t i = 0; i < edges.inputs.size(); ++i) {
-    const bool fewer_rows = variants_[variant].fewer_rows && site == 0 && i == 0;
+    const bool fewer_rows = variants_[variant].fewer_rows && graph->is_entry && i == 0;
     graph->accepts.push_back(
         TensorSignature::of(edges.inputs[i], edges.grad_inputs[i].defined(), fewer_rows));
   }
-  const SiteGraph* before = site == 0 ? nullptr : sites_[site - 1]->graph(variant, slot);
-  graph->is_chained = before != nullptr && before->boundaries.outputs.front().const_data_ptr() ==
-                                               edges.inputs.front().const_data_ptr();
   GridTables& grids = grids_.at(variant).at(slot);
   grids.add(graph->forward->document_grids());
   if (graph->backward != nullptr) grids.add(graph->backward->document_grids());

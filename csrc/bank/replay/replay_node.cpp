@@ -60,7 +60,7 @@ void ReplayNode::connect(const std::vector<at::Tensor>& inputs,
     } else {
       add_input_metadata(Node::undefined_input());
     }
-    if (exit.saves_output) saved_.emplace_back(outputs[i]);
+    if (exit.saves_outputs[i]) saved_.emplace_back(outputs[i]);
   }
 }
 
@@ -145,6 +145,9 @@ at::Tensor ReplayNode::handed_out(const at::Tensor& grad, int site,
 
 variable_list ReplayNode::apply(variable_list&& grads) {
   check_unchanged();
+  TORCH_CHECK(!slot_->has_transients(), "backward of site ", last_,
+              " while somebody holds an output that only what lies between two sites may read (",
+              slot_->describe_holders(), "): its memory is used again");
   TORCH_CHECK(slot_->leave(first_, last_), "backward of site ", last_,
               " out of order: a later site's backward is still to come (",
               slot_->describe_holders(), "), so its saved tensors may be overwritten");
@@ -162,10 +165,12 @@ variable_list ReplayNode::apply(variable_list&& grads) {
   for (; edge < edge_inputs_.size(); ++edge) {
     if (!task_should_compute_output(edge)) continue;
     const size_t input = edge_inputs_[edge];
-    result[edge] = lease_tensor(graph_of(first_).boundaries.grad_inputs[input], slot_, first_,
-                                LeaseKind::kGradient, input_rows_[input]);
+    const at::Tensor& grad = graph_of(first_).boundaries.grad_inputs[input];
+    result[edge] = lease_tensor(grad, slot_, first_, LeaseKind::kGradient, input_rows_[input]);
     // A leaf would keep the tensor, and with it the slot, as its .grad.
-    if (is_leaf_edge(next_edge(edge))) result[edge] = result[edge].clone();
+    if (is_leaf_edge(next_edge(edge)) || !graph_of(first_).lends_gradient()) {
+      result[edge] = result[edge].clone();
+    }
   }
   for (int site = last_; site >= first_; --site) {
     for (const at::Tensor& grad : graph_of(site).boundaries.param_grads) {

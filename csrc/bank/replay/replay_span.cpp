@@ -8,6 +8,8 @@
 // they are launched in one call, with one node as their history, whose backward launches theirs.
 // Where that does not hold, nothing is done, and the host calls site by site.
 
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
 #include "csrc/bank/replay/chain.h"
@@ -43,6 +45,11 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
     return EagerReason::kNesting;
   }
   if (!slot->enter(first, last)) return EagerReason::kNesting;
+  if (poison_ && first > 0 && graphs->sites[first - 1] != nullptr) {
+    const Launch launch(device_);
+    const at::NoGradGuard no_grad;
+    graphs->sites[first - 1]->poison_transients();  // later passes have not used that memory yet
+  }
   NodePtr<ReplayNode> node;
   if (training) node = ReplayNode::make(*this, slot, graphs, first, last);
 
@@ -51,7 +58,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& buffer = entry->boundaries.inputs[i];
     if (inputs[i].const_data_ptr() == buffer.const_data_ptr()) continue;
-    append_input(segments, inputs[i], buffer, /*is_packed=*/first == 0 && i == 0);
+    append_input(segments, inputs[i], buffer, /*is_packed=*/entry->is_entry && i == 0);
   }
   {
     const Launch launch(device_);
@@ -65,8 +72,10 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   }
 
   const size_t begin = outputs.size();
-  for (const at::Tensor& boundary : graphs->sites[last]->boundaries.outputs) {
-    outputs.push_back(lease_tensor(boundary, slot, last, LeaseKind::kOutput));
+  const SiteGraph& exit = *graphs->sites[last];
+  for (size_t i = 0; i < exit.boundaries.outputs.size(); ++i) {
+    const LeaseKind kind = exit.is_transient[i] ? LeaseKind::kTransient : LeaseKind::kOutput;
+    outputs.push_back(lease_tensor(exit.boundaries.outputs[i], slot, last, kind));
   }
   if (node != nullptr) {
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});

@@ -7,24 +7,31 @@
 #include <limits>
 
 namespace megagraph {
+namespace {
+
+void fill_with_nan(const at::Tensor& t) {
+  if (t.defined() && t.is_floating_point()) {
+    t.detach().fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+}
+
+}  // namespace
 
 bool SiteGraph::follows(const SiteGraph* before) const {
   if (boundaries.inputs.size() != 1 || boundaries.outputs.size() != 1) return false;
-  if (before == nullptr) return true;
-  const at::Tensor& grad = before->boundaries.grad_outputs.front();
-  const at::Tensor& grad_here = boundaries.grad_inputs.front();
-  return is_chained && grad.defined() == grad_here.defined() &&
-         (!grad.defined() || grad.const_data_ptr() == grad_here.const_data_ptr());
+  return before == nullptr ? is_entry : is_chained;
 }
 
 void SiteGraph::poison() {
   for (const auto* boundary : {&boundaries.inputs, &boundaries.outputs, &boundaries.grad_outputs,
                                &boundaries.grad_inputs, &boundaries.param_grads}) {
-    for (const at::Tensor& t : *boundary) {
-      if (t.defined() && t.is_floating_point()) {
-        t.detach().fill_(std::numeric_limits<double>::quiet_NaN());
-      }
-    }
+    for (const at::Tensor& t : *boundary) fill_with_nan(t);
+  }
+}
+
+void SiteGraph::poison_transients() {
+  for (size_t i = 0; i < is_transient.size(); ++i) {
+    if (is_transient[i]) fill_with_nan(boundaries.outputs[i]);
   }
 }
 

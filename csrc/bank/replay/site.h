@@ -34,21 +34,30 @@ struct SiteGraph {
   std::vector<at::Tensor> accumulated;
   // What the graph reads besides: parameters, main_grad, tables.
   std::vector<at::Tensor> reads;
-  // Whether the backward reads the input, or an output, where eager would: a write in place in
+  // Whether the backward reads the input, and each output, where eager would: a write in place in
   // between is an error then.
-  bool saves_input = false, saves_output = false;
+  bool saves_input = false;
+  std::vector<bool> saves_outputs;
+  // The first site of its chain, whose input is the caller's as it was given.
+  bool is_entry = false;
+  // The input is the previous site's only output, where that lies, and its gradient is that one's.
+  bool is_chained = false;
+  // Outputs whose memory later passes use, once somebody between the sites has read them.
+  std::vector<bool> is_transient;
   // What profilers call its replays; empty if nobody asked.
   std::string forward_range, backward_range;
 
-  // Set by the chain: what each input must look like; the input is the previous site's output.
+  // Set by the chain: what each input must look like.
   std::vector<TensorSignature> accepts;
-  bool is_chained = false;
   bool released = false;
 
-  // Whether this has one input, which is the one output of `before` where it lies, and hands its
-  // gradient back so; null is the beginning of a chain.
+  // Whether the gradient of the input keeps its memory until the micro-batch has ended. That of a
+  // site behind a gap is used again by the passes after it, and is handed out as a copy.
+  bool lends_gradient() const { return is_entry || is_chained; }
+  // Whether this can be launched right after `before`; null is the beginning of a chain.
   bool follows(const SiteGraph* before) const;
   void poison();
+  void poison_transients();
   void release();
 };
 

@@ -44,7 +44,7 @@ void Slot::end_micro_batch() {
 bool Slot::enter(int first, int last) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!live_.empty() && first <= live_.back()) return false;
-  if (num_gradients_ > 0 || first <= top_output_) return false;
+  if (num_gradients_ > 0 || num_transients_ > 0 || first <= top_output_) return false;
   if (!training_) {
     live_.push_back(last);
     return true;
@@ -90,6 +90,7 @@ void Slot::retain_tensor(int site, LeaseKind kind) {
     ++num_gradients_;
     return;
   }
+  if (kind == LeaseKind::kTransient) ++num_transients_;
   ++outputs_[site];
   top_output_ = std::max(top_output_, site);
 }
@@ -101,6 +102,7 @@ void Slot::release_tensor(int site, LeaseKind kind) {
     --num_gradients_;
     return release_holders(lock);
   }
+  if (kind == LeaseKind::kTransient) --num_transients_;
   --outputs_[site];
   while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
   // Without a backward, a site is live while somebody may read its output.
@@ -113,6 +115,11 @@ void Slot::release_tensor(int site, LeaseKind kind) {
 bool Slot::is_held(int site) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return nodes_[site] > 0 || outputs_[site] > 0 || gradients_[site] > 0;
+}
+
+bool Slot::has_transients() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_transients_ > 0;
 }
 
 bool Slot::is_free() const {

@@ -13,6 +13,11 @@
 // when it runs: no output of this or a later site, no gradient. tests/bank/test_nesting_rule.py
 // checks this against a random allocator. A forward that would break the rule runs eager; a
 // backward that would break it raises, since its saved tensors are gone.
+//
+// Transient outputs, which only what lies between two sites reads, went back to the pool as soon as
+// the forward was captured: every later pass may write there. So nobody may hold one when a pass
+// runs. What a site behind a gap is given, and the gradients on both sides of a gap, are written
+// right before the pass that reads them, and need no rule.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +30,7 @@
 namespace megagraph {
 
 // What a tensor over a boundary buffer is.
-enum class LeaseKind : uint8_t { kOutput, kGradient };
+enum class LeaseKind : uint8_t { kOutput, kTransient, kGradient };
 
 // One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds
 // the lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
@@ -61,6 +66,8 @@ class Slot {
   void release_tensor(int site, LeaseKind kind);
   // Whether the backward of `site` is to come, or somebody may read a tensor of it.
   bool is_held(int site) const;
+  // Whether somebody may read a transient output.
+  bool has_transients() const;
 
   bool is_free() const;
   // Whether a backward is still to come.
@@ -86,7 +93,7 @@ class Slot {
   int64_t holders_ = 0;
   std::vector<int> live_;                             // sites, ascending
   std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by site
-  int64_t num_gradients_ = 0;
+  int64_t num_gradients_ = 0, num_transients_ = 0;
   int top_output_ = -1;  // the last site whose output is held
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
