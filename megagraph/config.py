@@ -21,9 +21,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["GraphConfig"]
+__all__ = ["GraphConfig", "graph_modules"]
 
 MODES = ("graph", "eager", "off")
+MODULES = ("attn", "mlp")
 _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.
 _UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
@@ -47,7 +48,8 @@ class GraphConfig:
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
         cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
             at least 1; those that were not used for the longest time go.
-        cuda_graph_modules: scopes inside a layer; empty for whole layers.
+        cuda_graph_modules: what of each layer is graphed, of `attn` and `mlp`; none for whole layers, or for
+            what the model's own config names.
         cuda_graph_granularity: `layer`.
         verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
             of as many replayed micro-batches as a number says; `off` for never.
@@ -291,8 +293,21 @@ def _verify(value: Any) -> str | int:
 
 def _module(value: Any) -> str:
     name = getattr(value, "name", value)  # of Megatron's enum
+    if name in MODULES:
+        return str(name)
     known = "supported yet" if name in _UPSTREAM_MODULES else f"one of {', '.join(_UPSTREAM_MODULES)}"
-    raise ValueError(f"expected none (whole layers), {name!r} is not {known}")
+    raise ValueError(f"expected none (whole layers), or of {', '.join(MODULES)}; {name!r} is not {known}")
+
+
+def graph_modules(value: Any) -> tuple[str, ...]:
+    """Scopes as Megatron spells them: none, `full`, one of them, text with commas, a list of names or enums.
+
+    Raises:
+        ValueError: for one that is not supported, naming it.
+    """
+    if value is None or value in ("full", ["full"], ("full",)):
+        return ()
+    return tuple(dict.fromkeys(_list_of(_module)(value)))
 
 
 # What makes the value of each option of what Python, a TOML file or a variable says.
@@ -304,7 +319,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "capacities": _list_of(_capacity),
     "cuda_graph_warmup_steps": partial(_integer, at_least=1),
     "cuda_graph_max_states": partial(_integer, at_least=1),
-    "cuda_graph_modules": _list_of(_module),
+    "cuda_graph_modules": graph_modules,
     "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
     "verify": _verify,
     "tail": _tail,

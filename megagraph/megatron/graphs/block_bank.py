@@ -25,12 +25,13 @@ from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.scopes.layer import LayerLoop
+from megagraph.megatron.scopes.loop import LayerLoop
 from megagraph.megatron.watch.states import LEFT_OUT
 
 __all__ = ["BlockBank"]
@@ -48,6 +49,7 @@ class BlockBank:
 
     Attributes:
         chain: of the present bank.
+        layers: of the block.
         watch: what its graphs rely on.
         device: where the model is.
         failures: what stays eager, in words.
@@ -66,8 +68,8 @@ class BlockBank:
         self._peers = peers
         self._config = config
         self._progress = progress
-        self._layers = BlockLayers(self._model)
-        self.num_layers = len(self._layers.specs)
+        self.layers = BlockLayers(self._model, scopes_of(model.config, config.cuda_graph_modules))
+        self.num_sites = len(self.layers.specs)
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -78,7 +80,7 @@ class BlockBank:
         self._last_holders = ""
         # Whether that was all, when `what_changed()` was last asked.
         self.have_only_gradients_moved = False
-        self.watch = self._layers.new_watch()
+        self.watch = self.layers.new_watch()
         self._set_ddp(ddp)
         self._bank, self.chain, self._loops = self._new_bank()
 
@@ -95,7 +97,7 @@ class BlockBank:
 
     def _set_ddp(self, ddp: nn.Module | None) -> None:
         self._ddp_ref = None if ddp is None else weakref.ref(ddp)
-        self._param_syncs = ParamSyncs(ddp, self._layers.modules())
+        self._param_syncs = ParamSyncs(ddp, self.layers.specs)
 
     @property
     def has_ddp(self) -> bool:
@@ -118,8 +120,9 @@ class BlockBank:
             annotate=self._config.cuda_graph_nvtx,
             left_out=LEFT_OUT,
         )
-        chain = bank.add_chain(self._layers.specs, holds_collectives=self._peers.size > 1)
-        return bank, chain, Loops(chain, self.constants, self._param_syncs.before_layers)
+        plan = self.layers.plan
+        chain = bank.add_chain(plan.chain_steps(), holds_collectives=self._peers.size > 1)
+        return bank, chain, Loops(plan, chain, self.constants, self._param_syncs.before_sites)
 
     # -- micro-batches ---------------------------------------------------------------------------
 
@@ -141,9 +144,9 @@ class BlockBank:
         self._loops.by_key[batch.key].batch = None
         self.chain.end()
 
-    def count_eager(self, reason: EagerReason, layers: int | None = None) -> None:
-        """Counts what runs eager: a call of every layer, or of some."""
-        self._bank.count_eager(reason, self.num_layers if layers is None else layers)
+    def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
+        """Counts what runs eager: a call of every site, or of some."""
+        self._bank.count_eager(reason, self.num_sites if sites is None else sites)
 
     def why_left_eager(self, key: Key) -> EagerReason | None:
         """Why a variant has no graph of any layer and will get none, or None."""
@@ -215,7 +218,7 @@ class BlockBank:
         self.failures += self._bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._loops.follow()
-        listen(self.chain, self._ddp(), self._layers.modules())
+        listen(self.chain, self._ddp())
         shapes = "; ".join(str(capacity) for capacity in capacities)
         log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
@@ -250,8 +253,8 @@ class BlockBank:
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
-        self.watch.expect_modules(self._find_ineligible())
-        self._leave_eager(self._layers.ineligible_in_group(self._ddp(), self._peers.exchange))
+        self.watch.expect_modules(self.layers.find_ineligible(self._ddp()))
+        self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.exchange))
 
     def _leave_eager(self, layers: Mapping[int, tuple[EagerReason, str]]) -> None:
         for index, (reason, what) in layers.items():
@@ -274,9 +277,6 @@ class BlockBank:
         self.reset()
         self.chain.eager_variants |= {variant.key: reason for variant in variants}
 
-    def _find_ineligible(self) -> Mapping[int, tuple[EagerReason, str]]:
-        return self._layers.find_ineligible(self._ddp())
-
     def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
         def context() -> contextlib.AbstractContextManager[None]:
             # Looked up each time: variants must not keep it alive.
@@ -295,12 +295,12 @@ class BlockBank:
         self.have_only_gradients_moved = False
         if self._bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
-        if self._layers.follow():
-            self.num_layers = len(self._layers.specs)
+        if self.layers.follow():
+            self.num_sites = len(self.layers.specs)
             self._set_ddp(self._ddp())
-            self.watch = self._layers.new_watch()
+            self.watch = self.layers.new_watch()
             return EagerReason.PARAMETERS_CHANGED
-        changed = self.watch.what_changed(self._find_ineligible)
+        changed = self.watch.what_changed(lambda: self.layers.find_ineligible(self._ddp()))
         self.have_only_gradients_moved = self.watch.have_only_gradients_moved
         return changed
 
@@ -309,7 +309,7 @@ class BlockBank:
         self._totals.add(self._bank)
         self._bank.release()
         self.constants.clear()
-        self.watch = self._layers.new_watch(self.watch.stay_eager)
+        self.watch = self.layers.new_watch(self.watch.stay_eager)
         self._bank, self.chain, self._loops = self._new_bank()
 
     def drop_gradients(self) -> None:
@@ -341,7 +341,7 @@ class BlockBank:
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
         return {
-            "layers": self.num_layers,
+            "layers": self.num_sites,
             "graphs": self._bank.num_graphs,
             "pool_bytes": self._bank.pool_bytes(),
             "capture_seconds": self._totals.capture_seconds(self._bank),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of one model's block: their sites, what is watched of them, and which no graph can replace."""
+"""The layers of one model's block: their steps, what is watched of them, and which no graph can replace."""
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
-from megagraph.megatron.scopes.layer import layer_sites
+from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.keys import keys_of
 from megagraph.megatron.watch.layers import LayerWatch
 from megagraph.megatron.watch.states import LEFT_OUT
@@ -26,12 +26,17 @@ class BlockLayers:
 
     Args:
         model: the GPTModel or HybridModel, which must not be kept alive.
+        scopes: which halves of each layer are graphed; none for whole layers.
+
+    Attributes:
+        plan: the steps of the layers.
     """
 
-    specs: list[SiteSpec]
+    plan: BlockPlan
 
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], scopes: Collection[str]) -> None:
         self._model = model
+        self._scopes = scopes
         self._seen: list[weakref.ref[nn.Module]] = []
         self.follow()
 
@@ -48,12 +53,13 @@ class BlockLayers:
         if now == self._seen:
             return False
         self._seen = now
-        self.specs = layer_sites(list(block.layers), block_context(block))
+        self.plan = BlockPlan(list(block.layers), self._scopes, block_context(block))
         return True
 
-    def modules(self) -> list[nn.Module]:
-        """The layers."""
-        return [spec.module for spec in self.specs]
+    @property
+    def specs(self) -> Sequence[SiteSpec]:
+        """The sites of the layers."""
+        return self.plan.specs
 
     def new_watch(self, stay_eager: Collection[int] = ()) -> LayerWatch:
         """Watches them from now on.
@@ -83,12 +89,16 @@ class BlockLayers:
             if name != "decoder"
             for param in module.parameters()
         ]
-        return ineligible_sites(
+        outside += [
+            param for module in self.plan.eager_modules() for param in module.parameters(recurse=False)
+        ]
+        found = ineligible_sites(
             self.specs,
             other_params=outside,
             is_expected_hook=is_ddp_hook,
             accumulator_hooks=accumulator_hooks(ddp),
         )
+        return {**found, **self.plan.refused()}
 
     def ineligible_in_group(
         self, ddp: nn.Module | None, exchange: Exchange

@@ -10,7 +10,8 @@ from megagraph.bank.chain import Chain
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.micro_batch import Kind
-from megagraph.megatron.scopes.layer import LayerLoop
+from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.megatron.scopes.plan import BlockPlan
 
 __all__ = ["Key", "Loops"]
 
@@ -21,9 +22,10 @@ class Loops:
     """The loops of one bank.
 
     Args:
-        chain: the block's layers.
+        plan: the steps of the block's layers.
+        chain: of these.
         constants: what they are called with beside a pack.
-        before_layers: as `LayerLoop` takes it.
+        before_sites: as `LayerLoop` takes it.
 
     Attributes:
         by_key: the loop of each variant.
@@ -31,12 +33,14 @@ class Loops:
 
     def __init__(
         self,
+        plan: BlockPlan,
         chain: Chain,
         constants: LayerArguments,
-        before_layers: Callable[[], Callable[[int], None] | None],
+        before_sites: Callable[[], Callable[[int], None] | None],
     ) -> None:
+        self._plan = plan
         self._chain = chain
-        self._before_layers = before_layers
+        self._before_sites = before_sites
         self.by_key: dict[Key, LayerLoop] = {}
         self._constants = constants
 
@@ -44,6 +48,6 @@ class Loops:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
         variants, chain = self._chain.variants, self._chain
         for key in variants.keys() - self.by_key.keys():
-            self.by_key[key] = LayerLoop(chain, self._constants[key], self._before_layers)
+            self.by_key[key] = LayerLoop(self._plan, chain, self._constants[key], self._before_sites)
         for key in self.by_key.keys() - variants.keys():
             del self.by_key[key], self._constants[key]

@@ -26,7 +26,7 @@ from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.tensor import Peers
-from megagraph.megatron.scopes.layer import LayerLoop
+from megagraph.megatron.scopes.loop import LayerLoop
 from megagraph.packs.packing import PackForm, declares_every_row, has_own_cp_group, pack_shape
 
 __all__ = ["ModelGraphs"]

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps a whole model eager, by name. Reads the model's config and modules; changes nothing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.seams import replaced_rope
 
-__all__ = ["Refusal", "check_graph_options", "refusal_of"]
+__all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,30 @@ def check_graph_options(config: Any) -> None:
             "megagraph graphs the model itself: expected cuda_graph_impl 'none' in the model's config, "
             f"got {impl!r}; set the options in megagraph's GraphConfig instead"
         )
+
+
+def scopes_of(model_config: Any, ours: Collection[str]) -> Collection[str]:
+    """What of each layer is graphed: as the plugin is told, or as the model's own config says.
+
+    Args:
+        model_config: Megatron's.
+        ours: `cuda_graph_modules` of the plugin.
+
+    Raises:
+        ValueError: where both say something, and not the same, or the model's names what is not supported.
+    """
+    for option in ("cuda_graph_modules", "cuda_graph_scope"):
+        try:
+            theirs = graph_modules(getattr(model_config, option, None))
+        except ValueError as error:
+            raise ValueError(f"{option} in the model's config: {error}") from error
+        if theirs and ours and set(theirs) != set(ours):
+            raise ValueError(
+                f"expected cuda_graph_modules in megagraph's GraphConfig or {option} in the model's config, "
+                f"got both: {', '.join(ours)} and {', '.join(theirs)}"
+            )
+        ours = ours or theirs
+    return ours
 
 
 def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from megagraph.bank.chain import Chain
+from megagraph.bank.sites import SiteSpec
 
 __all__ = ["ParamSyncs", "accumulator_hooks", "find_ddp", "is_ddp_hook", "listen"]
 
@@ -35,7 +36,7 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     return lambda param: int(param in groups)
 
 
-def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+def listen(chain: Chain, ddp: nn.Module | None) -> None:
     """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
@@ -54,10 +55,10 @@ def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> 
     reports = [
         [
             (group_of[param], param)
-            for param in dict.fromkeys((*chain.gradient_order.get(index, ()), *layer.parameters()))
+            for param in dict.fromkeys((*chain.gradient_order.get(index, ()), *spec.parameters()))
             if param.requires_grad and param in group_of
         ]
-        for index, layer in enumerate(layers)
+        for index, spec in enumerate(chain.specs)
     ]
     # By group the last site of it that the backward pass reaches.
     groups = {group: index for index in reversed(range(len(reports))) for group, _param in reports[index]}
@@ -76,17 +77,17 @@ def listen(chain: Chain, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> 
 
 
 class ParamSyncs:
-    """Parameter all-gathers that overlap the forward pass, finished before the layers that need them.
+    """Parameter all-gathers that overlap the forward pass, finished before the sites that need them.
 
     With `overlap_param_gather`, Megatron's DDP does this in a pre-hook of each submodule; a replayed
-    layer calls none.
+    site calls none.
 
     Args:
         ddp: Megatron's DDP, or None.
-        layers: in execution order.
+        sites: in execution order.
     """
 
-    def __init__(self, ddp: nn.Module | None, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> None:
         self._groups: list[list[Any]] | None = None
         ddp_config: Any = getattr(ddp, "ddp_config", None)
         group_of: Any = getattr(ddp, "param_to_bucket_group", None)  # Megatron-FSDP, refused, has none
@@ -94,10 +95,10 @@ class ParamSyncs:
             return
         self._ddp = weakref.ref(ddp)
         self._groups = []
-        for layer in layers:
+        for site in sites:
             # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
-            of_layer = {id(group_of[p]): group_of[p] for p in layer.parameters() if p in group_of}
-            self._groups.append(list(of_layer.values()))
+            of_site = {id(group_of[p]): group_of[p] for p in site.parameters() if p in group_of}
+            self._groups.append(list(of_site.values()))
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
@@ -124,8 +125,8 @@ class ParamSyncs:
                 now.clear()
                 now.update(before)
 
-    def before_layers(self) -> Callable[[int], None] | None:
-        """What to call with each layer's index before it runs in this forward pass; None for nothing."""
+    def before_sites(self) -> Callable[[int], None] | None:
+        """What to call with each site's index before it runs in this forward pass; None for nothing."""
         if self._groups is None:
             return None
         ddp: Any = self._ddp()
@@ -139,7 +140,7 @@ class ParamSyncs:
 
     def _all(self) -> list[Any]:
         assert self._groups is not None
-        return [group for of_layer in self._groups for group in of_layer]
+        return [group for of_site in self._groups for group in of_site]
 
     def _finish(self, index: int) -> None:
         assert self._groups is not None

@@ -17,7 +17,7 @@ from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
-from megagraph.megatron.scopes.layer import LayerLoop, shadowed_layers
+from megagraph.megatron.scopes.loop import LayerLoop, shadowed_layers
 
 __all__ = ["Arguments", "ForwardWrappers", "decided_as_given", "places_of"]
 

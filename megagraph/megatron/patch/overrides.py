@@ -226,8 +226,8 @@ def _one_by_one(
     loop = graphs.begin(batch, given.get("hidden_states"), given.get("rotary_pos_emb"))
     given.put("packed_seq_params", batch.params)
     bank = graphs.block
-    count_layer = functools.partial(bank.count_eager, layers=1)
-    layers = LayersOneByOne(batch, bank.chain, bank.constants[batch.key], loop, count_layer)
+    count_site = functools.partial(bank.count_eager, sites=1)
+    layers = LayersOneByOne(batch, bank.layers.plan, bank.chain, bank.constants[batch.key], loop, count_site)
     try:
         with layers.shadowing():
             out = original(*given.args, **given.kwargs)

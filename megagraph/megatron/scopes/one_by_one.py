@@ -7,7 +7,7 @@ lies between sees as many rows as were given, and the pack as it was given.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megagraph.bank.chain import Chain
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.arguments import Constants
-from megagraph.megatron.scopes.layer import LayerLoop, RunningBatch
+from megagraph.megatron.scopes.loop import LayerLoop, RunningBatch
+from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
 
 __all__ = ["LayersOneByOne"]
 
@@ -41,7 +42,8 @@ class LayersOneByOne:
 
     Args:
         batch: the micro-batch.
-        chain: the layers and their graphs.
+        plan: the steps of the layers.
+        chain: of these steps, with their graphs.
         constants: the arguments of the capture.
         loop: of the variant that replays; None where the decision was to run eager.
         count_eager: counts a call that runs as given although the micro-batch replays.
@@ -50,17 +52,18 @@ class LayersOneByOne:
     def __init__(
         self,
         batch: GivenBatch,
+        plan: BlockPlan,
         chain: Chain,
         constants: Constants,
         loop: LayerLoop | None,
         count_eager: Callable[[EagerReason], None],
     ) -> None:
         self._batch = batch
-        self._specs = chain.specs
+        self._plan = plan
         self._sites = chain.sites
         self._constants = constants
         self._replays = loop is not None
-        self._before_layer = None if loop is None else loop.before_layers()
+        self._before_site = None if loop is None else loop.before_sites()
         self._count_eager = count_eager
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None
@@ -71,7 +74,7 @@ class LayersOneByOne:
     @contextlib.contextmanager
     def shadowing(self) -> Iterator[None]:
         """While inside, calls of the layers come here; hooks on them run as ever."""
-        layers = [spec.module for spec in self._specs]
+        layers = self._plan.layers()
         before = [vars(layer).get("forward") for layer in layers]
         for index, layer in enumerate(layers):
             vars(layer)["forward"] = functools.partial(self._run, index, layer.forward)
@@ -94,22 +97,43 @@ class LayersOneByOne:
             if self._replays:
                 self._count_eager(EagerReason.SIGNATURE_CHANGED)
             return forward(*args, **kwargs)
-        if self._before_layer is not None:
-            self._before_layer(index)
+        steps = self._plan.steps_of(index)
+        if self._before_site is not None:
+            for site, _step in steps:
+                if site >= 0:
+                    self._before_site(site)
         if self._replays:
             if whole is None and index > 0:
                 whole = self._batch.pad(given)
-            out = self._replay(index, given if whole is None else whole)
+            out = self._replay(steps, given if whole is None else whole, arguments)
             if out is not NotImplemented:
                 return self._handed_out(out), None
         return self._run_eager(forward, self._batch.pad(given) if whole is None else whole, arguments)
 
-    def _replay(self, index: int, hidden_states: Tensor) -> Any:
+    def _replay(
+        self, steps: Sequence[tuple[int, LayerStep]], hidden_states: Any, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Of a layer that is one step, `NotImplemented` where its site answers so."""
+        is_first = True
+        for index, step in steps:
+            out = NotImplemented if index < 0 else self._replay_site(index, hidden_states)
+            if out is NotImplemented:
+                if step.is_whole:
+                    return out
+                given = self._batch.pad(hidden_states) if is_first else hidden_states
+                out = step.run_eager(given, {**arguments, **self._canonical()})
+            hidden_states, is_first = out, False
+        return hidden_states
+
+    def _replay_site(self, index: int, hidden_states: Tensor) -> Any:
         self._is_replaying = True
         try:
             return self._sites[index](hidden_states)
         finally:
             self._is_replaying = False
+
+    def _canonical(self) -> dict[str, Any]:
+        return {"attention_mask": None, "packed_seq_params": self._batch.canonical_params()}
 
     def _is_expected(self, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         return (
@@ -119,8 +143,7 @@ class LayersOneByOne:
         )
 
     def _run_eager(self, forward: Callable[..., Any], whole: Tensor, arguments: Mapping[str, Any]) -> Any:
-        canonical = {"attention_mask": None, "packed_seq_params": self._batch.canonical_params()}
-        out, *further = forward(hidden_states=whole, **{**arguments, **canonical})
+        out, *further = forward(hidden_states=whole, **{**arguments, **self._canonical()})
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
         return self._handed_out(out if torch.is_grad_enabled() else out.detach()), *further
 

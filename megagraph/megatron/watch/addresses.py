@@ -37,10 +37,10 @@ class AddressWatch:
         self.is_of_gradients_alone = False  # the change: graphs without a backward pass may go on
 
     def _parameters(self) -> list[Tensor]:
-        return [param for spec in self._specs for param in spec.module.parameters()]
+        return [param for spec in self._specs for param in spec.parameters()]
 
     def _read_by_graphs(self) -> list[Tensor]:
-        buffers = [buffer for spec in self._specs for buffer in spec.module.buffers()]
+        buffers = [buffer for spec in self._specs for buffer in spec.buffers()]
         return [*self._parameters(), *buffers]
 
     def _main_grads(self) -> list[Tensor]:

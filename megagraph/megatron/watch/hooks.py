@@ -21,11 +21,11 @@ class HookWatch:
     """Notices, cheaply, that hooks of some modules came or went.
 
     Args:
-        modules: whose hooks, submodules and parameters included.
+        modules: whose hooks, those on their own parameters included.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners = [child for module in modules for child in module.modules()]
+        owners = list(modules)
         # Weakly, and the tables not at all: a hook may hold the model.
         self._owners = [weakref.ref(owner) for owner in owners]
         self._params = [weakref.ref(p) for owner in owners for p in owner.parameters(recurse=False)]

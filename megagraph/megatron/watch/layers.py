@@ -67,8 +67,8 @@ class LayerWatch:
 
     def _watch_state(self) -> None:
         self._keys_seen = known_keys.num_changes
-        layers = [spec.module for index, spec in enumerate(self._specs) if index not in self.stay_eager]
-        modules = [weakref.ref(module) for layer in layers for module in layer.modules()]
+        guarded = [spec for index, spec in enumerate(self._specs) if index not in self.stay_eager]
+        modules = [weakref.ref(module) for spec in guarded for module in spec.modules()]
         layer_list = getattr(self._block(), "layers", None)
         modules += [weakref.ref(layer_list)] if isinstance(layer_list, nn.Module) else []
         self._state = _C.StateWatch(
@@ -86,11 +86,11 @@ class LayerWatch:
         """
         return self._addresses.has_memory(grad=grad)
 
-    def _layers(self) -> list[nn.Module]:
-        return [spec.module for spec in self._specs]
+    def _hooked(self) -> list[nn.Module]:
+        return [module for spec in self._specs for module in spec.modules()]
 
     def _modules_of_now(self) -> list[weakref.ref[nn.Module]]:
-        return [weakref.ref(module) for layer in self._layers() for module in layer.modules()]
+        return [weakref.ref(module) for spec in self._specs for module in spec.modules()]
 
     def _follow(self, modules: list[weakref.ref[nn.Module]]) -> None:
         if modules != self._modules:
@@ -106,10 +106,10 @@ class LayerWatch:
     def state_items(self) -> list[tuple[str, int, str]]:
         """Every value of the state: its name, its hash, and what it is in words."""
         names = [
-            f"layer {index}{f'.{name}' if name else ''}"
+            f"{spec.name.partition(' (')[0]}{f'.{name}' if name else ''}"
             for index, spec in enumerate(self._specs)
             if index not in self.stay_eager
-            for name, _module in spec.module.named_modules()
+            for name, _module in spec.named_modules()
         ]
         names += ["the list of layers", "all modules"]
         return [
@@ -146,7 +146,7 @@ class LayerWatch:
             ineligible: which layers no graph can replace, and why.
         """
         self._ineligible = ineligible
-        self._hooks = HookWatch(self._layers())
+        self._hooks = HookWatch(self._hooked())
         self.follow_modules()
 
     def expect_memory(self, *, grad: bool) -> None:
@@ -193,6 +193,6 @@ class LayerWatch:
             changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
             if changed:
                 return min(reason for _index, (reason, _what) in changed)
-            self._hooks = HookWatch(self._layers())  # Megatron's own come and go
+            self._hooks = HookWatch(self._hooked())  # Megatron's own come and go
         self.have_only_gradients_moved = only_gradients
         return self._addresses.change

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The halves of a transformer layer that may be graphed apart: their modules, and how one runs alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Half", "is_identity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """One of them.
+
+    Args:
+        name: Megatron's, as `cuda_graph_modules` takes it.
+        core: the child that does its work; where it is an identity, a layer has no such half.
+        children: all that it consists of.
+        run: maps the layer, hidden states and the layer's arguments to hidden states.
+    """
+
+    name: str
+    core: str
+    children: Sequence[str]
+    run: Callable[[Any, Tensor, Mapping[str, Any]], Tensor]
+
+    def is_in(self, layer: nn.Module) -> bool:
+        """Whether a layer has it."""
+        core = getattr(layer, self.core, None)
+        return core is not None and not is_identity(core)
+
+    def children_of(self, layer: nn.Module) -> list[str]:
+        """Those that a layer has as modules; others are functions."""
+        return [name for name in self.children if isinstance(getattr(layer, name, None), nn.Module)]
+
+
+def is_identity(module: Any) -> bool:
+    """Whether it is what Megatron's specs put where a layer has nothing."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    return isinstance(module, IdentityOp | IdentityFuncOp)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of each layer is graphed, and what stays eager: the steps of a block, from the names of scopes."""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph.bank.sites import EagerPart, Outputs, SiteSpec
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.attn import ATTENTION
+from megagraph.megatron.scopes.halves import Half
+from megagraph.megatron.scopes.layer import run_layer
+from megagraph.megatron.scopes.mlp import MLP
+
+__all__ = ["HALVES", "BlockPlan", "LayerStep"]
+
+HALVES: Sequence[Half] = (ATTENTION, MLP)
+
+Run = Callable[[Any, Tensor, Mapping[str, Any]], Tensor]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStep:
+    """One step of a layer.
+
+    Args:
+        step: as a chain takes it.
+        layer: its place in the block.
+        run: runs it eager, inside of the block.
+        is_whole: it is all of the layer.
+    """
+
+    step: SiteSpec | EagerPart
+    layer: int
+    run: Run
+    is_whole: bool
+
+    @property
+    def is_site(self) -> bool:
+        """Whether it may have graphs."""
+        return isinstance(self.step, SiteSpec)
+
+    def run_eager(self, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Runs it on hidden states of a canonical pack, in a block."""
+        out = self.run(self.step.module, hidden_states, arguments)
+        # Megatron adds residuals with gradients switched on, also where the caller has them off.
+        return out if torch.is_grad_enabled() else out.detach()
+
+
+class BlockPlan:
+    """The steps of a block.
+
+    Args:
+        layers: in execution order. Held weakly.
+        scopes: names of halves; none, and all that a layer has, is whole layers.
+        context: entered around each step; a capture runs layers without their block.
+
+    Attributes:
+        steps: of all layers.
+        specs: the sites among them.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], scopes: Collection[str], context: Context) -> None:
+        self._layers = [weakref.ref(layer) for layer in layers]
+        self._context = context
+        self.steps: list[LayerStep] = []
+        self._cannot_split: dict[int, str] = {}  # why, by the index of a layer's site
+        for index, layer in enumerate(layers):
+            self._add(index, layer, scopes)
+        self.specs = [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
+
+    def layers(self) -> list[nn.Module]:
+        """The layers that still exist."""
+        return [layer for ref in self._layers if (layer := ref()) is not None]
+
+    def chain_steps(self) -> list[SiteSpec | EagerPart]:
+        """All steps, as a chain takes them."""
+        return [step.step for step in self.steps]
+
+    def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:
+        """The steps of all layers, where a layer of which no site has a graph is one step: its own call.
+
+        Args:
+            eager_sites: those without graphs, by index. A hook of their layer may be the reason.
+        """
+        found = []
+        for layer in range(len(self._layers)):
+            steps = self.steps_of(layer)
+            sites = [step for index, step in steps if index >= 0]
+            if sites and all(index in eager_sites for index, _step in steps if index >= 0):
+                found += [dataclasses.replace(step, run=run_layer, is_whole=True) for step in sites[:1]]
+            else:
+                found += [step for _index, step in steps]
+        return found
+
+    def whole_layers(self) -> list[LayerStep]:
+        """Every layer as one step, which has no graph."""
+        return [
+            LayerStep(
+                step=EagerPart(name=f"layer {index}", module=layer, forward=run_layer),
+                layer=index,
+                run=run_layer,
+                is_whole=True,
+            )
+            for index, layer in enumerate(self.layers())
+        ]
+
+    def refused(self) -> Mapping[int, tuple[EagerReason, str]]:
+        """Sites that stay eager since the halves of their layer cannot be told apart, by index: why."""
+        return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._cannot_split.items()}
+
+    def eager_modules(self) -> list[nn.Module]:
+        """What of the layers no site answers for."""
+        in_sites = {id(module) for spec in self.specs for module in spec.modules()}
+        return [module for layer in self.layers() for module in layer.modules() if id(module) not in in_sites]
+
+    def steps_of(self, layer: int) -> list[tuple[int, LayerStep]]:
+        """Of one layer, with the index of the site, or -1."""
+        found, site = [], -1
+        for step in self.steps:
+            site += step.is_site
+            if step.layer == layer:
+                found.append((site if step.is_site else -1, step))
+        return found
+
+    def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
+        halves = [half for half in HALVES if half.is_in(layer)]
+        graphed = [half for half in halves if not scopes or half.name in scopes]
+        if not scopes or (graphed and len(graphed) == len(halves)):
+            self._add_whole(index, layer, is_site=True)
+        elif not graphed:
+            self._add_whole(index, layer, is_site=False)
+        elif (why := _why_whole(layer)) is not None:
+            self._cannot_split[sum(step.is_site for step in self.steps)] = why
+            self._add_whole(index, layer, is_site=True)
+        else:
+            for half in halves:
+                self._add_half(index, layer, half, is_site=half in graphed)
+
+    def _add_whole(self, index: int, layer: nn.Module, *, is_site: bool) -> None:
+        name = f"layer {index} ({type(layer).__name__})"
+        made = SiteSpec if is_site else EagerPart
+        step = made(name=name, module=layer, forward=self._alone(run_layer))
+        self.steps.append(LayerStep(step=step, layer=index, run=run_layer, is_whole=True))
+
+    def _add_half(self, index: int, layer: nn.Module, half: Half, *, is_site: bool) -> None:
+        name, forward = f"{half.name} of layer {index} ({type(layer).__name__})", self._alone(half.run)
+        step = (
+            SiteSpec(name=name, module=layer, forward=forward, parts=half.children_of(layer))
+            if is_site
+            else EagerPart(name=name, module=layer, forward=forward)
+        )
+        self.steps.append(LayerStep(step=step, layer=index, run=half.run, is_whole=False))
+
+    def _alone(self, run: Run) -> Callable[..., Any]:
+        """Runs a step as in its block."""
+        context = self._context
+
+        @functools.wraps(run)
+        def forward(layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Outputs:
+            with context():
+                return run(layer, hidden_states, arguments)
+
+        return forward
+
+
+def _why_whole(layer: nn.Module) -> str | None:
+    """Why a layer cannot be run in halves, or None."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward = getattr(layer.forward, "__func__", layer.forward)
+    if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
+        return None
+    name = getattr(forward, "__qualname__", repr(forward))
+    return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"

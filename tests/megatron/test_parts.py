@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention or MLP of dense layers in graphs and the other eager: the bits of eager, and what is counted."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import parallel_jobs
+import pytest
+import torch
+from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Micro, Pair, graph_config, report_of, step
+from worlds import World
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+Install = Callable[..., GraphConfig]
+SCOPES = [("attn",), ("mlp",), ("attn", "mlp")]
+
+
+def _steps(pair: Pair, count: int) -> None:
+    """Steps whose packs change every micro-batch."""
+    for micros in parallel_jobs.steps_of(count):
+        pair.step(*micros)
+
+
+@pytest.mark.parametrize("scopes", SCOPES)
+@pytest.mark.parametrize(
+    "ddp",
+    [{}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 4000}],
+    ids=["plain", "overlap", "overlap, buckets"],
+)
+def test_bits(install: Install, scopes: Sequence[str], ddp: dict[str, Any]) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = Pair(ddp=ddp)
+    _steps(pair, 20)
+    pair.evaluate(ONE, TWO)
+    pair.evaluate(TWO, ONE)
+    _steps(pair, 2)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS + 2 * LAYERS} and report["failures"] == []
+    assert report["calls"] == (22 * 3 + 2 * 2) * LAYERS
+    assert report["verification"]["verified"] == 2
+    # Forwards and backwards for training, forwards for evaluation: of each half, or of layers.
+    assert report["graphs"] == 3 * LAYERS
+
+
+@pytest.mark.parametrize("scopes", SCOPES[:2])
+def test_under_recompute_of_the_other_half(install: Install, scopes: Sequence[str]) -> None:
+    install(cuda_graph_modules=scopes)
+    recomputed = ["core_attn"] if scopes == ("mlp",) else ["mlp"]
+    # Megatron's recompute of an MLP hands out its bias, whose gradient it then looks for for ever.
+    changed = {
+        "recompute_granularity": "selective",
+        "recompute_modules": recomputed,
+        "add_bias_linear": False,
+    }
+    pair = Pair(config=changed)
+    _steps(pair, 6)
+    report = pair.report()
+    assert report["replays"] == 5 * 3 * LAYERS and report["failures"] == []
+
+
+@pytest.mark.parametrize("scopes", SCOPES[:2])
+def test_a_pack_that_does_not_fit_and_a_change_of_state_inside_the_graphed_half(
+    install: Install, scopes: Sequence[str]
+) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = Pair()
+    pair.step(ONE, TWO, times=3)
+    pair.step(ONE, Micro(lengths=parallel_jobs.MISFIT))
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "TOO_MANY_SEQUENCES": LAYERS}
+    halves = {"attn": "self_attention", "mlp": "mlp"}
+    (graphed,) = scopes
+    (other,) = set(halves) - set(scopes)
+    for name, expected in ((other, 0), (graphed, 2 * LAYERS)):
+        before = pair.report()["eager"].get("STATE_CHANGED", 0)
+        for trainer in pair.both:
+            getattr(trainer.chunk.decoder.layers[1], halves[name]).eval()
+        pair.step(ONE, TWO)
+        assert pair.report()["eager"].get("STATE_CHANGED", 0) - before == expected
+        pair.step(ONE, TWO)
+
+
+def test_hooks_run_where_they_are_and_keep_only_their_site_eager(install: Install) -> None:
+    install(cuda_graph_modules="attn")
+    pair = Pair()
+    seen: list[str] = []
+    for trainer in pair.both:
+        first, second = trainer.chunk.decoder.layers
+        first.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
+        second.self_attention.register_forward_hook(lambda *_: seen.append("attention"))
+    pair.step(ONE, TWO, times=4)
+    assert seen.count("mlp") == seen.count("attention") == 2 * 4 * 2
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
+
+
+def test_a_hook_on_a_layer_whose_call_is_bypassed_keeps_its_half_eager(install: Install) -> None:
+    install(cuda_graph_modules="mlp")
+    pair = Pair()
+    seen: list[torch.Size] = []
+    for trainer in pair.both:
+        trainer.chunk.decoder.layers[1].register_forward_hook(lambda _m, _a, out: seen.append(out[0].shape))
+    pair.step(ONE, times=4)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 3}
+    assert len(seen) == 2 * 4
+
+
+def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay(
+    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(cuda_graph_modules="attn")
+    pair = Pair()
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(layer).forward(layer, *args, **kwargs)
+
+    for trainer in pair.both:
+        layer = trainer.chunk.decoder.layers[1]
+        layer.forward = forward.__get__(layer)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.step(ONE, TWO, times=3)
+    assert pair.report()["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2
+    assert "so that its halves cannot be told apart" in caplog.text
+
+
+@pytest.mark.parametrize(("scope", "layers"), [("attn", (0, 2)), ("mlp", (1, 3))])
+def test_layers_of_one_half_are_graphed_whole_or_not_at_all(
+    install: Install, scope: str, layers: Sequence[int]
+) -> None:
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+    install(cuda_graph_modules=scope)
+    pair = Pair.__new__(Pair)
+    pair.eager, pair.graphed = HybridTrainer(), HybridTrainer()
+    for micros in parallel_jobs.steps_of(5):
+        pair.step(*micros)
+    report = pair.report()
+    assert report["replays"] == 4 * 3 * len(layers) and report["layers"] == len(layers)
+
+
+@pytest.mark.parametrize("scopes", SCOPES[:2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_that_share_layers(world2: World, scopes: Sequence[str], sequence_parallel: bool) -> None:
+    reports = world2.run(
+        parallel_jobs.train_pair,
+        tensor_parallel=2,
+        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
+        config={"cuda_graph_modules": scopes},
+        num_steps=20,
+        evaluate_at=(4, 6),
+    )
+    for report in reports:
+        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+
+
+@pytest.mark.parametrize("scopes", SCOPES[:2])
+@pytest.mark.parametrize("bucket_size", [1000, 4000, None])
+def test_two_ranks_whose_gradients_and_weights_are_on_their_way(
+    world2: World, scopes: Sequence[str], bucket_size: int | None
+) -> None:
+    sharded = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": bucket_size,
+    }
+    reports = world2.run(
+        parallel_jobs.train_pair,
+        ddp=sharded,
+        data_parallel=True,
+        sharded=True,
+        config={"cuda_graph_modules": scopes},
+        num_steps=8,
+    )
+    for report in reports:
+        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+
+
+def test_the_models_own_config_names_scopes(install: Install) -> None:
+    install()
+    (option,) = {"cuda_graph_modules", "cuda_graph_scope"} & set(vars(Pair().eager.chunk.config)) or {
+        "cuda_graph_scope"
+    }
+    megagraph.uninstall()
+    install()
+    trainer = Trainer(OPTIONS, config={option: ["attn"]})
+    for _ in range(3):
+        step(trainer, [ONE, TWO])
+    assert report_of(trainer)["replays"] == 2 * 2 * LAYERS
+    megagraph.uninstall()
+    install(cuda_graph_modules="mlp")
+    trainer = Trainer(OPTIONS, config={option: ["attn"]})
+    with pytest.raises(
+        ValueError, match=f"GraphConfig or {option} in the model's config, got both: mlp and attn"
+    ):
+        step(trainer, [ONE, TWO])
+
+
+def test_what_may_be_named() -> None:
+    assert graph_config(cuda_graph_modules="mlp, attn").cuda_graph_modules == ("mlp", "attn")
+    assert graph_config(cuda_graph_modules="full").cuda_graph_modules == ()
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_modules: expected .* 'moe_router' is not supported yet"
+    ):
+        graph_config(cuda_graph_modules=["attn", "moe_router"])
