@@ -312,8 +312,9 @@ def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
     assert "expected one output, as nothing takes several, got 4" in str(bank.failures[0])
 
 
-def test_sites_are_verified_with_all_their_outputs(device: str) -> None:
-    pair = RouterPair(device, main_grad=True)
+@pytest.mark.parametrize("transient", [(), (3,), (0, 1, 2, 3)])
+def test_sites_are_verified_with_all_their_outputs(device: str, transient: Sequence[int]) -> None:
+    pair = RouterPair(device, main_grad=True, transient=transient)
     hidden = torch.randn(ROWS, WIDTH, device=device)
     before = [layer.metric.clone() for layer in pair.layers]
     verified = pair.bank.verify(pair.chain, "train", Example(hidden=hidden))
