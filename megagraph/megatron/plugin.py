@@ -199,6 +199,10 @@ class Plugin:
                 if not kwargs.get("forward_only", False):
                     self._interval_log.after_training_step(ran)
                 return result
+            except BaseException:
+                for graphs in inside:
+                    graphs.changes.has_raised = True
+                raise
             finally:
                 self._step_models, self._step_graphs = outer
 

@@ -4,7 +4,10 @@
 Captures nothing.
 """
 
+import gc
+
 from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
@@ -29,6 +32,7 @@ class Changes:
         gradients_reason: why those do whose graphs add to main gradients, or None.
         has_resumed: the host has announced that what moved up to now has moved.
         is_suspended: it has announced that something may move, and nothing is to be replayed.
+        has_raised: the last step has, and may have left tensors of its micro-batches behind.
     """
 
     def __init__(self, block: BlockBank, peers: Peers, kinds: Kinds, states: LayerStates) -> None:
@@ -41,6 +45,7 @@ class Changes:
         self.gradients_reason: EagerReason | None = None
         self.has_resumed = False
         self.is_suspended = False
+        self.has_raised = False
 
     def suspend(self) -> None:
         """No replays until `resume()`."""
@@ -63,6 +68,8 @@ class Changes:
             runs_eager: the step does so in any case.
             captures: what is due is captured right afterwards.
         """
+        if self.has_raised:
+            self._clean_up()
         watch = self._block.watch
         changed = None if runs_eager else self._block.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
@@ -89,6 +96,15 @@ class Changes:
             self.gradients_reason = _DISAGREED
         if has_changed:
             self._drop(is_partial)
+
+    def _clean_up(self) -> None:
+        """After a step that raised: frees what is left of it, where the error and its frames are garbage."""
+        self.has_raised = False
+        chain = self._block.chain
+        if chain.holders():
+            gc.collect()
+        if holders := chain.holders():
+            log.warning("a step that raised has left tensors that somebody holds: %s", holders)
 
     def _costs_step(self, changed: EagerReason, captures: bool) -> bool:
         """Whether a change costs an eager step: moves do not that were announced, or that are the rule."""
