@@ -15,7 +15,6 @@ by: it is one run more, and may well be the one that lies furthest from another.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.accumulators import swap_of, swapped
+from megagraph.bank.bits import Results, have_same_bits, is_within, largest, spread
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, Snapshot
@@ -37,8 +37,6 @@ __all__ = ["Difference", "Example", "Verification"]
 # Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
 # which its graph does.
 _FURTHER_RUNS, _MOST_RUNS = 4, 20
-# Of as many runs that all differ, any one is in the pair that lies furthest apart with a chance of 1 in 3.
-_SPREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,49 +89,8 @@ class _Flight:
     before: Snapshot
 
 
-Results = dict[str, Tensor]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    is_exact = not (tensor.is_floating_point() and tensor.element_size() in sizes)
-    return tensor if is_exact else tensor.contiguous().view(sizes[tensor.element_size()])
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest one over all entries; infinite where shapes differ or one alone is no number."""
-    if one.shape != other.shape:
-        return float("inf")
-    difference = (one.double() - other.double()).abs()
-    is_same = one == other
-    found = float(difference.masked_fill(is_same, 0.0).max()) if difference.numel() else 0.0
-    both_nan = bool((one.isnan() == other.isnan()).all()) if one.is_floating_point() else True
-    return found if found == found else (0.0 if both_nan else float("inf"))
-
-
 def _of(results: Results, names: Sequence[str]) -> Results:
     return {name: results[name] for name in names}
-
-
-def _spread(runs: Sequence[Results], name: str) -> float:
-    """How far apart runs of a module are in one tensor."""
-    found = [run[name] for run in runs if name in run]
-    return max(_distance(one, other) for one, other in itertools.combinations(found, 2))
-
-
-def _largest(graph: Results, runs: Sequence[Results], name: str) -> float:
-    """How far a graph is from the run of its module that is furthest."""
-    return max(_distance(graph[name], run[name]) for run in runs if name in run)
-
-
-def _is_within(graph: Results, runs: Sequence[Results], name: str) -> bool:
-    """Whether a graph is as near to runs of its module, in one tensor, as one run more may be."""
-    spread = _spread(runs, name)
-    return spread > 0 and _largest(graph, runs, name) <= _SPREADS * spread
 
 
 class Verification:
@@ -274,21 +231,25 @@ class Verification:
 
     def _compare(self, flight: _Flight, graph: Results, grads: Sequence[Tensor] | None) -> None:
         eager = self._run_module(flight, grads)
-        differing = [name for name in graph if not _have_same_bits(graph[name], eager[name])]
+        differing = [name for name in graph if not have_same_bits(graph[name], eager[name])]
         if not differing:
             return
         runs = [_of(eager, differing)]
         runs += [_of(self._run_module(flight, grads), differing) for _ in range(_FURTHER_RUNS)]
-        unlike = [name for name in differing if not _is_within(graph, runs, name)]
-        is_reproducible = not any(_spread(runs, name) for name in differing)
+        unlike = [name for name in differing if not is_within(graph, runs, name)]
+        is_reproducible = not any(spread(runs, name) for name in differing)
         while unlike and not is_reproducible and len(runs) < _MOST_RUNS:
             runs.append(_of(self._run_module(flight, grads), unlike))
-            unlike = [name for name in unlike if not _is_within(graph, runs, name)]
+            unlike = [name for name in unlike if not is_within(graph, runs, name)]
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
         for name in unlike:
-            largest, spread = _largest(graph, runs, name), _spread(runs, name)
-            found = Difference(index=flight.index, tensor=name, largest=largest, spread=spread)
+            found = Difference(
+                index=flight.index,
+                tensor=name,
+                largest=largest(graph, runs, name),
+                spread=spread(runs, name),
+            )
             self.differences.append(found)
 
     def _run_module(self, flight: _Flight, grads: Sequence[Tensor] | None) -> Results:
