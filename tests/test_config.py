@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     "cuda_graph_warmup_steps": ("7", "7", 7),
     "cuda_graph_max_states": ("3", "3", 3),
     "verify": ("'off'", "off", "off"),
-    "cuda_graph_modules": ("[]", "", ()),
+    "cuda_graph_modules": ("['attn', 'mlp']", "attn,mlp", ("attn", "mlp")),
     "cuda_graph_granularity": ("'layer'", "layer", "layer"),
     "tail": ("'extend-last'", "extend-last", TailConvention.EXTEND_LAST),
     "progress": ("false", "false", False),
@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
 }
 # What an option needs beside it, and what only has one value so far.
 COMPANIONS = {"cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen"}
-ONE_VALUE = {"cuda_graph_modules", "cuda_graph_granularity"}
+ONE_VALUE = {"cuda_graph_granularity"}
 
 
 def written(text: str, folder: Path) -> Path:
@@ -183,14 +183,9 @@ def test_an_empty_report_in_the_environment_takes_the_bases_away() -> None:
 
 def test_the_older_name_of_the_modules_is_taken_from_both_sources(tmp_path: Path) -> None:
     toml = written("[megagraph]\ncuda_graph_scope = 'attn'", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"cuda_graph_modules: expected none .*, 'attn' is not supported yet"
-    ):
-        GraphConfig.from_toml(toml)
-    with pytest.raises(ValueError, match="'mlp' is not supported yet"):
-        GraphConfig.from_env(variables(cuda_graph_scope="mlp"))
-    base = GraphConfig(mode="eager")
-    assert GraphConfig.from_env(variables(cuda_graph_scope=""), base) == base
+    assert GraphConfig.from_toml(toml) == GraphConfig(cuda_graph_modules=("attn",))
+    environ = variables(cuda_graph_scope="mlp")
+    assert GraphConfig.from_env(environ) == GraphConfig(cuda_graph_modules=("mlp",))
 
 
 def test_both_names_of_the_modules_together_are_refused() -> None:
@@ -211,10 +206,7 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
             {"cuda_graph_granularity": "chunk"},
             "cuda_graph_granularity: expected 'layer', got 'chunk', which is not supported yet",
         ),
-        (
-            {"cuda_graph_modules": "moe_router"},
-            "expected none (whole layers), 'moe_router' is not supported yet",
-        ),
+        ({"cuda_graph_modules": "moe_router"}, "or of attn, mlp; 'moe_router' is not supported yet"),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
         ({"tail": "none"}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got 'none'"),
         ({"tail": ["dummy"]}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got ['dummy']"),

@@ -71,11 +71,17 @@ def test_python_is_checked_as_toml_is(values: Mapping[str, Any], message: str) -
         GraphConfig(**values)
 
 
-@pytest.mark.parametrize("scope", ["full_iteration", "full", "attn"])
+@pytest.mark.parametrize("scope", ["full_iteration", "moe", "moe_router", "moe_preprocess", "mamba"])
 def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
-    """`full_iteration` and `full` were 'no scope of Megatron's', and both are."""
-    with pytest.raises(ValueError, match=rf"expected none \(whole layers\), '{scope}' is not supported yet$"):
+    """`full_iteration` was 'no scope of Megatron's', and it is one."""
+    expected = f"expected none (whole layers), or of attn, mlp; '{scope}' is not supported yet"
+    with pytest.raises(ValueError, match=rf"{re.escape(expected)}$"):
         GraphConfig(cuda_graph_modules=(scope,))
+
+
+@pytest.mark.parametrize("given", [None, "full", ["full"], ("full",), "", []])
+def test_whole_layers_may_be_spelled_as_upstream_does(given: Any) -> None:
+    assert GraphConfig(cuda_graph_modules=given).cuda_graph_modules == ()
 
 
 def test_a_negative_log_interval_is_refused() -> None:
