@@ -286,7 +286,8 @@ def test_a_kernel_that_reads_freed_memory_is_found() -> None:
 
 @pytest.mark.gpu
 def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    bank, chain = captured(blocks(), "cuda", training=True)
+    layers = blocks()
+    bank, chain = captured(layers, "cuda", training=True)
     assert bank.verify(chain, "it", example("cuda")).differences == []
     original = Verification._run_backwards
 

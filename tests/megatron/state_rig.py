@@ -107,6 +107,11 @@ class Probe(nn.Module):
         self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
         self.gate: nn.Module = nn.Identity()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Probe":
+        super()._apply(fn, recurse)
+        self.vector = fn(self.vector)  # as modules do that keep tensors in plain attributes
+        return self
+
     @property
     def computed(self) -> float:
         """From a property."""

@@ -31,7 +31,8 @@ void SiteGraph::poison() {
 
 void SiteGraph::poison_transients() {
   for (size_t i = 0; i < is_transient.size(); ++i) {
-    if (is_transient[i]) fill_with_nan(boundaries.outputs[i]);
+    // One that the backward reads stays allocated until then.
+    if (is_transient[i] && !saves_outputs[i]) fill_with_nan(boundaries.outputs[i]);
   }
 }
 
