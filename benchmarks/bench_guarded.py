@@ -60,8 +60,9 @@ def measure(measurement: Measurement) -> None:
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS)
     for part, name in COSTS.items():
         measurement.take(part, lambda part=part, name=name: cost_figures(name, ask(part)))  # type: ignore[misc]
-    for name in guarded.ALARMS:
-        measurement.take(name, lambda name=name: alarm_figures(name, ask(name)))  # type: ignore[misc]
+    measurement.take_side_by_side(
+        {name: partial(lambda name: alarm_figures(name, ask(name)), name) for name in guarded.ALARMS}
+    )
 
 
 def answer(name: str) -> None:

@@ -25,6 +25,7 @@ WARM_UP_STEPS = 3
 FURTHER_STEPS = 3  # the first of them captures
 MIB = 2**20
 FOUR = "four capacities"
+PARTS = ("attn", "mlp")  # of each layer, the other half eager
 # By name; whether also measured with three smaller capacities beside the large one.
 CASES = {
     f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), has_four)
@@ -41,8 +42,13 @@ def capacities(case: StepCase, what: str) -> tuple[Capacity, ...]:
 
 
 def measure_memory(case: StepCase, what: str) -> Answer:
-    """Memory of a few steps: `graphed`, graphed with `FOUR`, or `eager`, of which only `reserved` is told."""
-    install(capacities=capacities(case, what), cuda_graph_warmup_steps=WARM_UP_STEPS)
+    """Memory of a few steps: `graphed`, with `FOUR`, one of `PARTS`; of `eager` only `reserved`."""
+    modules = (what,) if what in PARTS else ()
+    install(
+        capacities=capacities(case, what),
+        cuda_graph_warmup_steps=WARM_UP_STEPS,
+        cuda_graph_modules=modules,
+    )
     graphs = what != "eager"
     trainer = StepTrainer(case.model, beside=False)
     packs = case.steps(WARM_UP_STEPS + FURTHER_STEPS)

@@ -44,10 +44,9 @@ def host_figures(name: str, report: Mapping[str, Any]) -> list[Figure]:
 def measure(measurement: Measurement) -> None:
     """Measures bits, calls and costs."""
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS, environment=ENVIRONMENT)
-    for name in BITS:
-        measurement.take(name, lambda name=name: bits_figures(name, ask(name)))  # type: ignore[misc]
-    for name in HOSTS:
-        measurement.take(name, lambda name=name: host_figures(name, ask(name)))  # type: ignore[misc]
+    parts = {name: partial(lambda name: bits_figures(name, ask(name)), name) for name in BITS}
+    parts |= {name: partial(lambda name: host_figures(name, ask(name)), name) for name in HOSTS}
+    measurement.take_side_by_side(parts)
     measurement.take("costs", lambda: cost_figures(measure_part("benchmarks.bench_replay", "costs")))
 
 

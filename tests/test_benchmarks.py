@@ -24,7 +24,7 @@ from benchmarks.measuring.clocks import Work  # noqa: E402
 from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
 from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import costs, eager_calls, flat_banks, guarded, right  # noqa: E402
+from benchmarks.subjects import costs, eager_calls, flat_banks, groundwork, guarded, right  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -83,6 +83,9 @@ ANSWERS |= {name: ANSWERS["verl-like"] | {"verification": VERIFICATION} for name
 GUARDS = {f"{what}, {how}": [0.5, 0.6] for what in ("call", "step") for how in ("hot", "idle")}
 COSTS = {"times": GUARDS, "verification": VERIFICATION, "eager": 0.1}
 ANSWERS |= {f"costs, {name}": COSTS for name in ("our attention", "Transformer Engine")}
+ANSWERS |= {name: ANSWERS[next(iter(right.BITS))] for name in groundwork.BITS}
+KERNELS = {half: {"inside": 16, "outside": 0} for half in groundwork.KERNELS}
+ANSWERS |= {**dict.fromkeys(groundwork.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
 OWN = {
     "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
     "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},

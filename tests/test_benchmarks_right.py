@@ -14,7 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are n
 
 from benchmarks import table
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import costs, guarded, right
+from benchmarks.measuring.timeline import Timeline, Work
+from benchmarks.subjects import costs, groundwork, guarded, right
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
@@ -43,6 +44,23 @@ def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> N
         assert answer[mode]["losses"] == answer[mode]["gradients"] == 0
         assert answer[mode]["report"]["calls"] == STEPS * 4 * OPTIONS.layers
     assert answer["eager"]["report"]["replays"] == 0 < answer["graph"]["report"]["replays"]
+
+
+@pytest.mark.parametrize("modules", groundwork.SCOPES.values())
+def test_halves_of_layers_are_compared_with_it_too(modules: tuple[str, ...]) -> None:
+    case = right.BitsCase(share=1.0, transformer_engine=False, modules=modules)
+    answer = right.measure_bits(case, OPTIONS, STEPS)
+    assert answer["graph"]["losses"] == answer["graph"]["gradients"] == 0
+    report = answer["graph"]["report"]
+    graphs = 2 * OPTIONS.layers  # forwards and backwards
+    assert (report["replays"], report["graphs"]) == ((STEPS - 3) * 4 * OPTIONS.layers, graphs)
+
+
+def test_kernels_are_counted_inside_of_graphs_and_outside() -> None:
+    names = (("flash_fwd", 1), ("flash_bwd", None), ("GeluCUDAKernel", None), ("gemm", 1))
+    work = [Work(0.0, 1.0, 0.0, 0.5, graph, name) for name, graph in names]
+    counts = groundwork.count_kernels(Timeline(start=0.0, end=1.0, work=work, phases=[]))
+    assert counts == {"attention": {"inside": 1, "outside": 1}, "MLP": {"inside": 0, "outside": 1}}
 
 
 def test_what_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

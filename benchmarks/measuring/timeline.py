@@ -28,6 +28,7 @@ class Work(NamedTuple):
     launched: float  # when the call that launched it began, on the host
     returned: float  # when that call returned
     graph: int | None  # the call's number where it launched a graph
+    name: str = ""  # of the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +149,4 @@ def _work_of(event: Mapping[str, Any], calls: Mapping[int | None, Mapping[str, A
     number = _correlation(event)
     call = None if number is None else calls.get(number)
     graph = number if call is not None and "GraphLaunch" in call["name"] else None
-    return Work(*_span(event), *_span(event if call is None else call), graph)
+    return Work(*_span(event), *_span(event if call is None else call), graph, event["name"])

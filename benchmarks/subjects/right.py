@@ -37,12 +37,14 @@ class BitsCase:
         transformer_engine: layers of its modules, otherwise ours.
         fused_rope: its kernel rotates.
         per_token: the rotary table has one row for each token of the pack.
+        modules: what of each layer is graphed; none for whole layers.
     """
 
     share: float
     transformer_engine: bool = True
     fused_rope: bool = False
     per_token: bool = False
+    modules: tuple[str, ...] = ()
 
 
 _PER_TOKEN = "a rotary table with one row for each token"
@@ -153,7 +155,7 @@ def measure_bits(case: BitsCase, options: ModelOptions = MODEL, steps: int = STE
             for key, ours, theirs in zip(differing, (losses, grads), kept[step], strict=True):
                 differing[key] += sum(not torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
-        install(mode=mode, capacities=(capacity,))
+        install(mode=mode, capacities=(capacity,), cuda_graph_modules=case.modules)
         try:
             _trained(case, options, steps, compare)
             (report,) = megatron.reports()

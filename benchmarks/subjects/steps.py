@@ -65,7 +65,8 @@ class StepTrainer(Trainer):
     """A model that runs whole steps.
 
     With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
-    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once.
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `spec` is that of
+    its layers.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class StepTrainer(Trainer):
         *,
         beside: bool,
         wrap: Callable[[Schedule], Schedule] | None = None,
+        spec: Any = None,
         **transformer: Any,
     ) -> None:
         self._wrap = wrap
         self._wrapped: Schedule | None = None
         self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
-            super().__init__(options, config={"use_cpu_initialization": False, **transformer})
+            super().__init__(options, config={"use_cpu_initialization": False, **transformer}, spec=spec)
 
     def make_optimizer(self) -> Any:
         return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer
@@ -250,7 +252,7 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
             trainer.wall_ms(steps[index % len(steps)], graphs=True)
         order = case.rounds(rounds * len(steps))
         walls = [trainer.wall_ms(steps[index], graphs=True) for index in order]
-        kernels = _trace(trainer, steps[0]).kernels_us() / 1e3
+        kernels = trace_of(trainer, steps[0]).kernels_us() / 1e3
     return {"walls": walls, "order": order, "kernels_ms": kernels}
 
 
@@ -267,7 +269,7 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
             if launch is not None:  # with what this step has staged
                 bare.append(wall_ms(launch))
             eager.append(trainer.wall_ms(steps[index], graphs=False))
-    traced = [_trace(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
+    traced = [trace_of(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
     first = traced[0]
     if all(work.graph is None for work in first.work):
         raise RuntimeError("the trace of a graphed step has no graphs")
@@ -278,14 +280,14 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
     }
 
 
-def _trace(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
+def trace_of(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
     """The second of two profiled steps; the first pays for the profiler's own start."""
     with named_phases(trainer), profile(activities=ACTIVITIES) as trace:
         for _ in range(2):
             trainer.wall_ms(batches, graphs=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(path))
+        trace.export_chrometrace_of(str(path))
         return read_timeline(json.loads(path.read_text(encoding="utf-8")))
 
 

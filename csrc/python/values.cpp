@@ -94,6 +94,10 @@ bool class_has(PyObject* object, const py::str& name) {
 // Null of what is not plain.
 std::optional<size_t> of_plain(PyObject* value) {
   if (value == Py_None || PyBool_Check(value)) return of_address(value);
+  // Most of what is met, before questions that walk through base classes.
+  if (PyUnicode_CheckExact(value)) return of_own_hash(value);
+  if (PyLong_CheckExact(value)) return of_integer(value);
+  if (PyList_CheckExact(value) || PyDict_CheckExact(value) || PyTuple_CheckExact(value)) return {};
   if (is_a(value, types().enumeration)) return of_identity(value);
   if (PyLong_Check(value)) return of_integer(value);
   if (PyFloat_Check(value)) return of_float(value);
@@ -118,8 +122,7 @@ bool is_configuration(PyObject* object) {
 
 size_t ValueHasher::operator()(PyObject* value) {
   if (const auto plain = of_plain(value)) return *plain;
-  if (is_tensor(value)) return of_tensor(value);
-  if (depth_ >= kDeepest) return of_identity(value);
+  if (depth_ >= kDeepest) return is_tensor(value) ? of_tensor(value) : of_identity(value);
   ++depth_;
   size_t hash = 0;
   if (PyTuple_Check(value) || PyList_Check(value)) {
@@ -131,6 +134,8 @@ size_t ValueHasher::operator()(PyObject* value) {
   } else if (PyAnySet_Check(value)) {
     has_met_mutable_ |= PySet_Check(value) != 0;
     hash = combined(of_type(value), of_set(value));
+  } else if (is_tensor(value)) {
+    hash = of_tensor(value);
   } else if (is_configuration(value)) {
     has_met_mutable_ = true;
     hash = combined(of_identity(value), of_entries(attributes_of(value).ptr()));

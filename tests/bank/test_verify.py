@@ -297,9 +297,9 @@ def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch
         for segment in pools:
             size = segment["total_size"]
             storage = torch._C._construct_storage_from_data_pointer(
-                segment["address"], torch.device("cuda"), size
+                segment["address"], torch.device("cuda", segment["device"]), size
             )
-            torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage, 0, (size,)).fill_(0x3F)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,)).fill_(0x3F)
         original(verification)
 
     monkeypatch.setattr(Verification, "_run_backwards", spoil)

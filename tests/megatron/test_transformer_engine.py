@@ -74,6 +74,22 @@ def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
     assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}  # of training, of evaluation
 
 
+@pytest.mark.parametrize("scopes", [("attn",), ("mlp",), ("attn", "mlp")])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_halves_of_layers(install: Install, scopes: tuple[str, ...], overlap: bool) -> None:
+    install(cuda_graph_modules=scopes)
+    config = {"apply_rope_fusion": True, "normalization": "RMSNorm"}
+    pair = Pair(spec=te_layer_spec(), config=config, ddp={"overlap_grad_reduce": overlap})
+    for index in range(100):
+        pair.step(*packs(index))
+        if index % 40 == 10:
+            pair.evaluate(*packs(index))
+    report = pair.report()
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] >= 0.95 * report["calls"]
+    assert report["graphs"] == 3 * LAYERS  # of each half, or of layers: forwards, and backwards of training
+
+
 def test_padding_between_documents(install: Install) -> None:
     install()
     pair = Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
