@@ -287,7 +287,7 @@ def trace_of(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
             trainer.wall_ms(batches, graphs=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        trace.export_chrometrace_of(str(path))
+        trace.export_chrome_trace(str(path))
         return read_timeline(json.loads(path.read_text(encoding="utf-8")))
 
 
