@@ -64,7 +64,7 @@ StateItem item_of(PyObject* name, PyObject* value, bool may_hold_configuration) 
   if (item.is_configuration) {
     item.hash = spread(serial_of(value));
   } else {
-    ValueHasher hasher;
+    ValueHasher hasher(item.dicts);
     item.hash = hasher(value);
     item.is_mutable = hasher.has_met_mutable();
   }

@@ -15,8 +15,9 @@ struct StateItem {
   PyObject* name;   // borrowed, like the value: its owner holds both
   PyObject* value;  // null where the hash is of no single value
   size_t hash;
-  bool is_mutable = false;        // its content may change without a change of its owner
-  bool is_configuration = false;  // has items of its own
+  bool is_mutable = false;         // its content may change without a change of a dictionary
+  bool is_configuration = false;   // has items of its own
+  std::vector<PyObject*> dicts{};  // inside of the value, borrowed, outer ones first
 };
 
 using StateItems = std::vector<StateItem>;

@@ -31,7 +31,8 @@ struct StateWatch::Owner {
   std::string place;
 
   DictFlag has_changed = std::make_shared<bool>(true);
-  std::vector<std::pair<PyObject*, uint64_t>> versions;  // of its dictionaries, the own one first
+  // Of its dictionaries, the own one first: each is there as long as those before it do not change.
+  std::vector<std::pair<PyObject*, uint64_t>> versions;
   const PyTypeObject* type = nullptr;
   bool is_class_new = false;
   bool computes_mode = false;  // a scripted module's `training` is in no dictionary
@@ -65,6 +66,7 @@ struct StateWatch::Owner {
     configurations.clear();
     hash = containers = 0;
     for (const StateItem& item : items(rules)) {
+      for (PyObject* dict : item.dicts) watch_one(dict);
       (item.is_mutable ? containers : hash) += summand(item);
       if (item.is_mutable) mutables.push_back(item);
       if (item.is_configuration) configurations.push_back(item);

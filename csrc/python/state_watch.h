@@ -16,9 +16,9 @@
 // own, parameters and buffers among it, is compared elsewhere (fingerprint.h).
 //
 // Nearly all of this stands in dictionaries, and one is read again only where it has changed
-// (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists,
-// sets and dictionaries in attributes changes without a word, and so does an object's class: they
-// are read again where the whole state is asked for.
+// (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists
+// and sets in attributes, and whatever lies inside of these, changes without a word, and so does an
+// object's class: they are read again where the whole state is asked for.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -125,25 +125,36 @@ size_t ValueHasher::operator()(PyObject* value) {
   if (depth_ >= kDeepest) return is_tensor(value) ? of_tensor(value) : of_identity(value);
   ++depth_;
   size_t hash = 0;
+  std::vector<PyObject*>* const dicts = dicts_;
   if (PyTuple_Check(value) || PyList_Check(value)) {
-    has_met_mutable_ |= PyList_Check(value) != 0;
+    if (PyList_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_sequence(value));
   } else if (PyDict_Check(value)) {
-    has_met_mutable_ = true;
+    if (dicts_ == nullptr) {
+      meet_mutable();
+    } else {
+      dicts_->push_back(value);
+    }
     hash = combined(of_type(value), of_entries(value));
   } else if (PyAnySet_Check(value)) {
-    has_met_mutable_ |= PySet_Check(value) != 0;
+    if (PySet_Check(value)) meet_mutable();
     hash = combined(of_type(value), of_set(value));
   } else if (is_tensor(value)) {
     hash = of_tensor(value);
   } else if (is_configuration(value)) {
-    has_met_mutable_ = true;
+    meet_mutable();
     hash = combined(of_identity(value), of_entries(attributes_of(value).ptr()));
   } else {
     hash = of_identity(value);
   }
   --depth_;
+  dicts_ = dicts;
   return hash;
+}
+
+void ValueHasher::meet_mutable() {
+  has_met_mutable_ = true;
+  dicts_ = nullptr;
 }
 
 size_t ValueHasher::of_sequence(PyObject* sequence) {

@@ -12,23 +12,32 @@
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
+#include <vector>
 
 namespace megagraph {
 
 class ValueHasher {
  public:
+  ValueHasher() = default;
+  // `dicts` takes the dictionaries that are met, borrowed, outer ones first, where each change of
+  // them is a change of a dictionary: those inside of a list, a set or a configuration are not.
+  explicit ValueHasher(std::vector<PyObject*>& dicts) : dicts_(&dicts) {}
+
   // Needs the GIL; throws with a Python error where a value's own hash does.
   size_t operator()(PyObject* value);
 
   // Whether a value was met since it was made whose content may change while the object stays: a
-  // list, a set, a dictionary, a configuration.
+  // list, a set, a configuration, a dictionary that was not taken.
   bool has_met_mutable() const { return has_met_mutable_; }
 
  private:
   size_t of_sequence(PyObject* sequence);
   size_t of_entries(PyObject* dict);
   size_t of_set(PyObject* set);
+  // Of what nobody can watch.
+  void meet_mutable();
 
+  std::vector<PyObject*>* dicts_ = nullptr;
   bool has_met_mutable_ = false;
   int depth_ = 0;
 };

@@ -224,13 +224,17 @@ class Plugin:
 
         return destroy
 
-    def begin_call(self, graphs: ModelGraphs) -> bool:
+    def begin_call(self, graphs: ModelGraphs, *, is_eager: bool) -> bool:
         """Before each call of a model. Inside another model's step, changes are looked for only.
+
+        Args:
+            graphs: of the model.
+            is_eager: no graph could take its pack: it is no step then, and nothing is looked at.
 
         Returns:
             Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
         """
-        if graphs in self._step_graphs:
+        if graphs in self._step_graphs or (is_eager and graphs.entries.are_settled):
             return False
         if self._step_models:
             graphs.at_bare_call()

@@ -60,6 +60,29 @@ def test_containers_are_read_where_the_whole_state_is_asked_for() -> None:
     assert watch.now(True) == before
 
 
+def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
+    """What lies in a list may go without a word, and its address be another's."""
+    layer = Layer()
+    layer.table = {"inner": {"scale": 1.0}, "pair": ({"a": 1},)}  # type: ignore[assignment]
+    layer.names = [{"b": 1}]  # type: ignore[list-item]
+    watch = watch_of([layer])
+    before, seen = watch.now(True), set()
+    inner, of_pair = layer.table["inner"], layer.table["pair"][0]  # type: ignore[index]
+    for changed, key in ((inner, "scale"), (of_pair, "a")):
+        changed[key] += 1
+        seen.add(watch.now(False))
+        changed[key] -= 1
+        assert watch.now(False) == before
+    assert before not in seen and len(seen) == 2
+    layer.table["inner"] = {"scale": 1.0}  # type: ignore[index]
+    assert watch.now(False) == before
+    inner["scale"] = 3.0  # nobody's by now
+    assert watch.now(False) == before
+    layer.names[0]["b"] = 2  # type: ignore[index]
+    assert watch.now(False) == before
+    assert watch.now(True) != before
+
+
 def test_an_attribute_that_was_taken_out_and_put_back_is_the_same_state() -> None:
     layer = Layer()
     watch = watch_of([layer])

@@ -202,13 +202,13 @@ class MicroBatch:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
         if self._pads_at_entry or self._is_as_given:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
+        return ops.zero_tail(hidden_states, self.sources[-1], self.capacity.tokens)
 
     def cut(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given."""
         if self._pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)
+        return ops.zero_tail(hidden_states, self.sources[-1], self.tokens)
 
     def first_rows(self, hidden_states: Tensor) -> Tensor:
         """The same rows as a view, whatever they hold past the pack's end."""

@@ -19,6 +19,7 @@ from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.given import GivenPack, PackReader
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
@@ -27,11 +28,11 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
-from megagraph.packs.packing import PackForm, declares_every_row, has_own_cp_group, pack_shape
+from megagraph.packs.packing import declares_every_row
 
 __all__ = ["ModelGraphs"]
 
-_NO_PACK_METADATA, _WARMING_UP = EagerReason.NO_PACK_METADATA, EagerReason.WARMING_UP
+_WARMING_UP = EagerReason.WARMING_UP
 # Reasons of micro-batches whose kind is to be captured although they ran as they were given.
 _CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
 
@@ -50,6 +51,7 @@ class ModelGraphs:
         entries: how its forward and its block's are entered. To be set before the first call.
         verifier: keeps micro-batches that graphs are verified on.
         changes: what keeps a step eager.
+        reader: reads packs as they are given.
     """
 
     entries: Entries
@@ -69,6 +71,7 @@ class ModelGraphs:
         self._model = weakref.ref(model)
         self.peers = Peers(model)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
+        self.reader = PackReader(self._capacities, config.tail)
         self.verifier = self.block.verifier
         self._refusal: Refusal | None = None
         self._failures: list[str] = []
@@ -95,34 +98,32 @@ class ModelGraphs:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self._refusal = refusal
         if refusal is not None:
+            self.reader.refused = refusal.reason
             self._failures.append(f"{self.name} {refusal.log()}")
 
     # -- micro-batches ---------------------------------------------------------------------------
 
-    def decide(self, params: Any, tokens: int, *, is_skipped: bool) -> MicroBatch | EagerReason:
-        """Decides how a micro-batch runs, from its shapes and host integers alone.
+    def decide(self, given: GivenPack, *, is_skipped: bool) -> MicroBatch | EagerReason:
+        """Decides how a micro-batch runs.
 
         Args:
-            params: its `PackedSeqParams`, or None.
-            tokens: physical tokens of its input.
+            given: what `reader` has found.
             is_skipped: graphs are switched off for this step.
 
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
         """
-        if self._refusal is not None:
+        if self._refusal is not None:  # since it was read
             return self._refusal.reason
-        shape = None if params is None else pack_shape(params, tokens, self._tail)
-        if shape is None:
-            return _NO_PACK_METADATA
-        form = PackForm.of(params)
-        if form is None or torch.is_inference_mode_enabled():
+        params, shape, form, capacity = given
+        tokens = shape.tokens
+        if torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
-        capacity = self._capacities.decide(shape)
-        if isinstance(capacity, EagerReason):
-            return capacity
-        if has_own_cp_group(params):
-            return EagerReason.CP_SIZE_NOT_CAPTURED
+        if capacity is None:  # they may have been learned since
+            decided = self._capacities.decide(shape)
+            if isinstance(decided, EagerReason):
+                return decided
+            capacity = decided
         if not self.entries.are_settled:
             return _WARMING_UP
         depends = self._tables.depend_on_max_seqlen

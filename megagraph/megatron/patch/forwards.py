@@ -52,9 +52,13 @@ class ForwardWrappers:
             if entries.model.acting is not level and not entries.model.takes(level):
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
-            is_step = plugin.begin_call(graphs)
             tokens = ids.numel() if hidden_states is None else graphs.peers.num_tokens(hidden_states)
-            batch = graphs.decide(get("packed_seq_params"), tokens, is_skipped=is_cuda_graph_skipped())
+            given = graphs.reader.read(get("packed_seq_params"), tokens)
+            is_step = plugin.begin_call(graphs, is_eager=isinstance(given, EagerReason))
+            if isinstance(given, EagerReason):
+                batch: MicroBatch | EagerReason = given
+            else:
+                batch = graphs.decide(given, is_skipped=is_cuda_graph_skipped())
             added_rows = 0
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
