@@ -56,6 +56,34 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
+def test_a_dtensor_fares_as_in_eager() -> None:
+    """Of a mesh of one rank, whose layers are its own tensors: with others eager refuses it."""
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
+
+    is_first = not distributed.is_initialized()  # Megatron's tests leave a group of one rank
+    if is_first:
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        pair = Pair("cpu", blocks()).capture(variant(training=False))
+        hidden = DTensor.from_local(pair.input(), mesh)
+        with torch.no_grad(), pair.chain.micro_batch("train") as reason:
+            assert reason is None
+            assert pair.chain.replay_all(hidden) is NotImplemented
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                pair.chain(hidden)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            run_eager(pair.eager_layers, hidden)
+        layer = distribute_module(Block(), mesh)
+        of_dtensors = Pair("cpu", [layer]).capture(variant(training=False))
+        with of_dtensors.chain.micro_batch("train") as reason:
+            assert reason is EagerReason.CAPTURE_FAILED  # static inputs are plain tensors
+    finally:
+        if is_first:
+            distributed.destroy_process_group()
+
+
 def test_a_forward_mode_tangent_is_kept(device: str) -> None:
     pair = Pair(device, blocks()).capture()
     hidden = pair.input()
