@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import entry_jobs
+import flight_jobs
 import parallel_jobs
 import pytest
 from torch import distributed
@@ -87,6 +88,17 @@ def test_what_one_rank_cannot_do_none_does(
     reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, transformer=TENSOR_PARALLEL)
     for report, expected in zip(reports, (here, there), strict=True):
         assert eager_calls(report) == {name: count // 2 for name, count in expected.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank(
+    world2: World, sequence_parallel: bool
+) -> None:
+    """Bug: it was an error, since graphs with collectives let no rank run eager alone."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
+    for report in world2.run(flight_jobs.two_in_flight, tensor_parallel=2, transformer=transformer):
+        assert report["eager"] == {"WARMING_UP": STEP_CALLS, "NO_FREE_SLOT": LAYERS}
+        assert report["replays"] == 2 * STEP_CALLS + LAYERS and report["failures"] == []
 
 
 def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(world2: World) -> None:
