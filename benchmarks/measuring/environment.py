@@ -18,15 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def describe_environment() -> dict[str, str | None]:
     """Describes the running process, in the order of the file's keys.
 
-    The commit is that of `MEGAGRAPH_COMMIT`, for a copy of a tree; else the checkout's, which ends in
-    `-dirty` where files other than results differ from it. Imports neither megatron-core nor Transformer
-    Engine.
+    The commit ends in `-dirty` where files other than results differ from it; without a checkout it is that
+    of `MEGAGRAPH_COMMIT`. Imports neither megatron-core nor Transformer Engine.
     """
     on_gpu = torch.cuda.is_available()
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     drivers = (_output(*query) or "").splitlines() if on_gpu else []
     return {
-        "commit": os.environ.get("MEGAGRAPH_COMMIT") or _git_commit(),
+        "commit": _git_commit() or os.environ.get("MEGAGRAPH_COMMIT") or None,
         "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "driver": drivers[0].strip() if drivers else None,
         "torch": str(torch.__version__),
