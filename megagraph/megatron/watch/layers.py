@@ -75,7 +75,7 @@ class LayerWatch:
             modules, self._block, self._left_out, self._is_expected_hook, self._keys()
         )
         # Asked in each call for a hash of the state of now, csrc/python/state_watch.h, Note [State]. With
-        # True, what lists and dictionaries hold is read, too.
+        # True, what lists and sets hold is read, too.
         self.state: Callable[[bool], int] = self._state.now
 
     def has_memory(self, *, grad: bool) -> bool:
