@@ -17,6 +17,7 @@ namespace {
 
 struct Watched {
   PyObject* only = nullptr;  // changes of other keys are no events
+  bool is_value = false;     // ignored keys are not ignored here
   std::vector<std::weak_ptr<bool>> flags;
 };
 
@@ -28,6 +29,7 @@ auto& ignored_keys = *new std::unordered_set<PyObject*>;
 // A name that is not interned may be any: it counts.
 bool is_of_interest(const Watched& watched, PyObject* key) {
   if (key == nullptr || !PyUnicode_Check(key) || !PyUnicode_CHECK_INTERNED(key)) return true;
+  if (watched.is_value) return true;
   return watched.only == nullptr ? ignored_keys.count(key) == 0 : key == watched.only;
 }
 
@@ -59,12 +61,18 @@ void watch_dict(PyObject* dict, PyObject* only) {
 }
 
 void watch_dict(PyObject* dict, const DictFlag& flag) {
-  auto& [only, flags] = *watch(dict).first;
-  only = nullptr;
+  Watched& watched = *watch(dict).first;
+  watched.only = nullptr;
+  auto& flags = watched.flags;
   const auto is_gone = [](const std::weak_ptr<bool>& other) { return other.expired(); };
   flags.erase(std::remove_if(flags.begin(), flags.end(), is_gone), flags.end());
   const auto is_flag = [&](const std::weak_ptr<bool>& other) { return other.lock() == flag; };
   if (std::none_of(flags.begin(), flags.end(), is_flag)) flags.emplace_back(flag);
+}
+
+void watch_content(PyObject* dict, const DictFlag& flag) {
+  watch_dict(dict, flag);
+  watched_dicts.at(dict).is_value = true;
 }
 
 void ignore_key(PyObject* name) { ignored_keys.insert(name); }
@@ -75,6 +83,7 @@ uint64_t dict_version(PyObject*) { return 0; }
 
 void watch_dict(PyObject*, PyObject*) {}
 void watch_dict(PyObject*, const DictFlag&) {}
+void watch_content(PyObject*, const DictFlag&) {}
 void ignore_key(PyObject*) {}
 uint64_t dict_events() { return 0; }
 uint64_t dict_version(PyObject* dict) {

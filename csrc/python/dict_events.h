@@ -26,7 +26,9 @@ using DictFlag = std::shared_ptr<bool>;
 // Python error where Python has no watcher left. Without effect where nobody can tell.
 void watch_dict(PyObject* dict, PyObject* only = nullptr);
 void watch_dict(PyObject* dict, const DictFlag& flag);
-// Changes of this key, an interned name, are no events in any dictionary.
+// The same of a dictionary that is a value, whatever its keys are called.
+void watch_content(PyObject* dict, const DictFlag& flag);
+// Changes of this key, an interned name, are no events in dictionaries of attributes.
 void ignore_key(PyObject* name);
 
 // How many events there were. Without a meaning where nobody can tell.

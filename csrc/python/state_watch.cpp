@@ -66,7 +66,10 @@ struct StateWatch::Owner {
     configurations.clear();
     hash = containers = 0;
     for (const StateItem& item : items(rules)) {
-      for (PyObject* dict : item.dicts) watch_one(dict);
+      for (PyObject* dict : item.dicts) {
+        watch_content(dict, has_changed);
+        versions.emplace_back(dict, dict_version(dict));
+      }
       (item.is_mutable ? containers : hash) += summand(item);
       if (item.is_mutable) mutables.push_back(item);
       if (item.is_configuration) configurations.push_back(item);

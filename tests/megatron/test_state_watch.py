@@ -83,6 +83,19 @@ def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
     assert watch.now(True) != before
 
 
+def test_a_name_that_is_left_out_counts_where_it_is_a_key_of_a_value() -> None:
+    layer = Layer()
+    layer.table = {"counter": 1}  # type: ignore[assignment]
+    watch = watch_of([layer], left_out=["counter"])
+    before = watch.now(True)
+    layer.counter += 1
+    assert watch.now(True) == before
+    layer.table["counter"] = 2  # type: ignore[index]
+    assert watch.now(False) != before
+    layer.table["counter"] = 1  # type: ignore[index]
+    assert watch.now(True) == before
+
+
 def test_an_attribute_that_was_taken_out_and_put_back_is_the_same_state() -> None:
     layer = Layer()
     watch = watch_of([layer])
