@@ -79,6 +79,15 @@ def test_a_scope_of_upstream_is_not_supported_yet(scope: str) -> None:
         GraphConfig(cuda_graph_modules=(scope,))
 
 
+@pytest.mark.parametrize("given", ["mlp, attn", ["mlp", "attn"], ("mlp", "attn", "mlp")])
+def test_scopes_may_be_spelled_as_upstream_does(given: Any) -> None:
+    assert GraphConfig(cuda_graph_modules=given).cuda_graph_modules == ("mlp", "attn")
+    with pytest.raises(
+        ValueError, match=r"cuda_graph_modules: expected .* 'moe_router' is not supported yet"
+    ):
+        GraphConfig(cuda_graph_modules=["attn", "moe_router"])
+
+
 @pytest.mark.parametrize("given", [None, "full", ["full"], ("full",), "", []])
 def test_whole_layers_may_be_spelled_as_upstream_does(given: Any) -> None:
     assert GraphConfig(cuda_graph_modules=given).cuda_graph_modules == ()

@@ -234,13 +234,15 @@ class Plugin:
         Returns:
             Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
         """
-        if graphs in self._step_graphs or (is_eager and graphs.entries.are_settled):
+        if graphs in self._step_graphs:
+            return False
+        if self._gone and not self._step_models:
+            self._retire()
+        if is_eager and graphs.entries.are_settled:
             return False
         if self._step_models:
             graphs.at_bare_call()
             return False
-        if self._gone:
-            self._retire()
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
             graphs.at_step_boundary(is_skipped=_skip_depth > 0)

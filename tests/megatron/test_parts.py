@@ -8,12 +8,13 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Micro, Pair, graph_config, report_of, step
+from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Micro, Pair, report_of, step
 from worlds import World
 
 import megagraph
-from megagraph.config import GraphConfig
+from megagraph.config import MODULES, GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.scopes.plan import HALVES
 
 pytestmark = pytest.mark.megatron
 
@@ -199,10 +200,5 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
         step(trainer, [ONE, TWO])
 
 
-def test_what_may_be_named() -> None:
-    assert graph_config(cuda_graph_modules="mlp, attn").cuda_graph_modules == ("mlp", "attn")
-    assert graph_config(cuda_graph_modules="full").cuda_graph_modules == ()
-    with pytest.raises(
-        ValueError, match=r"cuda_graph_modules: expected .* 'moe_router' is not supported yet"
-    ):
-        graph_config(cuda_graph_modules=["attn", "moe_router"])
+def test_every_option_has_a_half() -> None:
+    assert tuple(half.name for half in HALVES) == MODULES

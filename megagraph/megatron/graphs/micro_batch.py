@@ -106,6 +106,7 @@ class MicroBatch:
         "key",
         "kind",
         "params",
+        "physical_offsets",
         "reason",
         "sources",
         "tokens",
@@ -127,6 +128,7 @@ class MicroBatch:
         self.capacity, self.kind = key
         self.reason = reason
         self.sources = sources_of(params)
+        self.physical_offsets = self.sources[-1]  # whose last entry is the pack's physical end
         # Rows to add to each row list of the model's input.
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail
@@ -135,11 +137,6 @@ class MicroBatch:
         self._rows_are_positions = self.kind.rows_are_positions
         self._is_as_given = False
         self._canonical: Any = None
-
-    @property
-    def physical_offsets(self) -> Tensor:
-        """The offsets as given whose last entry is the pack's physical end."""
-        return self.sources[-1]
 
     def as_given(self, reason: EagerReason) -> "MicroBatch":
         """Before the model is entered: runs eager on the pack as it was given, with RoPE of ours."""
@@ -202,13 +199,13 @@ class MicroBatch:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
         if self._pads_at_entry or self._is_as_given:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.sources[-1], self.capacity.tokens)
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
 
     def cut(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given."""
         if self._pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.sources[-1], self.tokens)
+        return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)
 
     def first_rows(self, hidden_states: Tensor) -> Tensor:
         """The same rows as a view, whatever they hold past the pack's end."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Half", "is_identity"]
+__all__ = ["Half"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Half:
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has it."""
         core = getattr(layer, self.core, None)
-        return core is not None and not is_identity(core)
+        return core is not None and not _is_identity(core)
 
     def children_of(self, layer: nn.Module) -> list[str]:
         """Those that a layer has as modules; others are functions."""
         return [name for name in self.children if isinstance(getattr(layer, name, None), nn.Module)]
 
 
-def is_identity(module: Any) -> bool:
+def _is_identity(module: Any) -> bool:
     """Whether it is what Megatron's specs put where a layer has nothing."""
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
