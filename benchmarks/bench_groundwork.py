@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.bench_memory import CASES, MIB, PARTS
 from benchmarks.bench_right import ENVIRONMENT
 from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.figures import Measurement, plain
+from benchmarks.measuring.figures import Measurement, counts_of_calls, plain
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.groundwork import BITS, PROFILED, PROFILED_CASE, STEPS, measure_kernels
 from benchmarks.subjects.hosts import answer_ours
@@ -28,10 +28,7 @@ def bits_figures(name: str, answer: Answer) -> list[Figure]:
     for what in ("losses", "gradients"):
         title = f"{name}: {what} of {STEPS} steps that differ from an unpatched run's"
         figures.append(Figure(name=title, value=graph[what], unit=f"of {answer[what]}", bar=0))
-    report = graph["report"]
-    counts = {"all": report["calls"], "replayed": report["replays"]}
-    counts |= {f"eager, {reason}": count for reason, count in report["eager"].items()}
-    return [*figures, *plain(f"{name}: layer calls", {what: (of, "calls") for what, of in counts.items()})]
+    return [*figures, *counts_of_calls(name, graph["report"])]
 
 
 def kernel_figures(name: str, answer: Answer) -> list[Figure]:
@@ -63,9 +60,8 @@ def peak_figures(answers: Mapping[str, Answer]) -> list[Figure]:
 def measure(measurement: Measurement) -> None:
     """Measures bits, kernels and peaks."""
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS, environment=ENVIRONMENT)
-    parts = {name: partial(lambda name: bits_figures(name, ask(name)), name) for name in BITS}
-    parts |= {name: partial(lambda name: kernel_figures(name, ask(name)), name) for name in PROFILED}
-    measurement.take_side_by_side(parts)
+    parts = {**dict.fromkeys(BITS, bits_figures), **dict.fromkeys(PROFILED, kernel_figures)}
+    measurement.take_side_by_side(parts, ask)
     memory = partial(measure_part, "benchmarks.bench_memory", PEAK_CASE)
     measurement.take("peaks", lambda: peak_figures({what: memory(what) for what in ("eager", *PARTS)}))
 

@@ -13,12 +13,12 @@ from benchmarks.measuring.results import Figure
 from benchmarks.subjects import guarded, layers
 from benchmarks.subjects.hosts import answer_ours
 from benchmarks.subjects.packs import model_options
+from benchmarks.subjects.right import LAYER_KINDS
 
 HIDDEN = 1024
 TIMEOUT_SECONDS = 400
 BARS = {"call": 1.0, "step": 8.0}  # us a layer
-LAYERS = {"our attention": False, "Transformer Engine": True}
-COSTS = {f"costs, {name}": name for name in LAYERS}
+COSTS = {f"costs, {name}": name for name in LAYER_KINDS}
 
 
 def cost_figures(name: str, answer: Answer) -> list[Figure]:
@@ -60,9 +60,7 @@ def measure(measurement: Measurement) -> None:
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS)
     for part, name in COSTS.items():
         measurement.take(part, lambda part=part, name=name: cost_figures(name, ask(part)))  # type: ignore[misc]
-    measurement.take_side_by_side(
-        {name: partial(lambda name: alarm_figures(name, ask(name)), name) for name in guarded.ALARMS}
-    )
+    measurement.take_side_by_side(dict.fromkeys(guarded.ALARMS, alarm_figures), ask)
 
 
 def answer(name: str) -> None:
@@ -71,5 +69,5 @@ def answer(name: str) -> None:
         answer_ours(partial(guarded.measure_alarms, guarded.ALARMS[name]))
         return
     options = model_options(HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
-    is_engine = LAYERS[COSTS[name]]
+    is_engine = LAYER_KINDS[COSTS[name]]
     answer_ours(partial(guarded.measure_guards, options, transformer_engine=is_engine))

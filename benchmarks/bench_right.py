@@ -5,13 +5,11 @@ Bits are those of a training that knows nothing of the plugin, in mode `eager` a
 and every gradient of every step. Each part runs in a process of its own.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from benchmarks.bench_replay import cost_figures
 from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.figures import Measurement, plain
+from benchmarks.measuring.figures import Measurement, counts_of_calls, plain
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import answer_ours
 from benchmarks.subjects.right import BITS, HOST_STEPS, HOSTS, MODES, STEPS, measure_bits, measure_host
@@ -33,20 +31,16 @@ def bits_figures(name: str, answer: Answer) -> list[Figure]:
     return [*figures, *plain(name, {"share of layer calls replayed, mode graph": (share, "1")})]
 
 
-def host_figures(name: str, report: Mapping[str, Any]) -> list[Figure]:
+def host_figures(name: str, report: Answer) -> list[Figure]:
     """Layer calls: replayed, and eager by reason."""
-    title = f"{name}, {HOSTS[name].phase}, {HOST_STEPS} steps: layer calls"
-    counts = {"all": report["calls"], "replayed": report["replays"]}
-    counts |= {f"eager, {reason}": count for reason, count in report["eager"].items()}
-    return plain(title, {what: (count, "calls") for what, count in counts.items()})
+    return counts_of_calls(f"{name}, {HOSTS[name].phase}, {HOST_STEPS} steps", report)
 
 
 def measure(measurement: Measurement) -> None:
     """Measures bits, calls and costs."""
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS, environment=ENVIRONMENT)
-    parts = {name: partial(lambda name: bits_figures(name, ask(name)), name) for name in BITS}
-    parts |= {name: partial(lambda name: host_figures(name, ask(name)), name) for name in HOSTS}
-    measurement.take_side_by_side(parts)
+    parts = {**dict.fromkeys(BITS, bits_figures), **dict.fromkeys(HOSTS, host_figures)}
+    measurement.take_side_by_side(parts, ask)
     measurement.take("costs", lambda: cost_figures(measure_part("benchmarks.bench_replay", "costs")))
 
 

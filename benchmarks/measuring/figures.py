@@ -6,8 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from operator import sub, truediv
 from pathlib import Path
 from statistics import median
@@ -45,6 +46,13 @@ def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -
 def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
     """Figures of values and their units, by what they are of."""
     return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
+
+
+def counts_of_calls(title: str, report: Mapping[str, Any]) -> list[Figure]:
+    """Layer calls of a report: all, replayed, and eager by reason."""
+    counts = {"all": report["calls"], "replayed": report["replays"]}
+    counts |= {f"eager, {reason}": count for reason, count in report["eager"].items()}
+    return plain(f"{title}: layer calls", {what: (count, "calls") for what, count in counts.items()})
 
 
 def percentile(times: Times, percent: float) -> float:
@@ -108,6 +116,12 @@ def publish(path: Path, figures: Sequence[Figure], comparison: Comparison | None
     print(f"wrote {path}{said}", flush=True)
 
 
+def _figures_of(
+    figures_of: Callable[[str, Answer], Iterable[Figure]], name: str, answer: Future[Answer]
+) -> Iterable[Figure]:
+    return figures_of(name, answer.result())
+
+
 class Measurement:
     """The figures of one benchmark, part by part. A part that fails is named, and the others stay."""
 
@@ -124,12 +138,21 @@ class Measurement:
             traceback.print_exc(file=sys.stderr)
             self._failures.append(f"{what}: {described(error)}")
 
-    def take_side_by_side(self, parts: Mapping[str, Callable[[], Iterable[Figure]]]) -> None:
-        """Measures parts that time nothing, each in a process of its own, several at once."""
+    def take_side_by_side(
+        self,
+        parts: Mapping[str, Callable[[str, Answer], Iterable[Figure]]],
+        ask: Callable[[str], Answer],
+    ) -> None:
+        """Measures parts that time nothing, several at once.
+
+        Args:
+            parts: by name, what makes figures of the name and the answer.
+            ask: answers for a name, from a process of its own.
+        """
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            found = {what: pool.submit(part) for what, part in parts.items()}
-            for what, future in found.items():
-                self.take(what, future.result)
+            answers = {name: pool.submit(ask, name) for name in parts}
+            for name, figures_of in parts.items():
+                self.take(name, partial(_figures_of, figures_of, name, answers[name]))
 
     def publish(self) -> None:
         """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""

@@ -28,7 +28,7 @@ class Work(NamedTuple):
     launched: float  # when the call that launched it began, on the host
     returned: float  # when that call returned
     graph: int | None  # the call's number where it launched a graph
-    name: str = ""  # of the kernel
+    name: str  # of the kernel
 
 
 @dataclass(frozen=True, kw_only=True)

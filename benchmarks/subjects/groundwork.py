@@ -10,22 +10,21 @@ import torch
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.timeline import Timeline
 from benchmarks.subjects.hosts import check_replays, install
-from benchmarks.subjects.right import BitsCase, spec_of
+from benchmarks.subjects.right import LAYER_KINDS, BitsCase, spec_of
 from benchmarks.subjects.steps import WARM_UP_STEPS, StepCase, StepTrainer, step_case, trace_of
 from megagraph import megatron
 
 STEPS = 100
 SCOPES = {"attn": ("attn",), "mlp": ("mlp",), "attn and mlp": ("attn", "mlp")}
-LAYERS = {"our attention": False, "Transformer Engine": True}
 BITS = {
     f"{layers}, {scope}": BitsCase(share=1.0, transformer_engine=is_engine, modules=modules)
-    for (layers, is_engine), (scope, modules) in itertools.product(LAYERS.items(), SCOPES.items())
+    for (layers, is_engine), (scope, modules) in itertools.product(LAYER_KINDS.items(), SCOPES.items())
 }
 # Kernels that one half of a layer has and the other has not, by their names.
 KERNELS = {"attention": re.compile(r"flash|fmha|sdpa|attention", re.I), "MLP": re.compile(r"gelu", re.I)}
 PROFILED = {
     f"{layers}, kernels of {scope}": (is_engine, SCOPES[scope])
-    for (layers, is_engine), scope in itertools.product(LAYERS.items(), ("attn", "mlp"))
+    for (layers, is_engine), scope in itertools.product(LAYER_KINDS.items(), ("attn", "mlp"))
 }
 PROFILED_CASE = step_case(512, layers=4, tokens=2048)
 
@@ -49,6 +48,6 @@ def measure_kernels(transformer_engine: bool, modules: tuple[str, ...], case: St
         for _ in range(WARM_UP_STEPS + 2):
             trainer.wall_ms(steps[0], graphs=True)
         check_replays(megatron.reports()[-1])
-        return dict(count_kernels(trace_of(trainer, steps[0])))
+        return {**count_kernels(trace_of(trainer, steps[0]))}
     finally:
         megatron.uninstall()

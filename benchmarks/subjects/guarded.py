@@ -11,7 +11,7 @@ from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
-from benchmarks.subjects.right import HOSTS, measure_host, spec_of
+from benchmarks.subjects.right import HOSTS, LAYER_KINDS, measure_host, spec_of
 from megagraph import megatron
 from megagraph.demo.trainer import ModelOptions, Trainer
 
@@ -39,7 +39,7 @@ class Alarms:
 ALARMS = {
     f"{host}, {ALARM_STEPS} steps, {layers}": Alarms(host=host, transformer_engine=is_engine)
     for host in HOSTS
-    for layers, is_engine in (("our attention", False), ("Transformer Engine", True))
+    for layers, is_engine in LAYER_KINDS.items()
 }
 
 

@@ -24,6 +24,7 @@ from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
 STEPS = 60
 MODES = ("eager", "graph")
+LAYER_KINDS = {"our attention": False, "Transformer Engine": True}  # whether they are of its modules
 DOCUMENTS = 6
 MODEL = model_options(256, layers=3, tokens=1024)
 
