@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph import _C
-from megagraph.bank.sites import ChainShape, EagerPart, Outputs, SiteSpec, VariantSpec
+from megagraph.bank.sites import ChainShape, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["CapturedVariant", "Chain"]
@@ -205,13 +205,16 @@ class Chain:
         if out is not NotImplemented:
             return out
         given: Any = hidden
+        arguments: Mapping[str, Any] | None = None  # of what is eager: made once
         try:
             sites = iter(zip(self.specs, self.sites, strict=True))
             for place, step in enumerate(self.steps):
                 site = None if isinstance(step, EagerPart) else next(sites)[1]
                 next_given: Any = NotImplemented if site is None else site(given)
                 if next_given is NotImplemented:
-                    next_given = self._run_eager(step, given, is_first=place == 0)
+                    if arguments is None:
+                        arguments = self._arguments()
+                    next_given = step.call(self._staged(given) if place == 0 else given, **arguments)
                 given = next_given
         except BaseException:
             given = next_given = None  # the traceback keeps this frame, and would keep a slot
@@ -219,9 +222,12 @@ class Chain:
         result: Tensor = given
         return result
 
-    def _run_eager(self, step: SiteSpec | EagerPart, given: Any, *, is_first: bool) -> Outputs:
+    def _arguments(self) -> Mapping[str, Any]:
         assert self._running is not None  # a site would have raised
         variant, sources = self._running
-        if is_first:
-            given = variant.staged(given, sources)
-        return step.call(given, **variant.arguments(self.core.slot_index, sources))
+        return variant.arguments(self.core.slot_index, sources)
+
+    def _staged(self, hidden: Tensor) -> Tensor:
+        assert self._running is not None
+        variant, sources = self._running
+        return variant.staged(hidden, sources)

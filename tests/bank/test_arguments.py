@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, assert_same_bits, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, assert_same_bits, new_bank, variant
 from test_packs import METADATA, NUM_SEQS, PACKS, TOKENS, canonical, mixers, offsets, pack_variant
 from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
-from megagraph.bank.sites import MetadataSpec
+from megagraph.bank.sites import EagerPart, MetadataSpec
 from megagraph.decide.reasons import EagerReason
 
 Kind = _C.SegmentKind
@@ -246,3 +246,25 @@ def test_a_variant_in_flight_is_not_held_by_the_chain(device: str) -> None:
     assert source() is None
     bank.release()
     assert not chain.captured
+
+
+def test_what_is_eager_asks_for_its_arguments_once(device: str) -> None:
+    asked: list[Any] = []
+
+    def arguments(buffers: Any) -> dict[str, Any]:
+        asked.append(buffers)
+        return {}
+
+    layers = [Block().to(device) for _ in range(2)]
+    scale = [
+        EagerPart(name="scale", module=layer, forward=lambda _module, hidden: hidden) for layer in layers
+    ]
+    bank = new_bank(device)
+    chain = bank.add_chain([scale[0], layers[0], scale[1], layers[1], scale[0]])
+    bank.capture({chain: [variant(arguments=arguments)]})
+    asked.clear()
+    with chain.micro_batch("train"):
+        out = chain(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+    out.sum().backward()
+    del out
+    assert len(asked) == 1 and bank.counters()["replays"] == 2
