@@ -116,3 +116,14 @@ def test_a_gradient_that_comes_in_several_parts_is_added_up_in_main_grad(device:
     for _ in range(3):
         assert pair.step() is None
     assert pair.bank.counters()["replays"] == 9
+
+
+def test_a_gradient_beside_main_grad_is_added_as_in_eager(device: str) -> None:
+    """Megatron's FP32 optimizer leaves `main_grad` itself there, until somebody calls `zero_grad()`."""
+    pair = Pair(device, [Block(), Block()], main_grad=True).capture()
+    for stray in ("main_grad", "another", None):
+        for param in nn.ModuleList([*pair.layers, *pair.eager_layers]).parameters():
+            if stray is not None:
+                param.grad = param.main_grad if stray == "main_grad" else torch.ones_like(param)
+        assert pair.step() == (None if stray is None else EagerReason.PARAMETERS_CHANGED)
+        assert pair.step() is None, "the hook of eager's backward takes it away"

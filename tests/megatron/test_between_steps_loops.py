@@ -131,6 +131,27 @@ def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
 
 
+def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(install: Install) -> None:
+    """Megatron's FP32 optimizer leaves `main_grad` itself in `.grad`: eager adds the next gradient twice."""
+    install()
+    pair = Pair()
+
+    def work(trainer: Trainer) -> Step:
+        trainer.model.zero_grad_buffer()
+        losses = schedule(trainer.model, [ONE, TWO, OTHER], 3, trainer.device)
+        left = Step(losses=losses, grads=grads(trainer.chunk))
+        trainer.update()
+        return left
+
+    for index in range(4):
+        assert_same(*_both(pair, work), f"step {index}:")
+        pair.evaluate(ONE, TWO)
+    report = pair.report()
+    first_of_steps = {} if OPTIONS.bf16 else {"PARAMETERS_CHANGED": 3 * LAYERS}
+    assert report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS, **first_of_steps}
+    assert report["replays"] == (3 * (3 + 2) - (0 if OPTIONS.bf16 else 3)) * LAYERS
+
+
 class Broken(RuntimeError):
     """What the host's code raises."""
 

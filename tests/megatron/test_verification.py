@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, step
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.verifying import Verifier
 
 pytestmark = pytest.mark.megatron
 
@@ -81,6 +85,28 @@ def test_graphs_that_are_right_are_verified_and_counted_once(install: Install) -
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"], figures["within_spread"]) == (2, 0, [])
     assert figures["seconds"] > 0
+
+
+def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    keep = Verifier.keep
+
+    def noted(verifier: Verifier, batch: MicroBatch, hidden_states: Tensor) -> None:
+        kept.append(batch.reason)
+        keep(verifier, batch, hidden_states)
+
+    monkeypatch.setattr(Verifier, "keep", noted)
+    install()
+    trainer = Trainer(OPTIONS)
+    step(trainer, [ONE, TWO])
+    step(trainer, [ONE, TWO], update=False)
+    waiting, _loss = forward(trainer.chunk, ONE, trainer.device)  # holds the slot
+    forward(trainer.chunk, TWO, trainer.device)
+    del waiting
+    assert report_of(trainer)["eager"] == {"WARMING_UP": 2 * LAYERS, "NO_FREE_SLOT": LAYERS}
+    assert kept == 2 * [EagerReason.WARMING_UP]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")

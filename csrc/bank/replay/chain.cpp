@@ -138,6 +138,9 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
   // replays nothing would save some.
   if (wanted.training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
   if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
+  if (wanted.training && graphs_.at(variant).at(0)->have_other_gradients()) {
+    return EagerReason::kParametersChanged;
+  }
   int num_sources = wanted.end_source + 1;
   for (const MetadataSpec& spec : wanted.metadata) {
     num_sources = std::max(num_sources, spec.source + 1);

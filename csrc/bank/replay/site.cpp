@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace megagraph {
@@ -20,6 +21,11 @@ void fill_with_nan(const at::Tensor& t) {
 bool SiteGraph::follows(const SiteGraph* before) const {
   if (boundaries.inputs.size() != 1 || boundaries.outputs.size() != 1) return false;
   return before == nullptr ? is_entry : is_chained;
+}
+
+bool SiteGraph::have_other_gradients() const {
+  return std::any_of(accumulated.begin(), accumulated.end(),
+                     [](const at::Tensor& param) { return param.grad().defined(); });
 }
 
 void SiteGraph::poison() {

@@ -56,6 +56,8 @@ struct SiteGraph {
   bool lends_gradient() const { return is_entry || is_chained; }
   // Whether this can be launched right after `before`; null is the beginning of a chain.
   bool follows(const SiteGraph* before) const;
+  // Of the accumulated parameters: VariantGraphs says what it means.
+  bool have_other_gradients() const;
   void poison();
   void poison_transients();
   void release();

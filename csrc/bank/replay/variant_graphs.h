@@ -3,6 +3,7 @@
 // when the bank is sealed, so that no micro-batch gathers them.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -16,6 +17,15 @@ struct VariantGraphs {
   // Whether all of them can be launched in one go: Note [Spans] in replay_span.cpp.
   bool is_linked = false;
   NumericSettings numerics;  // in force when they were captured
+
+  // Whether a parameter with main_grad holds a gradient besides, as one does after Megatron's FP32
+  // optimizer until zero_grad(). Eager adds the next gradient to that one, and their sum to
+  // main_grad, where a graph adds the next one alone.
+  bool have_other_gradients() const {
+    return std::any_of(sites.begin(), sites.end(), [](const auto& graph) {
+      return graph != nullptr && graph->have_other_gradients();
+    });
+  }
 };
 
 }  // namespace megagraph

@@ -78,6 +78,10 @@ class Kinds(DueKinds[Kind]):
         others = [other.state for other in self.captured_of_family(kind)]
         return self._states.why_not(kind.state, others) if others else reason
 
+    def awaits_graphs(self, kind: Kind, reason: EagerReason) -> bool:
+        """Whether an eager micro-batch is of a kind, or in settings, for which nothing was captured yet."""
+        return kind not in self.captured or reason is EagerReason.NUMERICS_CHANGED
+
     def log_passed_over(self, kinds: Collection[Kind]) -> None:
         """Says of kinds that no capture has met them."""
         for kind in kinds:

@@ -190,7 +190,8 @@ class ModelGraphs:
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
             batch.reason = self._kinds.explain(batch.kind, batch.reason)
-            self.verifier.keep(batch, hidden_states)
+            if self._kinds.awaits_graphs(batch.kind, batch.reason):
+                self.verifier.keep(batch, hidden_states)
             batch.heed_table(table, hidden_states)
             self.block.count_eager(batch.reason)
         elif self.verifier.every:
