@@ -235,6 +235,11 @@ class Trainer:
         """Every parameter's accumulated gradient, by name."""
         return [(name, param.main_grad) for name, param in self.chunk.named_parameters()]
 
+    def zero_grad(self) -> None:
+        """Before a step: in the DDP's buffers, and of what the optimizer was given."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
     def forward_backward(self, packs: Sequence[Pack], *, forward_only: bool = False) -> list[Tensor]:
         """Runs Megatron's schedule over the packs of one step and leaves the gradients in place.
 
@@ -244,8 +249,7 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if not forward_only:
-            self.model.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.zero_grad()
         losses: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(packs),

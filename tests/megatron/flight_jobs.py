@@ -24,8 +24,7 @@ def _in_flight(transformer: dict[str, Any], *, eager: bool) -> tuple[list[Tensor
         *steps, micros = parallel_jobs.steps_of(4)
         for of_step in steps:
             rig.step(trainer, of_step, eager=eager)
-        trainer.model.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
+        trainer.zero_grad()
         with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
             losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros[:2]]
             for of_micro in losses:

@@ -293,8 +293,7 @@ class Host:
     def train(self, micros: Sequence[Micro]) -> None:
         """A step; its gradients and losses are kept."""
         with _moved(self):
-            self.trainer.model.zero_grad_buffer()
-            self.trainer.optimizer.zero_grad()
+            self.trainer.zero_grad()
             self._run(micros, forward_only=False)
             self.left += grads(self.trainer.chunk).values()
             self.trainer.update()

@@ -168,8 +168,7 @@ class Step:
 
 def step(trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eager: bool = False) -> Step:
     """One training step; `eager` switches graphs off for it."""
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    trainer.zero_grad()
     with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
         losses = schedule(trainer.model, micros, len(micros), trainer.device)
     left = Step(losses=losses, grads=grads(trainer.chunk))

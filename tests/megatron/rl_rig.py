@@ -125,8 +125,7 @@ def train(
         loss = ((0.1 * penalty - gain) * mask).sum() / mask.sum().clamp(min=1)
         return loss, {"loss": loss.detach().clone()}
 
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    trainer.zero_grad()
     items = list(zip(packs, old, reference, strict=True))
     return [result["loss"] for result in _schedule(trainer.model, items, policy_loss, forward_only=False)]
 

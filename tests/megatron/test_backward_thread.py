@@ -103,6 +103,7 @@ def test_a_step_without_graphs_is_left_alone(install: Install, how: str) -> None
 def test_a_backward_outside_of_a_schedule_is_left_alone(install: Install) -> None:
     trainer, seen = trained(install)
     before = report_of(trainer)["replays"]
+    trainer.zero_grad()
     assert seen.of(lambda: forward(trainer.model, ONE, trainer.device)[0].sum().backward()) == [True]
     assert report_of(trainer)["replays"] == before + LAYERS
 
@@ -192,7 +193,7 @@ def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
     """Of one model and one replay: inside of a schedule, and by its calls alone."""
     trainer, _seen = trained(install)
     inside = step(trainer, [ONE], update=False)
-    trainer.model.zero_grad_buffer()
+    trainer.zero_grad()
     losses, reduce = forward(trainer.model, ONE, trainer.device)
     loss, kept = reduce(losses)
     loss.backward()

@@ -277,6 +277,7 @@ def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(install: In
     for trainer, eager in zip(
         pair.both, (megagraph.disable_cuda_graphs_this_step(), nullcontext()), strict=True
     ):
+        trainer.zero_grad()
         with eager, pytest.raises(RuntimeError, match="no more data"):
             schedule(trainer.model, broken(), 3, trainer.device)
     pair.step(ONE, TWO, times=2)

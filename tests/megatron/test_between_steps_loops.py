@@ -43,11 +43,6 @@ def same_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
 
 
-def _zero(trainer: Trainer) -> None:
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
-
-
 def _both(pair: Pair, work: Callable[[Trainer], Any]) -> list[Any]:
     """The same work on both models, on the first without graphs."""
     with megagraph.disable_cuda_graphs_this_step():
@@ -85,7 +80,7 @@ def _unsynchronized(trainer: Trainer) -> Iterator[None]:
 
 def _accumulate(trainer: Trainer, calls: list[list[Micro]], *, reduces_once: bool = False) -> Step:
     """Several schedule calls before one optimizer step, with no gradient zeroed in between."""
-    _zero(trainer)
+    trainer.zero_grad()
     losses = []
     for index, micros in enumerate(calls):
         waits = reduces_once and index < len(calls) - 1
@@ -125,7 +120,7 @@ def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
     pair = Pair()
     for _ in range(2):
         both = _both(pair, lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
-    _zero(pair.graphed)
+    pair.graphed.zero_grad()
     schedule(pair.graphed.model, [TWO], 1, pair.graphed.device)
     alone = grads(pair.graphed.chunk)
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
@@ -219,7 +214,7 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
         pair.step(ONE, TWO, times=2)
 
     def attempt(trainer: Trainer) -> Step:
-        _zero(trainer)
+        trainer.zero_grad()
         with pytest.raises(Broken):
             broken(trainer)
         return Step(losses=[], grads=grads(trainer.chunk))
@@ -348,7 +343,7 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install)
         yield TWO
 
     def work(trainer: Trainer) -> Step:
-        _zero(trainer)
+        trainer.zero_grad()
         try:
             losses = schedule(trainer.model, changing(), 2, trainer.device)
         finally:

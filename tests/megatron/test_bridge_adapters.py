@@ -78,8 +78,7 @@ def _step_with_a_reference(trainer: Trainer) -> Step:
             yield micro
 
     references: list[torch.Tensor] = []
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    trainer.zero_grad()
     losses = schedule(trainer.model, micros(), 2, trainer.device)
     left = Step(losses=[*losses, *references], grads=grads(trainer.chunk))
     trainer.update()

@@ -76,7 +76,7 @@ def _count(layers: int, ddp: dict[str, Any] | None = None) -> tuple[Calls, Calls
         trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
         for _ in range(3):
             step(trainer, [MICRO, MICRO])
-        trainer.model.zero_grad_buffer()
+        trainer.zero_grad()
         for group in trainer.model.bucket_groups:
             group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
         plugin = installed_plugin()

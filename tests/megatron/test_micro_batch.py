@@ -23,8 +23,7 @@ def _through_the_block(trainer: Trainer, filler: float, *, eager: bool) -> tuple
     """One pass whose gradient is `filler` past the pack's end; what the block gave and what it left."""
     outputs: list[Tensor] = []
     handle = trainer.chunk.decoder.register_forward_hook(lambda _module, _args, out: outputs.append(out))
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    trainer.zero_grad()
     with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
         losses, _ = forward(trainer.model, MICRO, trainer.device)
         (out,) = outputs

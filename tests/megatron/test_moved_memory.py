@@ -177,6 +177,7 @@ def test_gradients_that_move_hide_no_other_change(install: Install) -> None:
 
 def _forward(trainer: Trainer) -> torch.Tensor:
     """Of a block alone: a replayed tensor that somebody keeps."""
+    trainer.zero_grad()
     kept: list[torch.Tensor] = []
     handle = trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out))
     losses = forward(trainer.model, Micro(lengths=(64,)), trainer.device)

@@ -117,8 +117,7 @@ def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], 
         do()
         yield TWO
 
-    trainer.model.zero_grad_buffer()
-    trainer.optimizer.zero_grad()
+    trainer.zero_grad()
     try:
         losses = schedule(trainer.model, micros(), 2, trainer.device)
     finally:

@@ -35,6 +35,7 @@ def _broken_step(trainer: Trainer, *, is_eager: bool) -> Broken:
     def forward_step(data: Iterator[Micro], chunk: Any) -> Any:
         raise Broken(forward(chunk, next(data), trainer.device)[0])
 
+    trainer.zero_grad()
     eager = megagraph.disable_cuda_graphs_this_step() if is_eager else contextlib.nullcontext()
     with eager, pytest.raises(Broken) as error:
         get_forward_backward_func()(
