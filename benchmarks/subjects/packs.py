@@ -41,16 +41,22 @@ class Case:
         return [list(itertools.islice(packs, MICRO_BATCHES)) for _ in range(count)]
 
     def _documents(self) -> Iterator[Document]:
-        limit = self.model.max_tokens
         if self.mean_length is None:
+            limit = self.model.max_tokens
             return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
-        bounds = {"minimum": limit // 64, "maximum": self.longest or limit}
-        lengths = lognormal_lengths(20_000, mean=self.mean_length, sigma=1.5, seed=7, **bounds)
         generator = torch.Generator().manual_seed(11)
         return (
             Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
-            for i, length in enumerate((lengths // self.multiple * self.multiple).tolist())
+            for i, length in enumerate(self._lengths(self.mean_length))
         )
+
+    def _lengths(self, mean: int) -> Iterator[int]:
+        """Of lognormal documents, without an end."""
+        limit = self.model.max_tokens
+        bounds = {"minimum": limit // 64, "maximum": self.longest or limit}
+        for seed in itertools.count(7):
+            lengths = lognormal_lengths(20_000, mean=mean, sigma=1.5, seed=seed, **bounds)
+            yield from (lengths // self.multiple * self.multiple).tolist()
 
 
 _LARGE = model_options(1024, layers=24, tokens=8192)

@@ -227,11 +227,12 @@ void bind_chain(py::module_& m) {
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
       .def(
           "begin",
-          [](Chain& chain, int variant, const std::vector<at::Tensor>& sources) {
-            const auto reason = chain.begin(variant, sources);
+          [](Chain& chain, int variant, const std::vector<at::Tensor>& sources,
+             bool look_at_grads) {
+            const auto reason = chain.begin(variant, sources, look_at_grads);
             return reason ? static_cast<int>(*reason) : -1;
           },
-          py::arg("variant"), py::arg("sources"))
+          py::arg("variant"), py::arg("sources"), py::arg("look_at_grads"))
       .def("end", &Chain::end)
       .def("all_free", &Chain::all_free)
       .def("describe_holders", &Chain::describe_holders)

@@ -19,7 +19,8 @@ void bind_watch(py::module_& m) {
       py::arg("device"));
   py::class_<ModuleWatch>(m, "ModuleWatch")
       .def(py::init<py::list>(), py::arg("modules"))
-      .def("fingerprint", &ModuleWatch::fingerprint);
+      .def("fingerprint", &ModuleWatch::fingerprint)
+      .def_property_readonly("have_other_grads", &ModuleWatch::have_other_grads);
   py::class_<StateWatch>(m, "StateWatch")
       .def(py::init<py::list, py::object, py::iterable, py::object, py::list>(), py::arg("modules"),
            py::arg("block"), py::arg("left_out"), py::arg("is_expected_hook"), py::arg("keys"))

@@ -105,6 +105,7 @@ class ModuleWatch::Reader {
       PyObject* grad = entry(own.ptr(), main_grad());
       if (grad == nullptr) grad = computed(value);
       structure_.mix(grad);
+      watch_.have_main_grad_.push_back(grad != nullptr && is_tensor(grad));
       if (grad != nullptr && is_tensor(grad)) watch_.others_.push_back(grad);
     }
     position = 0;
@@ -143,6 +144,7 @@ void ModuleWatch::look() {
   if (kCanTellDictEvents && seen_ == events) return;
   seen_.reset();  // until everything was read
   params_.clear();
+  have_main_grad_.clear();
   others_.clear();
   computed_.clear();
   Reader reader(*this);
@@ -155,7 +157,12 @@ void ModuleWatch::look() {
 size_t ModuleWatch::fingerprint() {
   look();
   Hash hash(structure_);
-  for (PyObject* param : params_) mix_parameter(hash, param);
+  have_other_grads_ = false;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    mix_parameter(hash, params_[i]);
+    const bool is_other = have_main_grad_[i] && tensor_of(params_[i]).grad().defined();
+    have_other_grads_ = have_other_grads_ || is_other;
+  }
   for (PyObject* tensor : others_) mix_address(hash, tensor_of(tensor));
   return hash.value();
 }

@@ -37,6 +37,9 @@ class ModuleWatch {
 
   // Note [Module fingerprint].
   size_t fingerprint();
+  // Whether a parameter with main_grad held a gradient besides at the last fingerprint, of which
+  // that is no part.
+  bool have_other_grads() const { return have_other_grads_; }
 
  private:
   class Reader;
@@ -47,6 +50,8 @@ class ModuleWatch {
   size_t structure_ = 0;
   // Borrowed: as long as no dictionary changes, they are in theirs.
   std::vector<PyObject*> params_, others_;
+  std::vector<bool> have_main_grad_;  // of the parameters
+  bool have_other_grads_ = false;
   std::vector<pybind11::object> computed_;  // in no dictionary: read again each time
 };
 

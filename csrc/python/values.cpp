@@ -6,6 +6,7 @@
 #include <cstring>
 #include <optional>
 
+#include "csrc/python/dict_events.h"
 #include "csrc/python/hash.h"
 #include "csrc/python/references.h"
 #include "csrc/python/serials.h"
@@ -142,8 +143,14 @@ size_t ValueHasher::operator()(PyObject* value) {
   } else if (is_tensor(value)) {
     hash = of_tensor(value);
   } else if (is_configuration(value)) {
-    meet_mutable();
-    hash = combined(of_identity(value), of_entries(attributes_of(value).ptr()));
+    const py::object attributes = attributes_of(value);
+    // Who looks at versions of dictionaries would look at one that the object has no more.
+    if (dicts_ == nullptr || !kCanTellDictEvents) {
+      meet_mutable();
+    } else {
+      dicts_->push_back(attributes.ptr());
+    }
+    hash = combined(of_identity(value), of_entries(attributes.ptr()));
   } else {
     hash = of_identity(value);
   }

@@ -20,14 +20,15 @@ class ValueHasher {
  public:
   ValueHasher() = default;
   // `dicts` takes the dictionaries that are met, borrowed, outer ones first, where each change of
-  // them is a change of a dictionary: those inside of a list, a set or a configuration are not.
+  // them is a change of a dictionary: those inside of a list or a set are not. Among them are those
+  // of the attributes of configurations, where changes can be told.
   explicit ValueHasher(std::vector<PyObject*>& dicts) : dicts_(&dicts) {}
 
   // Needs the GIL; throws with a Python error where a value's own hash does.
   size_t operator()(PyObject* value);
 
   // Whether a value was met since it was made whose content may change while the object stays: a
-  // list, a set, a configuration, a dictionary that was not taken.
+  // list, a set, a configuration or a dictionary that was not taken.
   bool has_met_mutable() const { return has_met_mutable_; }
 
  private:

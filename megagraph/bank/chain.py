@@ -171,12 +171,21 @@ class Chain:
             if reason is None:
                 self.end()
 
-    def begin(self, key: Hashable, sources: Sequence[Tensor] = ()) -> EagerReason | None:
-        """Leases a slot, or answers why not; `end()` ends what this began."""
+    def begin(
+        self, key: Hashable, sources: Sequence[Tensor] = (), *, look_at_grads: bool = True
+    ) -> EagerReason | None:
+        """Leases a slot, or answers why not; `end()` ends what this began.
+
+        Args:
+            key: the variant.
+            sources: metadata, as `micro_batch()` takes it.
+            look_at_grads: False where it is known that no parameter holds a `.grad` beside `main_grad`,
+                which eager would add as well.
+        """
         index = self.variants.get(key)
         if index is None:
             return self.eager_variants.get(key, EagerReason.WARMING_UP)
-        code = self.core.begin(index, sources)
+        code = self.core.begin(index, sources, look_at_grads)
         if code >= 0:
             return EagerReason(code)
         self._running = self.captured[index], sources

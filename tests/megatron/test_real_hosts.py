@@ -212,15 +212,12 @@ def _needs(ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
-def test_bits(
-    name: str, worlds: dict[int, World], measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worlds.TIMEOUT_SECONDS", TIMEOUT_SECONDS)
+def test_bits(name: str, worlds: dict[int, World], measured: Measured) -> None:
     job = JOBS[name]
     if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
     world = worlds.get(job.ranks) or worlds.setdefault(job.ranks, World(job.ranks))
-    ranks = world.run(compare, tensor_parallel=job.tensor_parallel, job=job)
+    ranks = world.run(compare, tensor_parallel=job.tensor_parallel, timeout_seconds=TIMEOUT_SECONDS, job=job)
     reports = [rank["report"] for rank in ranks]
     differences = [text for rank in ranks for text in rank["differences"]]
     replays, calls = (sum(report[key] for report in reports) for key in ("replays", "calls"))

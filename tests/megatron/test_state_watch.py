@@ -2,8 +2,10 @@
 """The hash of modules' Python state: other after each change, and the same again when that is taken back."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -81,6 +83,38 @@ def test_dictionaries_are_followed_as_long_as_nobody_else_holds_them() -> None:
     layer.names[0]["b"] = 2  # type: ignore[index]
     assert watch.now(False) == before
     assert watch.now(True) != before
+
+
+@dataclass
+class Initialization:
+    """As Transformer Engine's modules keep one of each parameter, in a dictionary."""
+
+    function: Callable[[], Any]
+    index: int = 0
+    further: list[int] = field(default_factory=list)
+
+
+def test_a_dataclass_in_a_dictionary_is_followed_where_changes_of_dictionaries_can_be_told() -> None:
+    layer = Layer()
+    metas = {name: Initialization(function=dict) for name in "ab"}
+    layer.table = {**metas}  # type: ignore[assignment]
+    watch = watch_of([layer])
+    before = watch.now(True)
+    metas["a"].index = 1
+    assert (watch.now(False) != before) is (sys.version_info >= (3, 12))
+    assert watch.now(True) != before
+    metas["a"].index = 0
+    assert watch.now(True) == before
+    metas["b"].further.append(1)
+    assert watch.now(False) == before and watch.now(True) != before
+    metas["b"].further.clear()
+    layer.table["a"] = Initialization(function=dict)  # type: ignore[index]
+    assert (other := watch.now(True)) != before
+    metas["a"].index = 2  # nobody's by now
+    metas["a"].__dict__ = {"index": 3}
+    assert watch.now(True) == other
+    metas["b"].__dict__ = {"function": dict, "index": 4, "further": []}
+    assert watch.now(True) != other
 
 
 def test_a_name_that_is_left_out_counts_where_it_is_a_key_of_a_value() -> None:

@@ -121,7 +121,8 @@ void Chain::check_source(const Variant& variant, size_t spec,
                     ": expected up to ", target.numel(), " entries, got ", source.numel());
 }
 
-std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tensor>& sources) {
+std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tensor>& sources,
+                                        bool look_at_grads) {
   check_nobody_replays();
   TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this chain has not ended");
   TORCH_CHECK(!has_unpoisoned_.exchange(false),
@@ -138,7 +139,7 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
   // replays nothing would save some.
   if (wanted.training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
   if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
-  if (wanted.training && graphs_.at(variant).at(0)->have_other_gradients()) {
+  if (look_at_grads && wanted.training && graphs_.at(variant).at(0)->have_other_grads()) {
     return EagerReason::kParametersChanged;
   }
   int num_sources = wanted.end_source + 1;

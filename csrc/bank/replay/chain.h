@@ -110,8 +110,11 @@ class Chain {
   };
 
   // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
-  // chain's device, as the variant's metadata buffers name them by index.
-  std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources);
+  // chain's device, as the variant's metadata buffers name them by index. `look_at_grads`:
+  // parameters may hold gradients beside main_grad (VariantGraphs); to look at each of them costs
+  // more than all the rest.
+  std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources,
+                                   bool look_at_grads);
   void end();
   // The running micro-batch's slot; null between micro-batches.
   const std::shared_ptr<Slot>& current() const { return current_; }

@@ -23,7 +23,7 @@ bool SiteGraph::follows(const SiteGraph* before) const {
   return before == nullptr ? is_entry : is_chained;
 }
 
-bool SiteGraph::have_other_gradients() const {
+bool SiteGraph::have_other_grads() const {
   return std::any_of(accumulated.begin(), accumulated.end(),
                      [](const at::Tensor& param) { return param.grad().defined(); });
 }

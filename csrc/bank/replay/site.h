@@ -57,7 +57,7 @@ struct SiteGraph {
   // Whether this can be launched right after `before`; null is the beginning of a chain.
   bool follows(const SiteGraph* before) const;
   // Of the accumulated parameters: VariantGraphs says what it means.
-  bool have_other_gradients() const;
+  bool have_other_grads() const;
   void poison();
   void poison_transients();
   void release();

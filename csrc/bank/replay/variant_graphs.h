@@ -21,9 +21,9 @@ struct VariantGraphs {
   // Whether a parameter with main_grad holds a gradient besides, as one does after Megatron's FP32
   // optimizer until zero_grad(). Eager adds the next gradient to that one, and their sum to
   // main_grad, where a graph adds the next one alone.
-  bool have_other_gradients() const {
+  bool have_other_grads() const {
     return std::any_of(sites.begin(), sites.end(), [](const auto& graph) {
-      return graph != nullptr && graph->have_other_gradients();
+      return graph != nullptr && graph->have_other_grads();
     });
   }
 };

@@ -132,7 +132,7 @@ class BlockBank:
         Returns:
             None where it has to run eager: `batch.reason` says why.
         """
-        batch.reason = self.chain.begin(batch.key, batch.sources)
+        batch.reason = self.chain.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
         if batch.reason is not None:
             return None
         loop = self._loops.by_key[batch.key]

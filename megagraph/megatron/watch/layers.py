@@ -58,6 +58,8 @@ class LayerWatch:
         self._memory = _C.ModuleWatch(self._modules)
         # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
+        # Whether parameters held a `.grad` beside their `main_grad` when the step began.
+        self.have_other_grads = False
         self._is_expected_hook = is_expected_hook
         self._left_out = left_out
         self.stay_eager = frozenset(stay_eager)
@@ -157,6 +159,8 @@ class LayerWatch:
         """
         self._addresses.watch(grad=grad)
         self.is_watching = True
+        self._memory.fingerprint()
+        self.have_other_grads = self._memory.have_other_grads
         self._fingerprint = None
 
     def forget_gradients(self) -> None:
@@ -175,7 +179,9 @@ class LayerWatch:
         if not self.is_watching:
             self.follow_modules()  # whose state makes a kind
             return None
-        if self._fingerprint is not None and self._fingerprint == self._memory.fingerprint():
+        is_as_it_was = self._memory.fingerprint() == self._fingerprint
+        self.have_other_grads = self._memory.have_other_grads
+        if is_as_it_was:
             return None
         reason = self._look_closely(find_ineligible)
         self._fingerprint = self._memory.fingerprint() if reason is None else None
