@@ -16,6 +16,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.patch.stages import standing_in
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.scopes.loop import LayerLoop, shadowed_layers
 
@@ -39,12 +40,13 @@ class ForwardWrappers:
         read = {name: place for name, place in places.items() if name in _READ}
         plugin = self._plugin
 
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             get = (_with_positional(kwargs, args, read) if args else kwargs).get
             ids: Any = get("input_ids")
-            hidden_states: Tensor | None = get("decoder_input")
+            is_first_stage = getattr(model, "pre_process", True)
+            hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
             is_inference = get("inference_context") is not None or get("inference_params") is not None
-            if is_inference or (ids is None and hidden_states is None):
+            if is_inference or (hidden_states is None and (ids is None or not is_first_stage)):
                 with plugin.untouched(model):
                     return original(model, *args, **kwargs)  # without input it says what is missing
             graphs = plugin.graphs_of_model(model)
@@ -63,7 +65,9 @@ class ForwardWrappers:
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
                 has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
+                # Of a pipeline's stage other stages see the rows, too.
                 has_rows = hidden_states is not None or get("output_processor") is not None
+                has_rows = has_rows or not getattr(model, "post_process", True)
                 is_foreign = not entries.are_megatrons
                 if has_more or (added_rows and (has_rows or is_foreign)):
                     # These fit the rows that were given, or ask the block for other results.
@@ -97,9 +101,7 @@ class ForwardWrappers:
         original = level.function if run is None else run
         graphs_of_block = self._plugin.graphs_of_block
 
-        def forward(
-            block: nn.Module, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any
-        ) -> Any:
+        def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
             graphs = graphs_of_block(id(block))
             if graphs is None or graphs.running is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
@@ -108,18 +110,21 @@ class ForwardWrappers:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             entries.block.reached += 1
             batch = graphs.running
+            entered = hidden_states if getattr(block, "pre_process", True) else block.input_tensor
             if isinstance(batch, EagerReason):
-                graphs.count_as_given(batch, hidden_states)
+                graphs.count_as_given(batch, entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             table = kwargs.get("rotary_pos_emb")
             if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
                 graphs.count_as_given(EagerReason.SIGNATURE_CHANGED)
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, hidden_states, table)
+            loop = graphs.begin(batch, entered, table)
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
-                out = batch.cut(original(block, batch.pad(hidden_states), None, *args, **kwargs))
+                rows = batch.pad(entered)
+                with standing_in(block, rows):
+                    out = batch.cut(original(block, rows, None, *args, **kwargs))
                 graphs.verifier.keep_gradient(batch, out)
                 return out
             try:
