@@ -47,11 +47,13 @@ BANK = [
 SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
 PYTHON = [
     "bind_capture",
+    "bind_packs",
     "bind_replay",
     "bind_watch",
     "dict_events",
     "fingerprint",
     "module",
+    "pack_reader",
     "serials",
     "site_object",
     "state_items",
@@ -59,6 +61,7 @@ PYTHON = [
     "values",
 ]
 SOURCES = [
+    "csrc/decide/dispatch.cpp",
     *(f"csrc/torch/{name}.cpp" for name in SEAM),
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),

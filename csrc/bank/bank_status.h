@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/bank/eager_reason.h"
+#include "csrc/decide/eager_reason.h"
 
 namespace megagraph {
 

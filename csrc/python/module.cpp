@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/bank/eager_reason.h"
+#include "csrc/decide/eager_reason.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/site_object.h"
 
@@ -18,6 +18,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (site == nullptr) throw py::error_already_set();
   m.attr("Site") = py::reinterpret_steal<py::object>(site);
   megagraph::bind_capture(m);
+  megagraph::bind_packs(m);
   megagraph::bind_replay(m);
   megagraph::bind_watch(m);
 }

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how one micro-batch runs: which captured variant, or eager and why.
+"""What a captured variant can hold, and what a pack needs, in plain numbers.
 
-Pure: reads descriptors made of plain numbers, touches no tensor, no device and no Megatron. Ranks
-that see the same pack decide alike, because nothing else enters.
+Touches no tensor, no device and no Megatron. Which capacity a pack gets is decided in
+csrc/decide/dispatch.h, in each micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["Capacity", "PackShape", "decide"]
+__all__ = ["Capacity", "PackShape"]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -39,7 +38,7 @@ class Capacity:
 
 
 class PackShape(NamedTuple):
-    """What a pack needs, read without touching the device. Made in each micro-batch, hence a plain tuple.
+    """What a pack needs, read without touching the device.
 
     Args:
         tokens: physical tokens of this rank's share.
@@ -68,35 +67,3 @@ class PackShape(NamedTuple):
 _TOO_MANY_TOKENS = EagerReason.TOO_MANY_TOKENS
 _TOO_MANY_SEQUENCES = EagerReason.TOO_MANY_SEQUENCES
 _SEQUENCE_TOO_LONG = EagerReason.SEQUENCE_TOO_LONG
-
-
-def decide(
-    shape: PackShape | None, capacities_by_cp_size: Mapping[int, Sequence[Capacity]]
-) -> Capacity | EagerReason:
-    """Picks the capacity for a pack.
-
-    Cheapest is fewest tokens, then fewest documents, then the shortest longest document. If none
-    holds the pack, the reason is the first dimension in which it exceeds every capacity that held the
-    ones before it.
-
-    Args:
-        shape: the pack; None if the micro-batch carries no packed sequences.
-        capacities_by_cp_size: what the bank can hold for each context-parallel size.
-
-    Returns:
-        The cheapest capacity that holds the pack, else the reason to run eager as the pack was given.
-    """
-    if shape is None:
-        return EagerReason.NO_PACK_METADATA
-    found: Capacity | None = None
-    why: EagerReason | None = None
-    for capacity in capacities_by_cp_size.get(shape.cp_size, ()):
-        exceeded = shape.exceeds(capacity)
-        if exceeded is None:
-            if found is None or capacity < found:
-                found = capacity
-        elif why is None or exceeded is _SEQUENCE_TOO_LONG or why is _TOO_MANY_TOKENS:
-            why = exceeded
-    if found is not None:
-        return found
-    return EagerReason.CP_SIZE_NOT_CAPTURED if why is None else why

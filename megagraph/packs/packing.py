@@ -9,7 +9,6 @@ rows; if a pack carries no padded offsets the actual ones are physical.
 """
 
 import enum
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megagraph import _C
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.packs import ops
 
@@ -25,9 +25,9 @@ __all__ = [
     "PackForm",
     "PackedSequences",
     "TailConvention",
+    "canonical_constants",
     "canonical_fields",
-    "declares_every_row",
-    "has_own_cp_group",
+    "canonical_offsets",
     "offsets_rules",
     "pack_shape",
 ]
@@ -82,28 +82,8 @@ class PackForm(NamedTuple):
     @staticmethod
     def of(params: PackedSequences) -> "PackForm | None":
         """The form of a pack; None if queries and keys have offsets, or a longest document, of their own."""
-        q, kv = params.cu_seqlens_q, params.cu_seqlens_kv
-        q_padded, kv_padded = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
-        if not (q is kv or _same_memory(q, kv)):
-            return None
-        if not (q_padded is kv_padded or _same_memory(q_padded, kv_padded)):
-            return None
-        longest, longest_kv = params.max_seqlen_q, params.max_seqlen_kv
-        if type(longest) is int and type(longest_kv) is int and longest != longest_kv:
-            return None
-        is_aliased = q_padded is q and kv_padded is kv
-        has_padded = q_padded is not None and not is_aliased
-        return _form(has_padded, is_aliased, getattr(params, "pad_between_seqs", None))
-
-
-_form = functools.cache(PackForm)  # which are few, and looked up faster than made
-
-
-def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors that are not the same object are views of the same entries."""
-    if a is None or b is None:
-        return False
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+        found = _C.pack_form(params)
+        return None if found is None else PackForm(*found)
 
 
 def pack_shape(
@@ -121,35 +101,8 @@ def pack_shape(
         The shape, or None if `params` describes no packed sequences. A `max_seqlen` that lives on
         the device is not read: the longest document it could mean, all tokens, is assumed.
     """
-    if params is None or params.qkv_format != "thd" or params.cu_seqlens_q is None:
-        return None
-    longest = params.max_seqlen_q
-    if type(longest) is not int:
-        on_device = isinstance(longest, Tensor) and longest.is_cuda
-        longest = tokens * cp_size if longest is None or on_device else int(longest)
-    num_seqs = params.cu_seqlens_q.numel() - 1 + tail.extra_seqs
-    return PackShape(tokens, num_seqs, longest if longest > 1 else 1, cp_size)
-
-
-def declares_every_row(params: PackedSequences, tokens: int) -> bool:
-    """Whether a pack of several documents declares one as long as the pack: a `max_seqlen` of all its rows.
-
-    Of one document alone that is no more than its length. Waits for the device if `max_seqlen` lives there.
-
-    Args:
-        params: the pack.
-        tokens: its physical tokens.
-    """
-    declared = (params.max_seqlen_q, params.max_seqlen_kv)
-    if params.cu_seqlens_q.numel() <= 2 or any(longest is None for longest in declared):
-        return False
-    return max(map(int, declared)) == tokens
-
-
-def has_own_cp_group(params: PackedSequences) -> bool:
-    """Whether a pack names the context-parallel ranks that share it, instead of leaving it to the model."""
-    cp_size = getattr(params, "local_cp_size", None)
-    return getattr(params, "cp_group", None) is not None or (cp_size is not None and cp_size > 1)
+    found = _C.pack_shape(params, tokens, tail.extra_seqs, cp_size)
+    return None if found is None else PackShape(*found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,26 +138,16 @@ def offsets_rules(tail: TailConvention, tokens: int, *, has_padded: bool) -> Map
     return {"actual": repeat, "padded": OffsetsRule(fill=tokens, extend_last=True)}
 
 
-def canonical_fields(
-    offsets: Mapping[str, Tensor], form: PackForm, tail: TailConvention, capacity: Capacity
-) -> dict[str, Any]:
-    """The `PackedSeqParams` fields of a canonical pack.
+def canonical_constants(form: PackForm, tail: TailConvention, capacity: Capacity) -> dict[str, Any]:
+    """The `PackedSeqParams` fields of a canonical pack that are the same for every pack of a variant.
 
     Args:
-        offsets: `actual` and perhaps `padded`, int32 [num_seqs + 1].
         form: of the pack as it was given; keeps what it said of padding.
         tail: the convention by which the offsets were padded.
         capacity: its `max_seqlen` is the pack's, so that kernels choose alike for every pack.
     """
-    actual, padded = offsets["actual"], offsets.get("padded")
-    if padded is None and form.is_aliased:
-        padded = actual
     fields: dict[str, Any] = {
         "qkv_format": "thd",
-        "cu_seqlens_q": actual,
-        "cu_seqlens_kv": actual,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
         "max_seqlen_q": capacity.max_seqlen,
         "max_seqlen_kv": capacity.max_seqlen,
     }
@@ -214,3 +157,30 @@ def canonical_fields(
     if between is not None:
         fields["pad_between_seqs"] = between
     return fields
+
+
+def canonical_offsets(actual: Tensor, padded: Tensor | None, form: PackForm) -> dict[str, Tensor | None]:
+    """The others: offsets of queries and of keys, int32 [num_seqs + 1]."""
+    if padded is None and form.is_aliased:
+        padded = actual
+    return {
+        "cu_seqlens_q": actual,
+        "cu_seqlens_kv": actual,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+    }
+
+
+def canonical_fields(
+    offsets: Mapping[str, Tensor], form: PackForm, tail: TailConvention, capacity: Capacity
+) -> dict[str, Any]:
+    """All fields of a canonical pack.
+
+    Args:
+        offsets: `actual` and perhaps `padded`, int32 [num_seqs + 1].
+        form: of the pack as it was given.
+        tail: the convention by which the offsets were padded.
+        capacity: of the pack.
+    """
+    of_offsets = canonical_offsets(offsets["actual"], offsets.get("padded"), form)
+    return {**canonical_constants(form, tail, capacity), **of_offsets}

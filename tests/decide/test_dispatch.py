@@ -2,15 +2,19 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagraph import _C
-from megagraph.decide.dispatch import Capacity, PackShape, decide
+from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
+from megagraph.packs.packing import PackForm
 
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
 # Few values, so that packs fit, exceed and equal capacities about as often.
@@ -20,6 +24,22 @@ shapes = st.builds(
     PackShape, tokens=numbers, num_seqs=st.integers(0, 4), max_seqlen=numbers, cp_size=st.sampled_from([1, 2])
 )
 banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
+
+
+def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]]) -> Capacity | EagerReason:
+    """What the core decides for a pack of a shape."""
+    reader = _C.PackReader(0, list(EagerReason), PackForm)
+    reader.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
+    if shape is None:
+        found = reader.read(None, 1)
+    else:
+        offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
+        pack = SimpleNamespace(qkv_format="thd", **dict.fromkeys(names, offsets), **longest)
+        found = reader.read(pack, shape.tokens, shape.cp_size)
+    decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found.capacity
+    return decision
 
 
 def cheapest_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> Capacity | None:

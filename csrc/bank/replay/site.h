@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/bank/eager_reason.h"
+#include "csrc/decide/eager_reason.h"
 #include "csrc/bank/executable.h"
 #include "csrc/bank/signature.h"
 

@@ -5,9 +5,8 @@ import dataclasses
 from typing import Any
 
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape, decide
+from megagraph.decide.dispatch import PackShape
 from megagraph.decide.learn import learn_capacities
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 
 __all__ = ["Capacities"]
@@ -27,10 +26,6 @@ class Capacities:
         self.known = config.all_capacities()
         self._extra_seqs = config.tail.extra_seqs
         self._observed: set[PackShape] = set()
-
-    def decide(self, shape: PackShape) -> Capacity | EagerReason | None:
-        """The capacity for a pack, or why none holds it; None while they are still to be learned."""
-        return decide(shape, {shape.cp_size: self.known}) if self.known else None
 
     def observe(self, shape: PackShape) -> None:
         """Remembers a pack of the warm-up."""

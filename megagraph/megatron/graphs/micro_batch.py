@@ -17,7 +17,14 @@ from megagraph.megatron.graphs.positions import (
     without_positions,
 )
 from megagraph.packs import ops
-from megagraph.packs.packing import OffsetsRule, PackForm, TailConvention, canonical_fields, offsets_rules
+from megagraph.packs.packing import (
+    OffsetsRule,
+    PackForm,
+    TailConvention,
+    canonical_constants,
+    canonical_offsets,
+    offsets_rules,
+)
 
 __all__ = ["Kind", "MicroBatch", "new_params", "sources_of"]
 
@@ -67,6 +74,16 @@ def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
     if not known.issuperset(fields):
         fields = {name: value for name, value in fields.items() if name in known}
     return params_type(**fields)
+
+
+@functools.cache
+def _constant_fields(
+    params_type: type[Any], form: PackForm, tail: TailConvention, capacity: Capacity
+) -> Mapping[str, Any]:
+    """What a canonical pack says beside its offsets."""
+    known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
+    fields = canonical_constants(form, tail, capacity)
+    return {name: value for name, value in fields.items() if name in known}
 
 
 @functools.cache
@@ -178,7 +195,7 @@ class MicroBatch:
             rules = _rules(self._tail, self.capacity.tokens, form.has_padded)
             given = {"actual": self.sources[0], "padded": self.sources[-1]}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
-            self._canonical = self._with_offsets(offsets)
+            self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
             remember_positions(self._canonical, self._rows_are_positions)
         return self._canonical
 
@@ -187,12 +204,15 @@ class MicroBatch:
 
         It is what the code around replayed layers needs, and costs no work on the device.
         """
-        return self._with_offsets({"actual": self.sources[0], "padded": self.params.cu_seqlens_q_padded})
+        return self._with_offsets(self.sources[0], self.params.cu_seqlens_q_padded)
 
-    def _with_offsets(self, offsets: Mapping[str, Any]) -> Any:
-        fields = canonical_fields(offsets, self.kind.form, self._tail, self.capacity)
-        params = new_params(type(self.params), fields)
-        copy_foreign_attributes(self.params, params)
+    def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
+        params_type: Any = type(self.params)
+        form = self.kind.form
+        constants = _constant_fields(params_type, form, self._tail, self.capacity)
+        params = params_type(**canonical_offsets(actual, padded, form), **constants)
+        if len(self.params.__dict__) > len(_fields_of(params_type)):
+            copy_foreign_attributes(self.params, params)
         return params
 
     def pad(self, hidden_states: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import PackShape
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
@@ -28,7 +29,6 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
-from megagraph.packs.packing import declares_every_row
 
 __all__ = ["ModelGraphs"]
 
@@ -98,7 +98,7 @@ class ModelGraphs:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self._refusal = refusal
         if refusal is not None:
-            self.reader.refused = refusal.reason
+            self.reader.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
 
     # -- micro-batches ---------------------------------------------------------------------------
@@ -115,28 +115,26 @@ class ModelGraphs:
         """
         if self._refusal is not None:  # since it was read
             return self._refusal.reason
-        params, shape, form, capacity = given
-        tokens = shape.tokens
+        params, tokens = given.params, given.tokens
         if torch.is_inference_mode_enabled():
             return EagerReason.SIGNATURE_CHANGED
-        if capacity is None:  # they may have been learned since
-            decided = self._capacities.decide(shape)
-            if isinstance(decided, EagerReason):
-                return decided
-            capacity = decided
+        if given.capacity is None and self._capacities.known:  # learned since
+            again = self.reader.read(params, tokens)
+            if isinstance(again, EagerReason):
+                return again
+            given = again
         if not self.entries.are_settled:
             return _WARMING_UP
-        depends = self._tables.depend_on_max_seqlen
-        are_rows = depends and shape.max_seqlen == tokens and declares_every_row(params, tokens)
-        kind = Kind(form, torch.is_grad_enabled(), self._states.of_call(), are_rows)
+        are_rows = self._tables.depend_on_max_seqlen and given.declares_every_row()
+        kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows)
         self._params_type = type(params)
         self._kinds.note(kind)
-        if capacity is None:
-            self._capacities.observe(shape)
+        if given.capacity is None:
+            self._capacities.observe(PackShape(tokens, given.num_seqs, given.max_seqlen))
             self._unlearned = kind, params
             return _WARMING_UP
         reason, shards = self._why_not_now(kind, is_skipped), self.peers.shards_sequence
-        batch = MicroBatch(params, tokens, (capacity, kind), reason, self._tail, shards, self._tables)
+        batch = MicroBatch(params, tokens, (given.capacity, kind), reason, self._tail, shards, self._tables)
         if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
             left_eager = self.block.why_left_eager(batch.key)
             if left_eager is not None:
@@ -251,6 +249,7 @@ class ModelGraphs:
             return
         if not self._capacities.known and self._kinds.warmed_up:
             self._capacities.learn()
+            self.reader.follow()
         if self._config.mode != "graph":
             return
         changes = self.changes

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Picks the capacity for a pack, from plain numbers alone: ranks that see the same pack decide
+// alike, since nothing else enters.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "csrc/decide/eager_reason.h"
+
+namespace megagraph {
+
+// What one captured variant can hold: physical tokens of one rank's share, documents, tokens of the
+// longest one.
+struct Capacity {
+  int64_t tokens, num_seqs, max_seqlen;
+};
+
+// What a pack needs, in the same dimensions, and the context-parallel ranks that share it.
+struct PackShape {
+  int64_t tokens, num_seqs, max_seqlen, cp_size;
+
+  // The first dimension that a capacity does not hold; none if it fits.
+  std::optional<EagerReason> exceeds(const Capacity& capacity) const;
+};
+
+struct Decision {
+  int capacity = -1;  // by index; -1 where none holds the pack
+  EagerReason reason = EagerReason::kCpSizeNotCaptured;
+};
+
+// The cheapest capacity that holds the pack: fewest tokens, then fewest documents, then the
+// shortest longest one. If none does, the reason is the first dimension in which it exceeds every
+// capacity that held the ones before it.
+Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities);
+
+}  // namespace megagraph

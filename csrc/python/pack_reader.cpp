@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/pack_reader.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "csrc/python/references.h"
+#include "csrc/torch/python_tensors.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+py::object attribute(const py::handle& object, const py::str& name) {
+  PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (found == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
+// None where the object has no such attribute: older releases lack some fields.
+py::object attribute_or_none(const py::handle& object, const py::str& name) {
+  PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (found != nullptr) return py::reinterpret_steal<py::object>(found);
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+  PyErr_Clear();
+  return py::none();
+}
+
+struct Fields {
+  const py::str &qkv_format = interned("qkv_format"), &q = interned("cu_seqlens_q"),
+                &kv = interned("cu_seqlens_kv"), &q_padded = interned("cu_seqlens_q_padded"),
+                &kv_padded = interned("cu_seqlens_kv_padded"), &longest = interned("max_seqlen_q"),
+                &longest_kv = interned("max_seqlen_kv"), &between = interned("pad_between_seqs"),
+                &cp_group = interned("cp_group"), &cp_size = interned("local_cp_size"),
+                &thd = interned("thd"), &numel = interned("numel");
+};
+
+const Fields& fields() {
+  static const Fields& known = *new Fields;
+  return known;
+}
+
+int64_t numel(const py::object& tensor) {
+  if (is_tensor(tensor.ptr())) return tensor_of(tensor.ptr()).numel();
+  return attribute(tensor, fields().numel)().cast<int64_t>();
+}
+
+int64_t integer(const py::object& value) { return py::int_(value).cast<int64_t>(); }
+
+bool is_int(const py::object& value) { return PyLong_CheckExact(value.ptr()) != 0; }
+
+// Tensors that are one object, or views of the same entries.
+bool are_same(const py::object& one, const py::object& other) {
+  if (one.is(other)) return true;
+  if (one.is_none() || other.is_none()) return false;
+  const at::Tensor &a = tensor_of(one.ptr()), &b = tensor_of(other.ptr());
+  return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
+         a.scalar_type() == b.scalar_type();
+}
+
+// Whether a pack names the context-parallel ranks that share it, instead of leaving it to the
+// model.
+bool has_own_cp_group(const py::handle& params) {
+  if (!attribute_or_none(params, fields().cp_group).is_none()) return true;
+  const py::object size = attribute_or_none(params, fields().cp_size);
+  return !size.is_none() && integer(size) > 1;
+}
+
+}  // namespace
+
+std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, int64_t extra_seqs,
+                                    int64_t cp_size) {
+  if (params.is_none()) return std::nullopt;
+  if (!attribute(params, fields().qkv_format).equal(fields().thd)) return std::nullopt;
+  const py::object offsets = attribute(params, fields().q);
+  if (offsets.is_none()) return std::nullopt;
+  const py::object declared = attribute(params, fields().longest);
+  const bool is_unknown =
+      declared.is_none() || (is_tensor(declared.ptr()) && tensor_of(declared.ptr()).is_cuda());
+  const int64_t longest = is_unknown ? tokens * cp_size : integer(declared);
+  return PackShape{tokens, numel(offsets) - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
+}
+
+std::optional<PackForm> pack_form(const py::handle& params) {
+  const py::object q = attribute(params, fields().q), kv = attribute(params, fields().kv);
+  if (!are_same(q, kv)) return std::nullopt;
+  const py::object q_padded = attribute(params, fields().q_padded);
+  const py::object kv_padded = attribute(params, fields().kv_padded);
+  if (!are_same(q_padded, kv_padded)) return std::nullopt;
+  const py::object longest = attribute(params, fields().longest);
+  const py::object longest_kv = attribute(params, fields().longest_kv);
+  if (is_int(longest) && is_int(longest_kv) && integer(longest) != integer(longest_kv)) {
+    return std::nullopt;
+  }
+  const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);
+  const bool has_padded = !q_padded.is_none() && !is_aliased;
+  return PackForm{has_padded, is_aliased, attribute_or_none(params, fields().between)};
+}
+
+bool declares_every_row(const py::handle& params, int64_t tokens) {
+  const py::object one = attribute(params, fields().longest);
+  const py::object other = attribute(params, fields().longest_kv);
+  const bool has_several = numel(attribute(params, fields().q)) > 2;
+  if (!has_several || one.is_none() || other.is_none()) return false;
+  return std::max(integer(one), integer(other)) == tokens;
+}
+
+PackReader::PackReader(int64_t extra_seqs, py::list reasons, py::object make_form)
+    : extra_seqs_(extra_seqs), reasons_(std::move(reasons)), make_form_(std::move(make_form)) {}
+
+void PackReader::set_capacities(const py::dict& by_cp_size) {
+  banks_.clear();
+  for (const auto& [cp_size, capacities] : by_cp_size) {
+    Bank& bank = banks_[cp_size.cast<int64_t>()];
+    for (const py::handle each : capacities) {
+      const auto size = [&](const char* name) { return each.attr(name).cast<int64_t>(); };
+      bank.capacities.push_back({size("tokens"), size("num_seqs"), size("max_seqlen")});
+      bank.objects.append(each);
+    }
+  }
+}
+
+py::object PackReader::read(const py::object& params, int64_t tokens, int64_t cp_size) {
+  if (!refused_.is_none()) return refused_;
+  const auto shape = pack_shape(params, tokens, extra_seqs_, cp_size);
+  if (!shape) return reason(EagerReason::kNoPackMetadata);
+  const auto form = pack_form(params);
+  if (!form) return reason(EagerReason::kSignatureChanged);
+  py::object capacity = py::none();
+  if (!banks_.empty()) {
+    const auto bank = banks_.find(cp_size);
+    const Decision decision =
+        bank == banks_.end() ? Decision{} : decide(*shape, bank->second.capacities);
+    if (decision.capacity < 0) return reason(decision.reason);
+    capacity = bank->second.objects[decision.capacity];
+  }
+  if (has_own_cp_group(params)) return reason(EagerReason::kCpSizeNotCaptured);
+  return py::cast(GivenPack{params, *shape, form_of(*form), std::move(capacity)});
+}
+
+py::object PackReader::reason(EagerReason why) const { return reasons_[static_cast<size_t>(why)]; }
+
+py::object PackReader::form_of(const PackForm& form) {
+  // What a pack says of padding is None, True or False; anything else is made anew.
+  PyObject* between = form.pad_between_seqs.ptr();
+  const bool is_known = between == Py_None || PyBool_Check(between);
+  const auto key = std::make_tuple(form.has_padded, form.is_aliased, between);
+  if (is_known) {
+    if (const auto found = forms_.find(key); found != forms_.end()) return found->second;
+  }
+  py::object made = make_form_(form.has_padded, form.is_aliased, form.pad_between_seqs);
+  if (is_known) forms_.emplace(key, made);
+  return made;
+}
+
+}  // namespace megagraph
