@@ -48,6 +48,8 @@ class GraphConfig:
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
         cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
             at least 1; those that were not used for the longest time go.
+        cuda_graph_slots: micro-batches of a model that may be in flight at once, from the forward to the end
+            of the backward, at least 1; each has graphs and memory of its own.
         cuda_graph_modules: what of each layer is graphed, of `attn` and `mlp`; none for whole layers, or for
             what the model's own config names.
         cuda_graph_granularity: `layer`.
@@ -74,6 +76,7 @@ class GraphConfig:
     capacities: tuple[Capacity, ...] = ()
     cuda_graph_warmup_steps: int = 3
     cuda_graph_max_states: int = 8
+    cuda_graph_slots: int = 1
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_granularity: str = "layer"
     verify: str | int = "capture"
@@ -319,6 +322,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "capacities": _list_of(_capacity),
     "cuda_graph_warmup_steps": partial(_integer, at_least=1),
     "cuda_graph_max_states": partial(_integer, at_least=1),
+    "cuda_graph_slots": partial(_integer, at_least=1),
     "cuda_graph_modules": graph_modules,
     "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
     "verify": _verify,

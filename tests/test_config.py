@@ -29,6 +29,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     ),
     "cuda_graph_warmup_steps": ("7", "7", 7),
     "cuda_graph_max_states": ("3", "3", 3),
+    "cuda_graph_slots": ("2", "2", 2),
     "verify": ("'off'", "off", "off"),
     "cuda_graph_modules": ("['attn', 'mlp']", "attn,mlp", ("attn", "mlp")),
     "cuda_graph_granularity": ("'layer'", "layer", "layer"),

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bank, its chains and their slots.
 
+#include <chrono>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "csrc/bank/replay/chain.h"
@@ -18,6 +20,8 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+constexpr std::chrono::milliseconds kPatience(200);
+
 // The cudaGraphExec_t of each captured site, forward and backward, by index.
 std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& chain, int variant,
                                                                         int slot) {
@@ -29,6 +33,16 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& c
     if (graph->backward) backward.push_back(reinterpret_cast<uint64_t>(graph->backward->raw()));
   }
   return {forward, backward};
+}
+
+// Lets other threads run meanwhile.
+void wait_for_tensors(const Chain& chain) {
+  if (!chain.awaits_tensors()) return;
+  const py::gil_scoped_release no_gil;
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (chain.awaits_tensors() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void set_listener(Chain& chain, std::function<bool()> wants, std::function<void(int, int)> done,
@@ -229,6 +243,7 @@ void bind_chain(py::module_& m) {
           "begin",
           [](Chain& chain, int variant, const std::vector<at::Tensor>& sources,
              bool look_at_grads) {
+            wait_for_tensors(chain);
             const auto reason = chain.begin(variant, sources, look_at_grads);
             return reason ? static_cast<int>(*reason) : -1;
           },

@@ -276,7 +276,7 @@ class Bank:
         return reads + [grad for p in params if (grad := main_grad_of(p)) is not None]
 
     def verify(self, chain: Chain, key: Any, example: Example) -> Verification:
-        """Compares the graphs of a variant with its modules on a real micro-batch; counts no calls.
+        """Compares a variant's graphs, of each slot, with its modules on a real micro-batch; counts no calls.
 
         Call it between steps only, with every slot free. Everything is as it was afterwards.
 
@@ -293,9 +293,11 @@ class Bank:
         """
         before = self.core.counters()
         verification = Verification(chain, key, self.rng, example)
+        reason: EagerReason | None = None
         try:
             with chain.unheard():
-                reason = verification.run()
+                for _slot in range(chain.num_slots):  # which take turns
+                    reason = verification.run() if reason is None else reason
         finally:
             for name, count in self.core.counters().items():
                 self._not_counted[name] += count - before[name]

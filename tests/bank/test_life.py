@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a bank, its counters, and every way in which a call may be refused."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -148,6 +149,19 @@ def test_graphs_with_collectives_name_who_keeps_a_tensor(device: str) -> None:
     assert not pair.chain.core.is_running
     del kept
     assert pair.forward().reason is None
+
+
+def test_graphs_with_collectives_wait_a_moment_for_a_tensor_of_another_thread(device: str) -> None:
+    """Bug: threads of gloo let go of what they have sent a little after everybody has been told."""
+    pair = Pair(device, blocks(), holds_collectives=True).capture()
+    micro_batch = pair.forward()
+    micro_batch.backward()
+    kept = [micro_batch.output]
+    del micro_batch
+    other = threading.Timer(0.05, kept.clear)
+    other.start()
+    assert pair.forward().reason is None
+    other.join()
 
 
 def test_capture_needs_free_slots_and_names_who_holds_them(device: str) -> None:

@@ -155,10 +155,7 @@ std::optional<EagerReason> Chain::begin(int variant, const std::vector<at::Tenso
   if (current_ == nullptr) {
     // How many backwards are to come is the same on every rank, as the program is. A tensor that
     // somebody keeps is not.
-    const auto& slots = slots_->slots();
-    const bool is_everywhere = std::all_of(slots.begin(), slots.end(),
-                                           [](const auto& slot) { return slot->is_pending(); });
-    TORCH_CHECK(!holds_collectives_ || is_everywhere,
+    TORCH_CHECK(!holds_collectives_ || slots_->are_pending(),
                 "no slot is free, and these graphs hold collectives, so this "
                 "rank cannot run eager alone. Still held: ",
                 describe_holders());

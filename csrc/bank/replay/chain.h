@@ -109,6 +109,11 @@ class Chain {
     Chain& chain_;
   };
 
+  // Whether begin() would raise because somebody keeps a tensor of every slot. Threads of a
+  // communicator let go of theirs a moment after the wait for it has ended.
+  bool awaits_tensors() const {
+    return holds_collectives_ && slots_->are_held() && !slots_->are_pending();
+  }
   // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
   // chain's device, as the variant's metadata buffers name them by index. `look_at_grads`:
   // parameters may hold gradients beside main_grad (VariantGraphs); to look at each of them costs

@@ -190,4 +190,14 @@ std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
   return nullptr;
 }
 
+bool SlotRing::are_pending() const {
+  return std::all_of(slots_.begin(), slots_.end(),
+                     [](const auto& slot) { return slot->is_pending(); });
+}
+
+bool SlotRing::are_held() const {
+  return std::none_of(slots_.begin(), slots_.end(),
+                      [](const auto& slot) { return slot->is_free(); });
+}
+
 }  // namespace megagraph

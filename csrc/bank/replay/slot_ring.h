@@ -111,6 +111,9 @@ class SlotRing {
   // Null when every slot is held.
   std::shared_ptr<Slot> acquire(int variant, bool training);
   const std::vector<std::shared_ptr<Slot>>& slots() const { return slots_; }
+  // Whether every slot waits for its backward.
+  bool are_pending() const;
+  bool are_held() const;
 
  private:
   std::vector<std::shared_ptr<Slot>> slots_;

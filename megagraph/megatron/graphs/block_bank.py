@@ -25,6 +25,7 @@ from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.new_bank import new_bank
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
@@ -32,7 +33,6 @@ from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.tensor import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
-from megagraph.megatron.watch.states import LEFT_OUT
 
 __all__ = ["BlockBank"]
 
@@ -111,17 +111,8 @@ class BlockBank:
         self.reset()
 
     def _new_bank(self) -> tuple[Bank, Chain, Loops]:
-        bank = Bank(
-            self.device,
-            trackers=[while_capturing.rng_tracker_source()],
-            poison=self._config.poison,
-            guard=while_capturing.capturing,
-            exchange=self._peers.exchange,
-            annotate=self._config.cuda_graph_nvtx,
-            left_out=LEFT_OUT,
-        )
         plan = self.layers.plan
-        chain = bank.add_chain(plan.chain_steps(), holds_collectives=self._peers.size > 1)
+        bank, chain = new_bank(plan, self.device, self._peers, self._config)
         return bank, chain, Loops(plan, chain, self.constants, self._param_syncs.before_sites)
 
     # -- micro-batches ---------------------------------------------------------------------------

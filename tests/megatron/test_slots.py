@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several micro-batches of a model in flight: as many as there are slots replay, with the bits of eager."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, forward, grads
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+# Forwards and backwards of micro-batches by their number, in the order of a host.
+ORDERS = {
+    "one after another": "F0 B0 F1 B1 F2 B2",
+    "1F1B": "F0 F1 B0 F2 B1 B2",
+    "last first": "F0 F1 B1 B0 F2 B2",
+    "all forwards first": "F0 F1 F2 B0 B1 B2",
+}
+
+
+def _micros(seed: int) -> list[Micro]:
+    return [Micro(lengths=(3 + seed % 5 + i, 20 - i, 4 + seed % 7), seed=3 * seed + i) for i in range(3)]
+
+
+def _run(trainer: Trainer, order: str, micros: Sequence[Micro], *, eager: bool) -> Step:
+    """A step outside of any schedule."""
+    trainer.zero_grad()
+    losses: dict[int, Any] = {}
+    kept = []
+    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+        for what, number in order.split():
+            index = int(number)
+            if what == "F":
+                out, reduce = forward(trainer.model, micros[index], trainer.device)
+                losses[index], left = reduce(out)
+                kept.append(left["losses"])
+                del out
+            else:
+                losses.pop(index).backward()
+    return Step(losses=kept, grads=grads(trainer.chunk))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_micro_batches_replay_as_there_are_slots(install: Install, order: str, slots: int) -> None:
+    install(cuda_graph_slots=slots)
+    pair = Pair()
+    pair.step(*_micros(0), times=2)
+    before = pair.report()
+    assert before["graphs"] == 2 * LAYERS * slots and before["verification"]["verified"] == 1
+    for seed in range(1, 9):
+        eager = _run(pair.eager, ORDERS[order], _micros(seed), eager=True)
+        assert_same(eager, _run(pair.graphed, ORDERS[order], _micros(seed), eager=False), f"step {seed}:")
+        for trainer in pair.both:
+            trainer.update()
+    in_flight = accumulate(1 if task.startswith("F") else -1 for task in ORDERS[order].split())
+    report = pair.report()
+    eager_calls = report["eager"].get("NO_FREE_SLOT", 0)
+    assert report["replays"] - before["replays"] + eager_calls == 8 * 3 * LAYERS
+    assert (eager_calls == 0) is (max(in_flight) <= slots)
+    assert set(report["eager"]) <= {"WARMING_UP", "NO_FREE_SLOT"}
+    if slots == 1 and order == "1F1B":
+        assert eager_calls == 8 * LAYERS
+
+
+def test_a_slot_that_somebody_holds_leaves_the_others(install: Install) -> None:
+    install(cuda_graph_slots=2)
+    pair = Pair()
+    pair.step(*_micros(0), times=2)
+    trainer = pair.graphed
+    trainer.zero_grad()
+    held: list[Any] = []
+    handle = trainer.chunk.decoder.register_forward_hook(lambda _block, _args, out: held.append(out))
+    forward(trainer.model, _micros(1)[0], trainer.device)
+    handle.remove()
+    before = pair.report()["replays"]
+    pair.step(*_micros(2))
+    assert held and pair.report()["replays"] == before + 3 * LAYERS
+
+
+@pytest.mark.gpu
+def test_each_slot_has_memory_of_its_own(install: Install) -> None:
+    sizes = []
+    for slots in (1, 2):
+        install(cuda_graph_slots=slots)
+        pair = Pair()
+        pair.step(*_micros(0), times=2)
+        sizes.append(pair.report()["pool_bytes"])
+        megagraph.uninstall()
+        torch.cuda.empty_cache()
+    assert sizes[1] == 2 * sizes[0]
