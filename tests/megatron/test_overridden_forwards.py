@@ -23,7 +23,7 @@ from host_rig import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, forward, graph_config, step
+from megatron_rig import LAYERS, Micro, assert_same, forward, graph_config, report_of, step
 from torch import Tensor
 
 import megagraph
@@ -33,6 +33,8 @@ pytestmark = pytest.mark.megatron
 
 Install = Callable[..., GraphConfig]
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
+# As many rows and documents as the capacity: Megatron alone makes the very same bits.
+FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 
 
 class SuperModel(GPTModel):  # type: ignore[misc]
@@ -52,6 +54,42 @@ class OwnSuperModel(OwnModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
+
+
+def _another_mask(module: torch.nn.Module) -> dict[str, Any]:
+    """What no capture can know; dense layers have no use for it."""
+    device = next(module.parameters()).device
+    return {"padding_mask": torch.rand(1, FULL.physical, device=device) < 0.5}
+
+
+class MaskingModel(OwnModel):
+    """Hands its decoder another mask in each call."""
+
+    def tables(self, *args: Any) -> Any:
+        hidden, tables = super().tables(*args)
+        return hidden, {**tables, **_another_mask(self)}
+
+
+class MaskingBlock(OwnBlock):
+    """Hands its layers another mask in each call."""
+
+    def further_arguments(self, index: int) -> dict[str, Any]:
+        return _another_mask(self)
+
+
+@pytest.mark.parametrize(("model", "block"), [(MaskingModel, None), (GPTModel, MaskingBlock)])
+def test_layers_that_are_handed_something_else_rotate_as_they_did(
+    model: type, block: type | None, install: Install
+) -> None:
+    """Bug: RoPE took a table as long as the capacity for one of the pack's rows, where there are as many."""
+    install()
+    trainer = HostTrainer(model, block)
+    found = [step(trainer, [FULL], update=False) for _ in range(4)]
+    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * LAYERS
+    megagraph.uninstall()
+    alone = step(trainer, [FULL], update=False)
+    for left in found:
+        assert_same(alone, left)
 
 
 @pytest.mark.parametrize(

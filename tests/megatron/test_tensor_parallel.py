@@ -151,6 +151,13 @@ def test_what_fits_the_given_rows_alone_keeps_them_as_they_were_given(world2: Wo
         assert report["replays"] == (2 + 1) * LAYERS  # the pack that fills its capacity replays
 
 
+def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:
+    """Bug: the block's output got as many rows on each rank as the ranks have together."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+    for report in world2.run(entry_jobs.left_eager, tensor_parallel=2, transformer=transformer):
+        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2 * LAYERS}
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_model_with_forwards_of_its_own_on_several_ranks(world2: World, sequence_parallel: bool) -> None:
     """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""

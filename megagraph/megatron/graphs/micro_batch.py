@@ -160,8 +160,36 @@ class MicroBatch:
         self.reason = reason
         self.params = with_positions(self.params, self._rows_are_positions)
         self.entry_padding = 0
-        self._is_as_given, self._pads_at_entry = True, False
+        self._is_as_given = True
         return self
+
+    def misfits(self, table: Any, hidden_states: Tensor) -> EagerReason:
+        """Before layers run eager that are handed what no variant takes: lets them run as given.
+
+        Args:
+            table: the rotary table that they are handed.
+            hidden_states: what the block was given.
+
+        Returns:
+            How the micro-batch counts.
+        """
+        self.params = self.given_params(table, hidden_states)
+        self.reason, self._is_as_given = EagerReason.SIGNATURE_CHANGED, True
+        return self.reason
+
+    def given_params(self, table: Any, hidden_states: Tensor) -> Any:
+        """The pack as it was given, for layers that get just these rows.
+
+        Its table is as long as the capacity's `max_seqlen`, so that RoPE is ours, unless the host has made
+        the table.
+
+        Args:
+            table: the rotary table that the layers are handed.
+            hidden_states: what the block was given.
+        """
+        if self._is_as_given or not self._own_tables.hold(table, self.canonical_params(), hidden_states):
+            return self.params
+        return with_positions(self.params, self._rows_are_positions)
 
     def heed_table(self, table: Any, hidden_states: Tensor) -> None:
         """Before layers run eager: lets a rotary table that is not the model's own mean what it meant.

@@ -116,7 +116,7 @@ class ForwardWrappers:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             table = kwargs.get("rotary_pos_emb")
             if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
-                graphs.count_as_given(EagerReason.SIGNATURE_CHANGED)
+                graphs.count_as_given(batch.misfits(table, entered))
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, entered, table)

@@ -29,6 +29,10 @@ class GivenBatch(RunningBatch, Protocol):
 
     params: Any
 
+    def given_params(self, table: Any, hidden_states: Tensor) -> Any:
+        """The pack as it was given, for a layer that is handed a rotary table."""
+        ...
+
     def first_rows(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given, as a view."""
         ...
@@ -96,6 +100,9 @@ class LayersOneByOne:
         if len(args) > 1 or not self._is_expected(kwargs, arguments):
             if self._replays:
                 self._count_eager(EagerReason.SIGNATURE_CHANGED)
+            if kwargs.get("packed_seq_params") is self._batch.params:
+                table = kwargs.get("rotary_pos_emb")
+                kwargs["packed_seq_params"] = self._batch.given_params(table, given)
             return forward(*args, **kwargs)
         steps = self._plan.steps_of(index)
         if self._before_site is not None:
