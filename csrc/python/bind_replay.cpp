@@ -20,6 +20,7 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+// For a thread that has no core yet; short, since what somebody keeps is to be an error.
 constexpr std::chrono::milliseconds kPatience(200);
 
 // The cudaGraphExec_t of each captured site, forward and backward, by index.

@@ -51,10 +51,10 @@ int64_t integer(const py::object& value) { return py::int_(value).cast<int64_t>(
 
 bool is_int(const py::object& value) { return PyLong_CheckExact(value.ptr()) != 0; }
 
-// Tensors that are one object, or views of the same entries.
+// One object, or tensors that are views of the same entries.
 bool are_same(const py::object& one, const py::object& other) {
   if (one.is(other)) return true;
-  if (one.is_none() || other.is_none()) return false;
+  if (!is_tensor(one.ptr()) || !is_tensor(other.ptr())) return false;
   const at::Tensor &a = tensor_of(one.ptr()), &b = tensor_of(other.ptr());
   return a.const_data_ptr() == b.const_data_ptr() && a.sizes() == b.sizes() &&
          a.scalar_type() == b.scalar_type();

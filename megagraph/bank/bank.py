@@ -293,16 +293,14 @@ class Bank:
         """
         before = self.core.counters()
         verification = Verification(chain, key, self.rng, example)
-        reason: EagerReason | None = None
         try:
             with chain.unheard():
                 for _slot in range(chain.num_slots):  # which take turns
-                    reason = verification.run() if reason is None else reason
+                    if (reason := verification.run()) is not None:
+                        raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
         finally:
             for name, count in self.core.counters().items():
                 self._not_counted[name] += count - before[name]
-        if reason is not None:
-            raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
         return verification
 
     def suspend(self) -> None:

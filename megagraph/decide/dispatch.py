@@ -55,15 +55,9 @@ class PackShape(NamedTuple):
     def exceeds(self, capacity: Capacity) -> EagerReason | None:
         """The first of tokens, documents and length that `capacity` does not hold; None if it fits."""
         if self.tokens > capacity.tokens:
-            return _TOO_MANY_TOKENS
+            return EagerReason.TOO_MANY_TOKENS
         if self.num_seqs > capacity.num_seqs:
-            return _TOO_MANY_SEQUENCES
+            return EagerReason.TOO_MANY_SEQUENCES
         if self.max_seqlen > capacity.max_seqlen:
-            return _SEQUENCE_TOO_LONG
+            return EagerReason.SEQUENCE_TOO_LONG
         return None
-
-
-# Looked up once: an attribute of an enumeration costs as much as a call.
-_TOO_MANY_TOKENS = EagerReason.TOO_MANY_TOKENS
-_TOO_MANY_SEQUENCES = EagerReason.TOO_MANY_SEQUENCES
-_SEQUENCE_TOO_LONG = EagerReason.SEQUENCE_TOO_LONG

@@ -2,7 +2,7 @@
 """Packs, steps and whole runs for the tests of the Megatron floor, and how two runs are compared."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -312,6 +312,12 @@ class Pair:
     def both(self) -> tuple[Trainer, Trainer]:
         """First the eager one."""
         return self.eager, self.graphed
+
+    def each(self, work: Callable[[Trainer], Any]) -> list[Any]:
+        """What the same work leaves of each, on the first without graphs."""
+        with megagraph.disable_cuda_graphs_this_step():
+            first = work(self.eager)
+        return [first, work(self.graphed)]
 
     def step(self, *micros: Micro, times: int = 1) -> None:
         """Steps of both, which must leave the same bits."""

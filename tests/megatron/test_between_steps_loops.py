@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +14,12 @@ from megatron_rig import (
     Pair,
     Step,
     assert_same,
-    forward,
     grads,
     report_of,
     schedule,
     step,
 )
-from torch import Tensor
 
-import megagraph
 from megagraph.bank.bank import Bank
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
@@ -41,13 +37,6 @@ def same_settings() -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
-
-
-def _both(pair: Pair, work: Callable[[Trainer], Any]) -> list[Any]:
-    """The same work on both models, on the first without graphs."""
-    with megagraph.disable_cuda_graphs_this_step():
-        first = work(pair.eager)
-    return [first, work(pair.graphed)]
 
 
 def test_evaluations_of_other_lengths_between_steps_replay(install: Install) -> None:
@@ -106,7 +95,7 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     pair = Pair(ddp=ddp)
     calls = [[ONE, TWO], [OTHER], [TWO, OTHER, ONE]]
     for index in range(4):
-        both = _both(pair, lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
+        both = pair.each(lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
         assert_same(*both, f"step {index}:")
     report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
@@ -119,7 +108,7 @@ def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
     install()
     pair = Pair()
     for _ in range(2):
-        both = _both(pair, lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
+        both = pair.each(lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
     pair.graphed.zero_grad()
     schedule(pair.graphed.model, [TWO], 1, pair.graphed.device)
     alone = grads(pair.graphed.chunk)
@@ -139,101 +128,12 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(i
         return left
 
     for index in range(4):
-        assert_same(*_both(pair, work), f"step {index}:")
+        assert_same(*pair.each(work), f"step {index}:")
         pair.evaluate(ONE, TWO)
     report = pair.report()
     first_of_steps = {} if OPTIONS.bf16 else {"PARAMETERS_CHANGED": 3 * LAYERS}
     assert report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS, **first_of_steps}
     assert report["replays"] == (3 * (3 + 2) - (0 if OPTIONS.bf16 else 3)) * LAYERS
-
-
-class Broken(RuntimeError):
-    """What the host's code raises."""
-
-
-def _raise_in_loss(trainer: Trainer) -> None:
-    """In the loss function of the second of three micro-batches."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    seen: list[Micro] = []
-
-    def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
-        seen.append(next(data))
-        losses, reduce = forward(chunk, seen[-1], trainer.device)
-
-        def loss(output: Tensor) -> Any:
-            if len(seen) == 2:
-                raise Broken("in the loss")
-            return reduce(output)
-
-        return losses, loss
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([ONE, TWO, OTHER]),
-        model=[trainer.model],
-        num_microbatches=3,
-        seq_length=OPTIONS.max_tokens,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-
-
-def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
-    """In a hook of a parameter outside of the layers, in the second of three micro-batches."""
-    calls: list[Tensor] = []
-
-    def hook(grad: Tensor) -> None:
-        calls.append(grad)
-        if len(calls) == 2:
-            raise Broken("in the backward")
-
-    handle = trainer.chunk.get_parameter(of).register_hook(hook)
-    try:
-        schedule(trainer.model, [ONE, TWO, OTHER], 3, trainer.device)
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        _raise_in_loss,
-        partial(_raise_in_backward, of="decoder.final_layernorm.weight"),
-        partial(_raise_in_backward, of="embedding.word_embeddings.weight"),
-    ],
-    ids=["loss", "before-the-layers", "after-the-layers"],
-)
-@pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
-def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
-    broken: Callable[[Trainer], None], is_warm: bool, install: Install
-) -> None:
-    install()
-    pair = Pair()
-    if is_warm:
-        pair.step(ONE, TWO, times=2)
-
-    def attempt(trainer: Trainer) -> Step:
-        trainer.zero_grad()
-        with pytest.raises(Broken):
-            broken(trainer)
-        return Step(losses=[], grads=grads(trainer.chunk))
-
-    # What the broken step has added is that of eager too.
-    assert_same(*_both(pair, attempt))
-    # First on top of it, as a host that only counts the error would go on.
-    calls = [[TWO, ONE]]
-
-    def go_on(trainer: Trainer) -> Step:
-        losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
-        return Step(losses=losses[0], grads=grads(trainer.chunk))
-
-    assert_same(*_both(pair, go_on))
-    pair.step(ONE, OTHER, times=3)
-    report = pair.report()
-    # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
-    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * LAYERS}
-    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * LAYERS
 
 
 def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Install) -> None:
@@ -351,7 +251,7 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install)
         return Step(losses=losses, grads=grads(trainer.chunk))
 
     for _ in range(2):
-        assert_same(*_both(pair, work))
+        assert_same(*pair.each(work))
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (2 + 2) * LAYERS

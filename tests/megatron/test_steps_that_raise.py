@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that end in an error: what they leave behind is freed, or named."""
+"""Steps that end in an error: what they leave is freed, or named, and later steps have the bits of eager."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from megatron_rig import LAYERS, Micro, Pair, forward
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, schedule
 from torch import Tensor
 
 import megagraph
@@ -16,7 +17,7 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 Install = Callable[..., GraphConfig]
 
 
@@ -81,3 +82,92 @@ def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
     del held
     pair.step(ONE, TWO)
     assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * LAYERS
+
+
+class GaveUp(RuntimeError):
+    """What the host's code raises in the second of three micro-batches."""
+
+
+def _raise_in_loss(trainer: Trainer) -> None:
+    """In the loss function of the second of three micro-batches."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    seen: list[Micro] = []
+
+    def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
+        seen.append(next(data))
+        losses, reduce = forward(chunk, seen[-1], trainer.device)
+
+        def loss(output: Tensor) -> Any:
+            if len(seen) == 2:
+                raise GaveUp("in the loss")
+            return reduce(output)
+
+        return losses, loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([ONE, TWO, OTHER]),
+        model=[trainer.model],
+        num_microbatches=3,
+        seq_length=OPTIONS.max_tokens,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
+    """In a hook of a parameter outside of the layers, in the second of three micro-batches."""
+    calls: list[Tensor] = []
+
+    def hook(grad: Tensor) -> None:
+        calls.append(grad)
+        if len(calls) == 2:
+            raise GaveUp("in the backward")
+
+    handle = trainer.chunk.get_parameter(of).register_hook(hook)
+    try:
+        schedule(trainer.model, [ONE, TWO, OTHER], 3, trainer.device)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _raise_in_loss,
+        partial(_raise_in_backward, of="decoder.final_layernorm.weight"),
+        partial(_raise_in_backward, of="embedding.word_embeddings.weight"),
+    ],
+    ids=["loss", "before-the-layers", "after-the-layers"],
+)
+@pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
+def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
+    broken: Callable[[Trainer], None], is_warm: bool, install: Install
+) -> None:
+    install()
+    pair = Pair()
+    if is_warm:
+        pair.step(ONE, TWO, times=2)
+
+    def attempt(trainer: Trainer) -> Step:
+        trainer.zero_grad()
+        with pytest.raises(GaveUp):
+            broken(trainer)
+        return Step(losses=[], grads=grads(trainer.chunk))
+
+    # What the broken step has added is that of eager too.
+    assert_same(*pair.each(attempt))
+    # First on top of it, as a host that only counts the error would go on.
+    calls = [[TWO, ONE]]
+
+    def go_on(trainer: Trainer) -> Step:
+        losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
+        return Step(losses=losses[0], grads=grads(trainer.chunk))
+
+    assert_same(*pair.each(go_on))
+    pair.step(ONE, OTHER, times=3)
+    report = pair.report()
+    # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
+    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * LAYERS}
+    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * LAYERS

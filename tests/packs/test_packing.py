@@ -92,6 +92,15 @@ def test_keys_with_offsets_of_their_own_have_no_form(change: dict[str, Tensor | 
     assert PackForm.of(pack_of(offsets([2, 3]), offsets([4, 4]), **change)) is None
 
 
+def test_offsets_that_are_no_tensors_have_no_form() -> None:
+    """Bug: the reader took whatever it was given for a tensor, and the process died."""
+    cu = offsets([2, 3])
+    for change in ({"cu_seqlens_kv": [0, 2, 5]}, {"cu_seqlens_q": [0, 2, 5]}):
+        assert PackForm.of(pack_of(cu, **change)) is None
+    for change in ({"cu_seqlens_kv_padded": (0, 2, 5)}, {"cu_seqlens_q_padded": "0 2 5"}):
+        assert PackForm.of(pack_of(cu, offsets([4, 4]), **change)) is None
+
+
 def test_fewer_entries_of_the_same_memory_are_other_offsets() -> None:
     cu = offsets([2, 3])
     assert PackForm.of(pack_of(cu, cu_seqlens_kv=cu[:2])) is None

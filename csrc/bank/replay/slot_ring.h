@@ -113,6 +113,7 @@ class SlotRing {
   const std::vector<std::shared_ptr<Slot>>& slots() const { return slots_; }
   // Whether every slot waits for its backward.
   bool are_pending() const;
+  // Whether none is free.
   bool are_held() const;
 
  private:

@@ -221,7 +221,7 @@ class MicroBatch:
         if self._canonical is None:
             form = self.kind.form
             rules = _rules(self._tail, self.capacity.tokens, form.has_padded)
-            given = {"actual": self.sources[0], "padded": self.sources[-1]}
+            given = {"actual": self.sources[0], "padded": self.physical_offsets}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
             remember_positions(self._canonical, self._rows_are_positions)
