@@ -11,9 +11,24 @@ from torch import Tensor
 
 from megagraph import _C
 
-__all__ = ["MetadataSpec"]
+__all__ = ["MetadataSpec", "mask_content"]
 
 _Kind = _C.SegmentKind
+
+
+def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor:
+    """What staging writes into a mask, bool [rows]. Never waits for the device.
+
+    Args:
+        rows: of the buffer.
+        given: bool, as many entries or fewer; rows past them are masked. None masks by the end alone.
+        end: the pack's physical end, of one entry: rows at or past it are masked.
+    """
+    out = torch.arange(rows, device=end.device) >= end
+    if given is not None:
+        out[: given.numel()] |= given
+        out[given.numel() :] = True
+    return out
 
 
 class MetadataSpec(_C.MetadataSpec):
@@ -66,7 +81,7 @@ class MetadataSpec(_C.MetadataSpec):
         source = None if self._source < 0 else sources[self._source].flatten()
         if self._kind == _Kind.MASK:
             assert end is not None
-            return self._mask(buffer, source, end)
+            return mask_content(buffer.numel(), source, end).view(buffer.shape)
         assert source is not None
         if self._kind == _Kind.OFFSETS:
             return self._offsets(buffer, source)
@@ -80,11 +95,4 @@ class MetadataSpec(_C.MetadataSpec):
         if self._fill >= 0:
             out.fill_(self._fill)
         out[: given.numel()] = given
-        return out.view(buffer.shape)
-
-    def _mask(self, buffer: Tensor, source: Tensor | None, end: Tensor) -> Tensor:
-        out = torch.arange(buffer.numel(), device=buffer.device) >= end
-        if source is not None:
-            out[: source.numel()] |= source
-            out[source.numel() :] = True
         return out.view(buffer.shape)

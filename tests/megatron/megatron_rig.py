@@ -43,6 +43,7 @@ class Micro:
         padded: physical rows of each document; None where the pack carries no padded offsets.
         tail: rows past the last offset.
         tail_token: what stands in those rows.
+        mask_seed: of its padding mask; None where it has none.
     """
 
     lengths: tuple[int, ...]
@@ -50,6 +51,7 @@ class Micro:
     padded: tuple[int, ...] | None = None
     tail: int = 0
     tail_token: int = 0
+    mask_seed: int | None = None
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -88,6 +90,13 @@ class Micro:
             start += rows
         return tokens, labels, mask, positions
 
+    def padding_mask(self) -> Tensor | None:
+        """One row in four, bool [1, physical], wherever it lies; the tail is masked no more than the rest."""
+        if self.mask_seed is None:
+            return None
+        generator = torch.Generator().manual_seed(self.mask_seed)
+        return torch.rand(1, self.physical, generator=generator) < 0.25
+
     def params(self, device: torch.device) -> Any:
         """Its `PackedSeqParams`."""
         from megatron.core.packed_seq_params import PackedSeqParams
@@ -116,12 +125,14 @@ def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any]:
     """Calls the model on a micro-batch. Returns the losses and what reduces them."""
     tokens, labels, mask, positions = (t.to(device) for t in micro.row_lists())
+    padding = micro.padding_mask()
     losses = model(
         input_ids=tokens[None],
         position_ids=positions[None],
         attention_mask=None,
         labels=labels[None],
         packed_seq_params=micro.params(device),
+        **({} if padding is None else {"padding_mask": padding.to(device)}),
     )
     return losses, partial(_loss, mask=mask)
 

@@ -29,10 +29,13 @@ TAMPERED_STEP = 3
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
 
 
-def steps_of(count: int, *, seed: int = 0, misfits: bool = False) -> list[list[rig.Micro]]:
+def steps_of(
+    count: int, *, seed: int = 0, misfits: bool = False, masks: bool = False
+) -> list[list[rig.Micro]]:
     """Steps of three packs that change every micro-batch; two ranks can share the rows of each.
 
-    With `misfits`, the last pack of every second step fits no capacity.
+    With `misfits`, the last pack of every second step fits no capacity; with `masks`, all but the first of
+    each step have a padding mask.
     """
     shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
     steps = []
@@ -43,7 +46,9 @@ def steps_of(count: int, *, seed: int = 0, misfits: bool = False) -> list[list[r
             tail = 64 - sum(lengths) if micro == 1 else 0
             if misfits and index % 2 and micro == 2:
                 lengths = MISFIT
-            micros.append(rig.Micro(lengths=lengths, seed=100 * seed + 10 * index + micro, tail=tail))
+            number = 100 * seed + 10 * index + micro
+            mask_seed = number if masks and micro else None
+            micros.append(rig.Micro(lengths=lengths, seed=number, tail=tail, mask_seed=mask_seed))
         steps.append(micros)
     return steps
 
@@ -135,6 +140,7 @@ def train_pair(
     sharded: bool = False,
     hooked: bool = False,
     misfits_on: int | None = None,
+    masks: bool = False,
     evaluate_at: Collection[int] = (),
     around: Around = _nothing,
 ) -> dict[str, Any]:
@@ -151,6 +157,7 @@ def train_pair(
         sharded: shard the parameters over the ranks.
         hooked: keep the second layer eager.
         misfits_on: the rank some of whose packs fit no capacity.
+        masks: give most packs a padding mask.
         evaluate_at: the steps before which both evaluate.
         around: entered around each step of the graphed run.
 
@@ -158,7 +165,8 @@ def train_pair(
         The report of the graphed run.
     """
     rank = distributed.get_rank()
-    steps = steps_of(num_steps, seed=rank if data_parallel else 0, misfits=rank == misfits_on)
+    seed, misfits = rank if data_parallel else 0, rank == misfits_on
+    steps = steps_of(num_steps, seed=seed, misfits=misfits, masks=masks)
     trainer_type = ShardedTrainer if sharded else HookedTrainer if hooked else Trainer
     spec = rig.te_layer_spec() if transformer_engine else None
     make = partial(trainer_type, options, config=transformer, ddp=ddp, spec=spec)

@@ -61,6 +61,18 @@ class Changes:
         """Whether the step that begins replays no training graph."""
         return self.is_suspended or self.reason is not None or self.gradients_reason is not None
 
+    def why_not(self, *, grad: bool) -> EagerReason | None:
+        """Why a micro-batch of the running step runs eager, or None.
+
+        Args:
+            grad: it records gradients.
+        """
+        if self.is_suspended:
+            return EagerReason.SUSPENDED
+        if grad and self.gradients_reason is not None:
+            return self.gradients_reason
+        return self.reason
+
     def look(self, *, runs_eager: bool, captures: bool) -> None:
         """Looks, and drops what must not be replayed any more.
 

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from megagraph.bank.metadata import mask_content
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.positions import (
@@ -26,7 +28,7 @@ from megagraph.packs.packing import (
     offsets_rules,
 )
 
-__all__ = ["Kind", "MicroBatch", "new_params", "sources_of"]
+__all__ = ["Kind", "MicroBatch", "is_mask", "new_params", "sources_of"]
 
 
 class Kind(NamedTuple):
@@ -38,17 +40,26 @@ class Kind(NamedTuple):
         state: the number of the state that the block's layers are in (megagraph/megatron/watch/states.py).
         rows_are_positions: the model's rotary table would be as long as the pack, so that positions go on
             from document to document; else they begin anew in each.
+        has_mask: layers are given a padding mask.
     """
 
     form: PackForm
     grad: bool
     state: int
     rows_are_positions: bool = False
+    has_mask: bool = False
 
     @property
     def family(self) -> tuple[Any, ...]:
         """What it has in common with the kinds that differ in their state alone."""
-        return self.form, self.grad, self.rows_are_positions
+        return self.form, self.grad, self.rows_are_positions, self.has_mask
+
+    def in_words(self) -> list[str]:
+        """What sets its graphs apart from those of plain training packs."""
+        return [
+            *(() if self.grad else ("forward only",)),
+            *(("with a padding mask",) if self.has_mask else ()),
+        ]
 
 
 @functools.cache
@@ -97,6 +108,12 @@ def sources_of(params: Any) -> list[Tensor]:
     return [actual] if padded is None or padded is actual else [actual, padded]
 
 
+def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
+    """Whether it is a padding mask that graphs take: bool [1, rows], True in rows of padding."""
+    is_plain = type(mask) is Tensor and mask.dtype is torch.bool
+    return is_plain and mask.shape == (1, rows) and mask.device == device
+
+
 class MicroBatch:
     """A pack that a capacity holds, and the decision on it.
 
@@ -109,10 +126,15 @@ class MicroBatch:
         pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
             embedding and cut after the output layer, and nothing is done in between.
         own_tables: knows the model's rotary tables.
+
+    Attributes:
+        mask: the padding mask that the block was given, of this rank's rows; None for none.
+        sources: what staging reads: offsets, and the mask.
     """
 
     __slots__ = (
         "_canonical",
+        "_canonical_mask",
         "_is_as_given",
         "_own_tables",
         "_pads_at_entry",
@@ -122,6 +144,7 @@ class MicroBatch:
         "entry_padding",
         "key",
         "kind",
+        "mask",
         "params",
         "physical_offsets",
         "reason",
@@ -145,6 +168,7 @@ class MicroBatch:
         self.capacity, self.kind = key
         self.reason = reason
         self.sources = sources_of(params)
+        self.mask: Tensor | None = None
         self.physical_offsets = self.sources[-1]  # whose last entry is the pack's physical end
         # Rows to add to each row list of the model's input.
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
@@ -154,6 +178,7 @@ class MicroBatch:
         self._rows_are_positions = self.kind.rows_are_positions
         self._is_as_given = False
         self._canonical: Any = None
+        self._canonical_mask: Tensor | None = None
 
     def as_given(self, reason: EagerReason) -> "MicroBatch":
         """Before the model is entered: runs eager on the pack as it was given, with RoPE of ours."""
@@ -165,6 +190,8 @@ class MicroBatch:
 
     def misfits(self, table: Any, hidden_states: Tensor) -> EagerReason:
         """Before layers run eager that are handed what no variant takes: lets them run as given.
+
+        Rows that were padded where the model was entered stay.
 
         Args:
             table: the rotary table that they are handed.
@@ -226,6 +253,37 @@ class MicroBatch:
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
             remember_positions(self._canonical, self._rows_are_positions)
         return self._canonical
+
+    def mask_at_entry(self, mask: Tensor) -> Tensor:
+        """The padding mask that the model is given: the canonical pack's where that is padded at entry."""
+        return self._padded_mask(mask) if self._pads_at_entry and not self._is_as_given else mask
+
+    def take_mask(self, mask: Any, hidden_states: Tensor) -> bool:
+        """Takes the padding mask that the block was given.
+
+        Args:
+            mask: the mask, or None.
+            hidden_states: what the block was given.
+
+        Returns:
+            False where its variant takes no mask, or another one.
+        """
+        if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
+            return False
+        self.mask = mask
+        self.sources.append(mask.contiguous())
+        return True
+
+    def canonical_mask(self) -> Tensor | None:
+        """The canonical pack's padding mask, as staging writes it; made at the first request."""
+        if self.mask is None or self._pads_at_entry or self._is_as_given:
+            return self.mask
+        if self._canonical_mask is None:
+            self._canonical_mask = self._padded_mask(self.mask)
+        return self._canonical_mask
+
+    def _padded_mask(self, mask: Tensor) -> Tensor:
+        return mask_content(self.capacity.tokens, mask.flatten(), self.physical_offsets[-1:])[None]
 
     def constant_params(self) -> Any:
         """A pack with the canonical pack's constants and the offsets as given.

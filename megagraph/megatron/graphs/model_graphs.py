@@ -23,7 +23,7 @@ from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.given import GivenPack, PackReader
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -83,7 +83,7 @@ class ModelGraphs:
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
-        self._unlearned: tuple[Kind, Any] | None = None  # the running micro-batch, without a capacity yet
+        self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
         self.changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self._refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
@@ -103,12 +103,13 @@ class ModelGraphs:
 
     # -- micro-batches ---------------------------------------------------------------------------
 
-    def decide(self, given: GivenPack, *, is_skipped: bool) -> MicroBatch | EagerReason:
+    def decide(self, given: GivenPack, *, is_skipped: bool, mask: Any) -> MicroBatch | EagerReason:
         """Decides how a micro-batch runs.
 
         Args:
             given: what `reader` has found.
             is_skipped: graphs are switched off for this step.
+            mask: the padding mask that the model was given, or None.
 
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
@@ -125,15 +126,20 @@ class ModelGraphs:
             given = again
         if not self.entries.are_settled:
             return _WARMING_UP
+        # What a forward of the host's makes of a mask shows where it calls its block.
+        has_mask = mask is not None and self.entries.are_megatrons
+        if has_mask and not is_mask(mask, tokens, self.block.device):
+            return EagerReason.SIGNATURE_CHANGED
         are_rows = self._tables.depend_on_max_seqlen and given.declares_every_row()
-        kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows)
+        kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows, has_mask)
         self._params_type = type(params)
         self._kinds.note(kind)
         if given.capacity is None:
             self._capacities.observe(PackShape(tokens, given.num_seqs, given.max_seqlen))
-            self._unlearned = kind, params
+            self._unlearned = kind, params, mask if has_mask else None
             return _WARMING_UP
-        reason, shards = self._why_not_now(kind, is_skipped), self.peers.shards_sequence
+        is_off, shards = is_skipped or self._config.mode == "eager", self.peers.shards_sequence
+        reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
         batch = MicroBatch(params, tokens, (given.capacity, kind), reason, self._tail, shards, self._tables)
         if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
             left_eager = self.block.why_left_eager(batch.key)
@@ -153,16 +159,6 @@ class ModelGraphs:
             self.entries.fail(failure)
         return failure is None
 
-    def _why_not_now(self, kind: Kind, is_skipped: bool) -> EagerReason | None:
-        if is_skipped or self._config.mode == "eager":
-            return EagerReason.DISABLED
-        changes = self.changes
-        if changes.is_suspended:
-            return EagerReason.SUSPENDED
-        if kind.grad and changes.gradients_reason is not None:
-            return changes.gradients_reason
-        return changes.reason
-
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
         if self._refusal is not None:
@@ -174,7 +170,7 @@ class ModelGraphs:
         self._unlearned = None
         self.block.count_eager(reason)
 
-    def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any) -> LayerLoop | None:
+    def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
 
         Counts an eager micro-batch. `end()` ends one that replays.
@@ -183,8 +179,13 @@ class ModelGraphs:
             batch: the micro-batch.
             hidden_states: what the block was given.
             table: the rotary table that the block was given.
+            mask: the padding mask that a block of Megatron's was given.
         """
         self._rows = hidden_states.shape[1:], hidden_states.dtype
+        has_mask = batch.kind.has_mask or (mask is not None and self.entries.are_megatrons)
+        if has_mask and not batch.take_mask(mask, hidden_states):
+            self.block.count_eager(batch.misfits(table, hidden_states))
+            return None
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
             batch.reason = self._kinds.explain(batch.kind, batch.reason)

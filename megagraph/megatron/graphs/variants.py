@@ -21,6 +21,8 @@ from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_field
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
+_MASK = "padding_mask"  # as layers call it
+
 
 def example_offsets(capacity: Capacity, device: torch.device) -> Tensor:
     """Offsets of a legal pack that fills the capacity, int32 [num_seqs + 1]."""
@@ -88,19 +90,26 @@ def variant_spec(
         kind=_C.SegmentKind.COUNT, example=block.valid_tokens, source=0, shared=True
     )
     rows = block.local_rows(capacity.tokens)
-
-    def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        offsets = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
-        params = new_params(block.params_type, canonical_fields(offsets, kind.form, block.tail, capacity))
-        remember_positions(params, kind.rows_are_positions)
-        hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
-        return block_arguments(params, hidden)
-
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
+    if kind.has_mask:
+        metadata[_MASK] = MetadataSpec(
+            kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
+            example=torch.zeros(rows, dtype=torch.bool, device=example.device),
+            source=physical + 1,
+        )
+
+    def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
+        params = new_params(block.params_type, canonical_fields(own, kind.form, block.tail, capacity))
+        remember_positions(params, kind.rows_are_positions)
+        hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
+        given = block_arguments(params, hidden)
+        return {**given, _MASK: own[_MASK].view(1, rows)} if kind.has_mask else given
+
     return VariantSpec(
         key=key,
-        name=f"{block.mode}{'' if kind.grad else ', forward only'}, {capacity}",
+        name=", ".join([block.mode, *kind.in_words(), str(capacity)]),
         training=kind.grad,
         rows=rows,
         row_shape=block.row_shape,

@@ -97,29 +97,37 @@ class Verifier:
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._peers.shards_sequence else None
-        self._put(batch.kind, batch.params, batch.tokens, hidden_states, capacity)
+        shape = pack_shape(batch.params, batch.tokens, self._tail)
+        self._put(batch.kind, shape, batch.sources, hidden_states, capacity)
 
-    def keep_as_given(self, kind: Kind, params: Any, hidden_states: Tensor) -> None:
+    def keep_as_given(self, kind: Kind, params: Any, mask: Tensor | None, hidden_states: Tensor) -> None:
         """Keeps a micro-batch for which capacities are still to be learned.
 
         Args:
             kind: of the micro-batch.
             params: its `PackedSeqParams`.
+            mask: its padding mask, or None.
             hidden_states: what its block is given.
         """
         if self._is_on and not self._peers.shards_sequence:
-            self._put(kind, params, hidden_states.size(0), hidden_states, None)
+            sources = [*sources_of(params), *(() if mask is None else (mask,))]
+            shape = pack_shape(params, hidden_states.size(0), self._tail)
+            self._put(kind, shape, sources, hidden_states, None)
 
     def _put(
-        self, kind: Kind, params: Any, tokens: int, hidden_states: Tensor, capacity: Capacity | None
+        self,
+        kind: Kind,
+        shape: PackShape | None,
+        sources: Sequence[Tensor],
+        hidden_states: Tensor,
+        capacity: Capacity | None,
     ) -> None:
-        shape = pack_shape(params, tokens, self._tail)
         if shape is not None:
             self._kept[kind.family] = _Kept(
                 shape=shape,
                 capacity=capacity,
                 hidden=hidden_states.detach().clone(),
-                sources=[source.clone() for source in sources_of(params)],
+                sources=[source.clone(memory_format=torch.contiguous_format) for source in sources],
             )
 
     def keep_gradient(self, batch: MicroBatch, out: Tensor) -> None:
@@ -161,7 +169,7 @@ class Verifier:
             self._unverified += 1
             return None
         start = time.perf_counter()
-        valid = self._valid_rows(kept, capacity)
+        valid = self._valid_rows(kept, key)
         example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad, valid_rows=valid)
         try:
             verification = bank.verify(chain, key, example)
@@ -177,9 +185,10 @@ class Verifier:
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
         return verification
 
-    def _valid_rows(self, kept: _Kept, capacity: Capacity) -> Tensor:
+    def _valid_rows(self, kept: _Kept, key: Key) -> Tensor:
         """This rank's rows of documents, without the padding behind each of them and behind the last."""
-        actual, physical = (kept.sources[which].tolist() for which in (0, -1))
+        capacity, kind = key
+        actual, physical = (kept.sources[which].tolist() for which in (0, int(kind.form.has_padded)))
         lengths = (end - begin for begin, end in itertools.pairwise(actual))
         rows = [
             row

@@ -60,7 +60,7 @@ class ForwardWrappers:
             if isinstance(given, EagerReason):
                 batch: MicroBatch | EagerReason = given
             else:
-                batch = graphs.decide(given, is_skipped=is_cuda_graph_skipped())
+                batch = graphs.decide(given, is_skipped=is_cuda_graph_skipped(), mask=get("padding_mask"))
             added_rows = 0
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
@@ -119,9 +119,11 @@ class ForwardWrappers:
                 graphs.count_as_given(batch.misfits(table, entered))
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, entered, table)
+            loop = graphs.begin(batch, entered, table, kwargs.get("padding_mask"))
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
+                if batch.mask is not None:
+                    kwargs["padding_mask"] = batch.canonical_mask()
                 rows = batch.pad(entered)
                 with standing_in(block, rows):
                     out = batch.cut(original(block, rows, None, *args, **kwargs))
@@ -226,7 +228,7 @@ def _has_expected(
 
 # Of a model's arguments those that its wrapper reads in every call.
 _READ = (
-    *("input_ids", "decoder_input", "packed_seq_params"),
+    *("input_ids", "decoder_input", "packed_seq_params", "padding_mask"),
     *("inference_context", "inference_params", "output_processor", "attention_mask", "extra_block_kwargs"),
 )
 
@@ -243,9 +245,9 @@ def _with_positional(
     return given
 
 
-# The row lists among a model's arguments, [1, T] each, and what stands in rows that are added. Their
-# losses are cut off, so that no gradient comes from them.
-_ROW_LISTS = {"input_ids": 0, "position_ids": 0, "labels": 0, "loss_mask": 0, "padding_mask": True}
+# The row lists among a model's arguments, [1, T] each, beside its padding mask. Rows that are added hold
+# zeros. Their losses are cut off, so that no gradient comes from them.
+_ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -257,11 +259,13 @@ def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tup
         is_constant: the offsets stay as given, and only constants are the capacity's.
     """
     given.put("packed_seq_params", batch.constant_params() if is_constant else batch.canonical_params())
+    if batch.kind.has_mask:
+        given.put("padding_mask", batch.mask_at_entry(given.get("padding_mask")))
     if batch.entry_padding:
-        for name, filler in _ROW_LISTS.items():
+        for name in _ROW_LISTS:
             rows: Tensor | None = given.get(name)
             if rows is not None:
-                given.put(name, functional.pad(rows, (0, batch.entry_padding), value=filler))
+                given.put(name, functional.pad(rows, (0, batch.entry_padding)))
     return given.args, given.kwargs
 
 

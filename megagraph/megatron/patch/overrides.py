@@ -223,7 +223,7 @@ def _one_by_one(
     graphs: ModelGraphs, batch: MicroBatch, original: Callable[..., Any], given: Arguments
 ) -> Any:
     """Runs a block of layers, each of which replays or runs eager by itself."""
-    loop = graphs.begin(batch, given.get("hidden_states"), given.get("rotary_pos_emb"))
+    loop = graphs.begin(batch, given.get("hidden_states"), given.get("rotary_pos_emb"), None)
     given.put("packed_seq_params", batch.params)
     bank = graphs.block
     count_site = functools.partial(bank.count_eager, sites=1)

@@ -24,6 +24,7 @@ class RunningBatch(Protocol):
     """What the loop asks of the micro-batch that it runs."""
 
     reason: EagerReason | None
+    mask: Tensor | None
 
     def heed_table(self, table: Any, hidden_states: Tensor) -> None:
         """Takes note of a rotary table that is not the capture's."""
@@ -35,6 +36,10 @@ class RunningBatch(Protocol):
 
     def canonical_params(self) -> Any:
         """The canonical pack."""
+        ...
+
+    def canonical_mask(self) -> Tensor | None:
+        """Its padding mask."""
         ...
 
 
@@ -71,10 +76,13 @@ class LayerLoop:
         *,
         attention_mask: Tensor | None = None,
         packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
         assert self.batch is not None
+        if padding_mask is not self.batch.mask:  # which is staged
+            arguments["padding_mask"] = padding_mask
         for name, value in arguments.items():
             if value is not self._constants.get(name) and not self._constants.is_equal(name, value):
                 self.batch.reason = EagerReason.SIGNATURE_CHANGED
@@ -122,8 +130,11 @@ class LayerLoop:
         return self.batch.pad(hidden_states)
 
     def _run_step(self, step: LayerStep, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        assert self.batch is not None
-        canonical = {"attention_mask": None, "packed_seq_params": self.batch.canonical_params()}
+        batch = self.batch
+        assert batch is not None
+        canonical = {"attention_mask": None, "packed_seq_params": batch.canonical_params()}
+        if batch.mask is not None:
+            canonical["padding_mask"] = batch.canonical_mask()
         return step.run_eager(hidden_states, {**arguments, **canonical})
 
 

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padding masks: metadata that changes with each micro-batch, as the pack's offsets do."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mask_jobs
+import pytest
+import torch
+from host_rig import HostTrainer, OwnBlock
+from megatron.core.models.gpt import GPTModel
+from megatron_rig import (
+    CAPACITY,
+    HYBRID_PATTERN,
+    LAYERS,
+    OPTIONS,
+    HybridTrainer,
+    Micro,
+    Pair,
+    assert_same,
+    assert_same_run,
+    graph_config,
+    report_of,
+    schedule,
+    step,
+    train,
+)
+from torch import Tensor
+from worlds import World
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+ONE = Micro(lengths=(9, 20), tail=7, mask_seed=1)
+TWO = Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
+PLAIN = Micro(lengths=(5, 40), seed=2)
+# As many rows and documents as the capacity: Megatron alone makes the very same bits.
+FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3, mask_seed=3)
+
+
+@pytest.fixture(autouse=True)
+def seen() -> Iterator[list[Tensor]]:
+    """MLPs read their mask; the masks that they have seen."""
+    with mask_jobs.mlps_that_read_masks() as masks:
+        yield masks
+
+
+def steps_of(count: int) -> list[list[Micro]]:
+    """Steps of three packs with masks, no two alike; one in three has a tail, every second step is padded."""
+
+    def pack(index: int) -> Micro:
+        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        padded = tuple(-(-length // 4) * 4 for length in lengths)
+        return Micro(lengths=lengths, seed=index, tail=4 * (index % 3 == 1), padded=padded, mask_seed=index)
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+@pytest.mark.parametrize("modules", [None, ("attn",), ("mlp",)], ids=str)
+def test_masks_that_change_every_micro_batch_replay_with_eager_bits(modules: tuple[str, ...] | None) -> None:
+    scopes = {} if modules is None else {"cuda_graph_modules": modules}
+    steps = steps_of(12)
+    eager = train(graph_config(mode="eager"), steps)
+    graphed = train(graph_config(**scopes), steps)
+    assert_same_run(eager, graphed)
+    report = graphed.report
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
+    assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
+    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+
+
+def test_a_mask_matters(install: Install) -> None:
+    install()
+    pair = Pair()
+    pair.step(ONE, times=3)
+    masks = [ONE, dataclasses.replace(ONE, mask_seed=8), dataclasses.replace(ONE, mask_seed=9)]
+    losses = [step(trainer, masks, update=False, eager=trainer is pair.eager).losses for trainer in pair.both]
+    for of_mask in zip(*losses, strict=True):
+        assert torch.equal(*of_mask)
+    first, second, third = losses[1]
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
+@pytest.mark.parametrize("micro", [ONE, TWO, FULL])
+def test_layers_see_the_same_mask_in_eager_and_in_replays(
+    install: Install, seen: list[Tensor], micro: Micro
+) -> None:
+    """The user's, and every row at or past the pack's end."""
+    install()
+    pair = Pair()
+    pair.step(PLAIN, ONE, times=2)
+    given = micro.padding_mask()
+    assert given is not None
+    wanted = torch.ones(1, CAPACITY.tokens, dtype=torch.bool)
+    wanted[0, : sum(micro.rows)] = given[0, : sum(micro.rows)]
+    for trainer in pair.both:
+        seen.clear()
+        step(trainer, [micro], update=False, eager=trainer is pair.eager)
+        assert len(seen) == LAYERS and all(torch.equal(mask, wanted) for mask in seen)
+    assert pair.report()["replays"] == (2 + 1) * LAYERS
+
+
+def test_eager_runs_the_mask_that_megatron_alone_runs(install: Install) -> None:
+    """What a canonical pack adds to the mask is no row of the user's."""
+
+    def losses(micro: Micro) -> Tensor:
+        found: list[Tensor] = schedule(trainer.model, [micro], 1, trainer.device, forward_only=True)
+        return found[0]
+
+    install(mode="eager")
+    trainer = Trainer(OPTIONS)
+    packs = (TWO, FULL)  # Megatron alone takes no tail
+    ours = [losses(micro) for micro in packs]
+    megagraph.uninstall()
+    for micro, one in zip(packs, ours, strict=True):
+        torch.testing.assert_close(one, losses(micro))
+    assert torch.equal(ours[-1], losses(FULL))
+
+
+def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(install: Install) -> None:
+    install()
+    pair = Pair()
+    for _ in range(3):
+        pair.step(ONE, PLAIN, TWO)
+        pair.step(PLAIN, FULL)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert report["graphs"] == 2 * 2 * LAYERS and report["verification"]["verified"] == 2
+
+
+def test_masks_that_come_later_are_captured_when_they_come(install: Install) -> None:
+    install()
+    pair = Pair()
+    pair.step(PLAIN, times=2)
+    pair.step(ONE, PLAIN, times=3)
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+def test_evaluation_with_masks_is_graphed_too(install: Install) -> None:
+    install()
+    pair = Pair()
+    for _ in range(3):
+        pair.step(ONE, TWO)
+        pair.evaluate(TWO, ONE)
+    assert pair.report()["eager"] == {"WARMING_UP": 4 * LAYERS}
+
+
+def test_capacities_are_learned_from_packs_with_masks(install: Install) -> None:
+    install(capacities=(), cuda_graph_warmup_steps=2)
+    trainer = Trainer(OPTIONS)
+    for _ in range(4):
+        step(trainer, [TWO, FULL])
+    report = report_of(trainer)
+    assert report["eager"] == {"WARMING_UP": 2 * 2 * LAYERS} and report["failures"] == []
+    assert report["verification"]["verified"] > 0 and report["verification"]["unverified"] == 0
+
+
+def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(install: Install) -> None:
+    install()
+    pair = Pair()
+    for trainer in pair.both:
+        trainer.chunk.decoder.layers[1].register_forward_hook(lambda *unused: None)
+    for micro in (ONE, TWO, FULL, ONE):
+        pair.step(micro)
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 3}
+
+
+def test_a_later_table_of_another_kind_keeps_the_mask(install: Install) -> None:
+    """Layers that are handed another table run eager, with the mask of the rows that they get."""
+    install()
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [TWO], update=False)
+    wanted = step(trainer, [TWO], update=False)
+
+    def other(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs["rotary_pos_emb"]
+        return args, {**kwargs, "rotary_pos_emb": given.clone().mul_(1.0 + 1e-6)}
+
+    handle = trainer.chunk.decoder.register_forward_pre_hook(other, with_kwargs=True)
+    found = step(trainer, [TWO], update=False)
+    handle.remove()
+    for one, two in zip(wanted.losses, found.losses, strict=True):
+        torch.testing.assert_close(one, two)
+    assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
+
+
+# -- masks that are not what was captured ----------------------------------------------------------
+
+
+def _every_third(rows: int, device: torch.device) -> Tensor:
+    return torch.arange(rows, device=device)[None] % 3 == 0
+
+
+# What a hook of the block makes of its mask, and the pack.
+CHANGED: dict[str, tuple[Micro, Callable[[Any, torch.device], Any]]] = {
+    "another dtype": (FULL, lambda mask, device: mask.long()),
+    "gone": (TWO, lambda mask, device: None),
+    "out of nowhere": (PLAIN, lambda mask, device: _every_third(PLAIN.physical, device)),
+    "out of nowhere, in a full pack": (
+        dataclasses.replace(FULL, mask_seed=None),
+        lambda mask, device: _every_third(FULL.physical, device),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
+    install: Install, seen: list[Tensor], mode: str, case: str
+) -> None:
+    micro, change = CHANGED[case]
+    install(mode=mode)
+    trainer = Trainer(OPTIONS)
+    for _ in range(3):
+        step(trainer, [FULL, PLAIN], update=False)
+    handed: list[Any] = []
+
+    def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        handed.append(change(kwargs.get("padding_mask"), trainer.device))
+        return args, {**kwargs, "padding_mask": handed[-1]}
+
+    handle = trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    seen.clear()
+    ours = step(trainer, [micro], update=False)
+    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == LAYERS
+    if handed[0] is None:
+        assert seen == []
+    else:
+        assert len(seen) == LAYERS and all(torch.equal(mask, handed[0]) for mask in seen)
+    megagraph.uninstall()
+    alone = step(trainer, [micro], update=False)
+    handle.remove()
+    for one, other in zip(ours.losses, alone.losses, strict=True):
+        torch.testing.assert_close(one, other)
+        assert micro.physical < CAPACITY.tokens or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: Install, mode: str) -> None:
+    install(mode=mode)
+    trainer = Trainer(OPTIONS)
+    for _ in range(3):
+        step(trainer, [FULL], update=False)
+    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in FULL.row_lists())
+    mask = FULL.padding_mask()
+    assert mask is not None
+    given = {"labels": labels, "packed_seq_params": FULL.params(trainer.device)}
+    with torch.no_grad():
+        ours, wanted = (
+            trainer.chunk(tokens, positions, None, padding_mask=each.to(trainer.device), **given).clone()
+            for each in (mask.float(), mask)
+        )
+    assert torch.equal(ours, wanted)
+    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == LAYERS
+
+
+class HandingModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """Calls its decoder itself, and hands it the mask."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        *,
+        inference_params: Any = None,
+        padding_mask: Tensor | None = None,
+        **further: Any,
+    ) -> Tensor:
+        decoder_input, table, *_ = self._preprocess(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            decoder_input=decoder_input,
+            packed_seq_params=packed_seq_params,
+        )
+        hidden_states = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=table,
+            packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
+        )
+        logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+        losses: Tensor = self.compute_language_model_loss(labels, logits)
+        return losses
+
+
+class HandingBlock(OwnBlock):
+    """Hands its layers a mask of its own."""
+
+    def further_arguments(self, index: int) -> dict[str, Any]:
+        return {"padding_mask": _every_third(FULL.physical, next(self.parameters()).device)}
+
+
+HANDED = {"model": (HandingModel, None), "block": (GPTModel, HandingBlock)}
+
+
+@pytest.mark.parametrize("whose", HANDED)
+def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
+    install: Install, whose: str
+) -> None:
+    """Bug: RoPE took a table as long as the capacity for one of the pack's rows, where there are as many."""
+    install()
+    trainer = HostTrainer(*HANDED[whose])
+    micro = FULL if whose == "model" else dataclasses.replace(FULL, mask_seed=None)
+    found = [step(trainer, [micro], update=False) for _ in range(4)]
+    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * LAYERS
+    megagraph.uninstall()
+    alone = step(trainer, [micro], update=False)
+    for left in found:
+        assert_same(alone, left)
+
+
+# -- other models and ranks ------------------------------------------------------------------------
+
+
+def test_a_hybrid_model_takes_masks_too(install: Install) -> None:
+    if not seams.HYBRID_FORWARD.is_present():
+        pytest.skip("this megatron-core has no HybridModel")
+    install()
+    eager, graphed = HybridTrainer(), HybridTrainer()
+    for micros in steps_of(4):
+        assert_same(step(eager, micros, eager=True), step(graphed, micros))
+    _of_eager, report = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 3 * len(HYBRID_PATTERN)} and report["failures"] == []
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_on_two_tensor_parallel_ranks(world2: World, sequence_parallel: bool) -> None:
+    """Under sequence parallelism each rank has the mask of its rows."""
+    transformer = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    for report in world2.run(mask_jobs.train_pair, tensor_parallel=2, transformer=transformer):
+        assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
+        assert report["verification"]["unverified"] == 0
+
+
+def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows(world2: World) -> None:
+    """Bug: where no layer had a graph, a rank's rows were made as many as the whole pack's."""
+    transformer = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for report in world2.run(mask_jobs.left_eager, tensor_parallel=2, transformer=transformer):
+        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2 * LAYERS}
