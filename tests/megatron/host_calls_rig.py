@@ -141,6 +141,12 @@ def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, c
     return {"log_probs": logits.log_softmax(-1).gather(-1, labels[0, :, None]).squeeze(-1)}
 
 
+def _fused_hook(*, packed_seq_params: Any, context: Any, **given: Any) -> Any:
+    """The same as an output processor, which sees the pack that was given."""
+    assert packed_seq_params is context["pack"]
+    return _fused_output(context=context, **given)
+
+
 def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
     """Through the output processor, where the release has it."""
     tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
@@ -150,8 +156,8 @@ def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
         position_ids=None,
         packed_seq_params=params,
         labels=labels,
-        output_processor=_fused_output,
-        output_processor_context={"temperature": TEMPERATURE},
+        output_processor=_fused_hook,
+        output_processor_context={"temperature": TEMPERATURE, "pack": params},
     )
     return -out["log_probs"]
 

@@ -9,9 +9,11 @@ import entry_jobs
 import flight_jobs
 import parallel_jobs
 import pytest
+from megatron.core.models.gpt import GPTModel
 from torch import distributed
 from worlds import World
 
+from megagraph.megatron.parallel.rows import splits
 from megagraph.megatron.parallel.tensor import Peers
 
 pytestmark = pytest.mark.megatron
@@ -20,6 +22,7 @@ STEPS, MICROS, LAYERS = 6, 3, 2
 CALLS = STEPS * MICROS * LAYERS
 STEP_CALLS = MICROS * LAYERS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
+HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 
 def eager_calls(report: dict[str, Any]) -> dict[str, int]:
@@ -139,16 +142,56 @@ def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2:
 
 
 @pytest.mark.parametrize("way", entry_jobs.WAYS)
-def test_what_fits_the_given_rows_alone_keeps_them_as_they_were_given(world2: World, way: str) -> None:
-    """Under sequence parallelism packs are padded where the model is entered; beside such an argument not."""
-    from megatron.core.models.gpt import GPTModel
-
-    if way not in inspect.signature(GPTModel.forward).parameters:
-        pytest.skip(f"this megatron-core has no {way}")
+def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(world2: World, way: str) -> None:
+    """Under sequence parallelism packs are padded where the model is entered. There each rank has rows of its
+    own, of the capacity's others than of the pack's: they are handed round."""
+    if way.startswith("output_processor") and not HAS_OUTPUT_PROCESSOR:
+        pytest.skip("this megatron-core has no output_processor")
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
     for report in world2.run(entry_jobs.calls, tensor_parallel=2, way=way, transformer=transformer):
-        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": LAYERS}
-        assert report["replays"] == (2 + 1) * LAYERS  # the pack that fills its capacity replays
+        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "DISABLED": 3 * LAYERS}
+        assert report["replays"] == (2 + 3) * LAYERS
+
+
+@pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="this megatron-core has no output_processor")
+def test_a_pack_that_ranks_cannot_share_is_megatrons_error_as_ever(world2: World) -> None:
+    """An output processor has no rows to see there; padding would have hidden it."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+    for error in world2.run(entry_jobs.uneven, tensor_parallel=2, transformer=transformer):
+        assert "divisible by tensor parallel size" in error
+
+
+def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World) -> None:
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+    job = entry_jobs.first_stage
+    for report in world2.run(job, tensor_parallel=2, in_schedule=True, transformer=transformer):
+        assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+        assert report["replays"] == 2 * LAYERS and report["failures"] == []
+
+
+def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:
+    """Bug: the block's output got as many rows on each rank as the ranks have together."""
+    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+    job = entry_jobs.first_stage
+    for report in world2.run(job, tensor_parallel=2, in_schedule=False, transformer=transformer):
+        assert report["eager"]["FOREIGN_HOOK"] > 0 and report["replays"] == 0
+
+
+def test_rows_and_their_gradients_go_to_the_ranks_that_have_them_afterwards(world2: World) -> None:
+    for given, wanted in ((7, 16), (16, 7), (9, 11), (11, 9), (1, 8), (8, 1), (5, 5)):
+        world2.run(entry_jobs.share_anew, tensor_parallel=2, given=given, wanted=wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(("given", "wanted"), [(7, 16), (16, 7), (1, 8), (5, 5)])
+def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wanted: int) -> None:
+    sent, got = zip(*(splits(given, wanted, rank, size) for rank in range(size)), strict=True)
+    assert [list(column) for column in zip(*sent, strict=True)] == list(got)
+    total = (
+        min(given, wanted) * size
+    )  # of these rows, each rank has those from `given` or `wanted` times it on
+    assert [sum(rows) for rows in sent] == [min(given, max(0, total - rank * given)) for rank in range(size)]
+    assert [sum(rows) for rows in got] == [min(wanted, max(0, total - rank * wanted)) for rank in range(size)]
 
 
 def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from megagraph.megatron.parallel.rows import shared_anew
+
 __all__ = ["Peers"]
 
 
@@ -102,3 +104,14 @@ class Peers:
                 f"capacities of a multiple of {self.size} tokens, got {tokens}"
             )
         return tokens // self.size
+
+    def share_anew(self, hidden_states: Tensor, tokens: int) -> Tensor:
+        """This rank's rows of a pack that is made one of `tokens` physical tokens, at its end.
+
+        Every rank of the group calls it. Hidden states that need a gradient need it on every rank.
+
+        Args:
+            hidden_states: [T, 1, H], this rank's. Added rows are zero.
+            tokens: of the pack that is made.
+        """
+        return shared_anew(hidden_states, self.rows(tokens), self._group_of_tensors())

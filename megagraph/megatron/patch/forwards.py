@@ -5,10 +5,12 @@ The model's forward takes the decision, once a micro-batch; the block's forward 
 the layers, and cuts.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +18,8 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.patch.output_processor import on_given_rows
 from megagraph.megatron.patch.stages import standing_in
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
 from megagraph.megatron.scopes.loop import LayerLoop, shadowed_layers
@@ -61,20 +65,25 @@ class ForwardWrappers:
                 batch: MicroBatch | EagerReason = given
             else:
                 batch = graphs.decide(given, is_skipped=is_cuda_graph_skipped(), mask=get("padding_mask"))
-            added_rows = 0
+            added_rows, processor = 0, get("output_processor")
             if isinstance(batch, MicroBatch):
                 added_rows = batch.entry_padding
                 has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
-                # Of a pipeline's stage other stages see the rows, too.
-                has_rows = hidden_states is not None or get("output_processor") is not None
-                has_rows = has_rows or not getattr(model, "post_process", True)
                 is_foreign = not entries.are_megatrons
-                if has_more or (added_rows and (has_rows or is_foreign)):
+                # Of a pipeline's stage other stages see the rows, too.
+                is_inner = not is_first_stage or not getattr(model, "post_process", True)
+                is_uneven = processor is not None and tokens % graphs.peers.size
+                if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 else:
+                    given_arguments = Arguments(places, args, kwargs)
+                    if processor is not None and not is_foreign:  # whose call of it is its own
+                        _keep_for_processor(batch, graphs.peers, given_arguments)
+                    if added_rows and hidden_states is not None:
+                        _add_rows(batch, graphs.peers, given_arguments)
                     is_constant = batch.reason is None or is_foreign
-                    args, kwargs = _padded(batch, Arguments(places, args, kwargs), is_constant)
+                    args, kwargs = _padded(batch, given_arguments, is_constant)
             reached = entries.block.reached
             outer, graphs.running = graphs.running, batch
             try:
@@ -83,7 +92,7 @@ class ForwardWrappers:
                 graphs.running = outer
             if entries.block.reached == reached:
                 graphs.count_as_given(entries.block_missed(decided_as_given(batch)))
-            if added_rows:
+            if added_rows and processor is None:
                 out = _cut_rows(out, tokens)
             if is_step:
                 graphs.after_step()
@@ -267,6 +276,32 @@ def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tup
             if rows is not None:
                 given.put(name, functional.pad(rows, (0, batch.entry_padding)))
     return given.args, given.kwargs
+
+
+# What an output processor gets as the caller passed it; its hidden states are cut.
+_HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
+
+
+def _keep_for_processor(batch: MicroBatch, peers: Peers, given: Arguments) -> None:
+    """Before a model's arguments are padded: lets its output processor see what it would see without us.
+
+    Args:
+        batch: the decision.
+        peers: the ranks that share rows.
+        given: the arguments.
+    """
+    handed_on = {name: given.get(name) for name in _HANDED_ON}
+    cut = functools.partial(peers.share_anew, tokens=batch.tokens) if batch.entry_padding else None
+    given.put("output_processor", on_given_rows(given.get("output_processor"), handed_on, cut))
+
+
+def _add_rows(batch: MicroBatch, peers: Peers, given: Arguments) -> None:
+    """Gives the capacity's rows to the decoder's input, of which each rank has its share."""
+    rows: Tensor = given.get("decoder_input")
+    if not rows.requires_grad:
+        # The way back is a collective, and another rank may have a use for it.
+        rows = rows.detach().requires_grad_(torch.is_grad_enabled())
+    given.put("decoder_input", peers.share_anew(rows, batch.capacity.tokens))
 
 
 def _cut_rows(out: Tensor, tokens: int) -> Tensor:
