@@ -24,7 +24,9 @@ HIDDEN = 1024
 BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
-EAGER_BAR = 2.0  # us a model call
+AROUND_BAR = 15.0  # us a micro-batch
+EAGER_BARS = {"mode eager": 25.0}  # us more, of a model call
+EAGER_BAR = 3.0  # of others
 LAST_BAR, BARE_CALL_BAR = 10.0, 20.0  # us a layer of ours; us a call of a model of 24 layers
 ENGINE_BAR, PACE_BAR = 0.6, 0.5  # of autograd's own call; of a thread's free pace
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
@@ -74,7 +76,7 @@ def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
         timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
         _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
         timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
-        timed("begin and end of a micro-batch", graphed["around"], "us"),
+        timed("a micro-batch's pack read and decided on, begin and end", graphed["around"], "us", bar=AROUND_BAR),
     ]
 
 
@@ -123,8 +125,9 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
         patched, unpatched = answer["patched"], answer["unpatched"]
         title = f"eager through the patch, {name}: a call of a model that does nothing"
         rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
+        bar = EAGER_BARS.get(name.partition(",")[0], EAGER_BAR)
         figures += [
-            timed(title, differences(patched, unpatched), "us more", bar=EAGER_BAR),
+            timed(title, differences(patched, unpatched), "us more", bar=bar),
             timed(f"{title}, median", patched, "us", **rival),
         ]
     return figures

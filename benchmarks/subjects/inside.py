@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.launch_bare import BareLoop
-from benchmarks.subjects.packs import hidden_states
+from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph.bank.chain import Chain
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.modules import RotaryTables
@@ -45,21 +45,30 @@ class Replays:
     """The layers of a trainer that were captured for training, without the model around them."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.chain: Chain = graphs_of(trainer).block.chain
+        self._graphs = graphs_of(trainer)
+        self.chain: Chain = self._graphs.block.chain
         self.key: Any = next(key for key in list[Any](self.chain.variants) if key[1].grad)
-        tokens = self.key[0].tokens
-        leaf = hidden_states(tokens, trainer.options.hidden)
+        self._tokens: int = self.key[0].tokens
+        leaf = hidden_states(self._tokens, trainer.options.hidden)
         self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
         self.grad = torch.randn_like(leaf) * 1e-3
-        self._offsets = torch.tensor([0, tokens], dtype=torch.int32, device=trainer.device)
+        pack = a_pack(self._tokens)
+        self._params = packed_seq_params(pack.cu_seqlens.to(trainer.device), pack.max_seqlen)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """One of the largest capacity, in which the chain replays. Raises `RuntimeError` where it cannot."""
-        with self.chain.micro_batch(self.key, [self._offsets]) as reason:
-            if reason is not None:
-                raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
+        """Reads a pack of the largest capacity, and lets the chain replay it inside, as the forwards do.
+
+        Raises `RuntimeError` where it cannot.
+        """
+        graphs = self._graphs
+        batch = graphs.decide(graphs.reader.read(self._params, self._tokens), is_skipped=False, mask=None)
+        if graphs.begin(batch, self.hidden, None, None) is None:
+            raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
+        try:
             yield
+        finally:
+            graphs.end(batch)
 
 
 @contextlib.contextmanager

@@ -238,8 +238,9 @@ def _let_reduce_again(ddp: Any) -> None:
 def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
-    `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end; `engine`: a
-    backward pass of a single node that does nothing, and the time without that of it beside each backward.
+    `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end, its pack read
+    and decided on; `engine`: a backward pass of a single node that does nothing, and the time without that
+    of it beside each backward.
     """
     replays = Replays(trainer)
     chain, hidden, grad = replays.chain, replays.hidden, replays.grad
