@@ -76,7 +76,7 @@ def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
         timed(f"host time of a graphed layer, {what}", without, "us", floor=median(bare)),
         _own_share(f"own share over bare cudaGraphLaunch, {what}", without, bare),
         timed("autograd's own call, a backward pass of one node", graphed["engine"], "us"),
-        timed("a micro-batch's pack read and decided on, begin and end", graphed["around"], "us", bar=AROUND_BAR),
+        timed("a micro-batch read, decided on, begun and ended", graphed["around"], "us", bar=AROUND_BAR),
     ]
 
 

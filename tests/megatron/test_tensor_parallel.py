@@ -169,7 +169,7 @@ def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World
         assert report["replays"] == 2 * LAYERS and report["failures"] == []
 
 
-def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:
+def test_hooks_of_a_foreign_ddp_keep_each_ranks_rows(world2: World) -> None:
     """Bug: the block's output got as many rows on each rank as the ranks have together."""
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
     job = entry_jobs.first_stage
@@ -187,9 +187,7 @@ def test_rows_and_their_gradients_go_to_the_ranks_that_have_them_afterwards(worl
 def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wanted: int) -> None:
     sent, got = zip(*(splits(given, wanted, rank, size) for rank in range(size)), strict=True)
     assert [list(column) for column in zip(*sent, strict=True)] == list(got)
-    total = (
-        min(given, wanted) * size
-    )  # of these rows, each rank has those from `given` or `wanted` times it on
+    total = min(given, wanted) * size  # of which each rank has those from its own multiple on
     assert [sum(rows) for rows in sent] == [min(given, max(0, total - rank * given)) for rank in range(size)]
     assert [sum(rows) for rows in got] == [min(wanted, max(0, total - rank * wanted)) for rank in range(size)]
 
