@@ -63,12 +63,13 @@ class Replays:
         """
         graphs = self._graphs
         batch = graphs.decide(graphs.reader.read(self._params, self._tokens), is_skipped=False, mask=None)
-        if graphs.begin(batch, self.hidden, None, None) is None:
+        loop = graphs.begin(batch, self.hidden, None, None)
+        if loop is None:
             raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
         try:
             yield
         finally:
-            graphs.end(batch)
+            graphs.end(batch, loop)
 
 
 @contextlib.contextmanager

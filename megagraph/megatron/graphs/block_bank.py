@@ -130,9 +130,13 @@ class BlockBank:
         loop.batch = batch
         return loop
 
-    def end(self, batch: MicroBatch) -> None:
-        """Ends the micro-batch that `begin()` leased a slot for."""
-        self._loops.by_key[batch.key].batch = None
+    def end(self, loop: LayerLoop) -> None:
+        """Ends the micro-batch that `begin()` leased a slot for.
+
+        Args:
+            loop: what that returned.
+        """
+        loop.batch = None
         self.chain.end()
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:

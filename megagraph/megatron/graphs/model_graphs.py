@@ -181,13 +181,13 @@ class ModelGraphs:
             table: the rotary table that the block was given.
             mask: the padding mask that a block of Megatron's was given.
         """
-        self._rows = hidden_states.shape[1:], hidden_states.dtype
         has_mask = batch.kind.has_mask or (mask is not None and self.entries.are_megatrons)
         if has_mask and not batch.take_mask(mask, hidden_states):
             self.block.count_eager(batch.misfits(table, hidden_states))
             return None
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
+            self._rows = hidden_states.shape[1:], hidden_states.dtype
             batch.reason = self._kinds.explain(batch.kind, batch.reason)
             if self._kinds.awaits_graphs(batch.kind, batch.reason):
                 self.verifier.keep(batch, hidden_states)
@@ -197,9 +197,9 @@ class ModelGraphs:
             self.verifier.keep_replayed(batch, hidden_states)
         return loop
 
-    def end(self, batch: MicroBatch) -> None:
-        """Ends the micro-batch that `begin()` leased a slot for; the loop may have found a reason since."""
-        self.block.end(batch)
+    def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
+        """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
+        self.block.end(loop)
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:

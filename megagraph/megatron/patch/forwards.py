@@ -142,7 +142,7 @@ class ForwardWrappers:
                 with shadowed_layers(block, loop):
                     out = original(block, hidden_states, None, *args, **kwargs)
             finally:
-                graphs.end(batch)
+                graphs.end(batch, loop)
             return batch.cut(out)
 
         return forward

@@ -233,7 +233,7 @@ def _one_by_one(
             out = original(*given.args, **given.kwargs)
     finally:
         if loop is not None:
-            graphs.end(batch)
+            graphs.end(batch, loop)
     if loop is not None and layers.num_called == 0:
         graphs.count_as_given(graphs.entries.block_missed(None))
     return out
