@@ -22,7 +22,8 @@ void bind_packs(py::module_& m) {
       [](const py::object& params) -> py::object {
         const auto found = pack_form(params);
         if (!found) return py::none();
-        return py::make_tuple(found->has_padded, found->is_aliased, found->pad_between_seqs);
+        return py::make_tuple(found->has_padded, found->is_aliased, found->pad_between_seqs,
+                              found->has_seq_idx);
       },
       py::arg("params"));
   py::class_<GivenPack>(m, "GivenPack")

@@ -34,7 +34,7 @@ struct Fields {
                 &kv_padded = interned("cu_seqlens_kv_padded"), &longest = interned("max_seqlen_q"),
                 &longest_kv = interned("max_seqlen_kv"), &between = interned("pad_between_seqs"),
                 &cp_group = interned("cp_group"), &cp_size = interned("local_cp_size"),
-                &thd = interned("thd"), &numel = interned("numel");
+                &seq_idx = interned("seq_idx"), &thd = interned("thd"), &numel = interned("numel");
 };
 
 const Fields& fields() {
@@ -96,7 +96,17 @@ std::optional<PackForm> pack_form(const py::handle& params) {
   }
   const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);
   const bool has_padded = !q_padded.is_none() && !is_aliased;
-  return PackForm{has_padded, is_aliased, attribute_or_none(params, fields().between)};
+  const bool has_seq_idx = !attribute_or_none(params, fields().seq_idx).is_none();
+  return PackForm{has_padded, is_aliased, attribute_or_none(params, fields().between), has_seq_idx};
+}
+
+bool is_seq_idx_stageable(const py::handle& params, int64_t tokens) {
+  const py::object given = attribute(params, fields().seq_idx);
+  const py::object offsets = attribute(params, fields().q);
+  if (!is_tensor(given.ptr()) || !is_tensor(offsets.ptr())) return false;
+  const at::Tensor& index = tensor_of(given.ptr());
+  return index.scalar_type() == at::kInt && index.is_contiguous() && index.numel() == tokens &&
+         index.device() == tensor_of(offsets.ptr()).device();
 }
 
 bool declares_every_row(const py::handle& params, int64_t tokens) {
@@ -127,7 +137,9 @@ py::object PackReader::read(const py::object& params, int64_t tokens, int64_t cp
   const auto shape = pack_shape(params, tokens, extra_seqs_, cp_size);
   if (!shape) return reason(EagerReason::kNoPackMetadata);
   const auto form = pack_form(params);
-  if (!form) return reason(EagerReason::kSignatureChanged);
+  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
+    return reason(EagerReason::kSignatureChanged);
+  }
   py::object capacity = py::none();
   if (!banks_.empty()) {
     const auto bank = banks_.find(cp_size);
@@ -146,11 +158,12 @@ py::object PackReader::form_of(const PackForm& form) {
   // What a pack says of padding is None, True or False; anything else is made anew.
   PyObject* between = form.pad_between_seqs.ptr();
   const bool is_known = between == Py_None || PyBool_Check(between);
-  const auto key = std::make_tuple(form.has_padded, form.is_aliased, between);
+  const auto key = std::make_tuple(form.has_padded, form.is_aliased, between, form.has_seq_idx);
   if (is_known) {
     if (const auto found = forms_.find(key); found != forms_.end()) return found->second;
   }
-  py::object made = make_form_(form.has_padded, form.is_aliased, form.pad_between_seqs);
+  py::object made =
+      make_form_(form.has_padded, form.is_aliased, form.pad_between_seqs, form.has_seq_idx);
   if (is_known) forms_.emplace(key, made);
   return made;
 }

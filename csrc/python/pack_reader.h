@@ -8,9 +8,10 @@
 //
 // Its form is what changes a graph beside the shape: whether it carries padded offsets, whether
 // these are the actual ones (the same object, by which Transformer Engine knows that there is no
-// padding), and what it says of padding between documents. A pack whose queries and keys have
-// offsets of their own, or longest documents of their own, has no form: to compare values would
-// wait for the device, and tensors over the same entries are the same offsets.
+// padding), what it says of padding between documents, and whether it carries `seq_idx`, the
+// document of each row. A pack whose queries and keys have offsets of their own, or longest
+// documents of their own, has no form: to compare values would wait for the device, and tensors
+// over the same entries are the same offsets.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -24,6 +25,10 @@
 
 namespace megagraph {
 
+// Whether the `seq_idx` of a pack can be staged: int32, an entry for each of `tokens` rows, where
+// the offsets are.
+bool is_seq_idx_stageable(const pybind11::handle& params, int64_t tokens);
+
 // None if `params` describes no packed sequences. `extra_seqs`: documents that a tail convention
 // adds.
 std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t tokens,
@@ -32,6 +37,7 @@ std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t toke
 struct PackForm {
   bool has_padded, is_aliased;
   pybind11::object pad_between_seqs;
+  bool has_seq_idx;
 };
 
 std::optional<PackForm> pack_form(const pybind11::handle& params);
@@ -52,7 +58,7 @@ struct GivenPack {
 class PackReader {
  public:
   // `reasons`: Python's members of EagerReason, in order. `make_form`: makes what Python knows a
-  // form by from its three values, which are few; its answers are kept.
+  // form by from its four values, which are few; its answers are kept.
   PackReader(int64_t extra_seqs, pybind11::list reasons, pybind11::object make_form);
 
   // By context-parallel size, Python's own; none while they are still to be learned.
@@ -76,7 +82,7 @@ class PackReader {
     pybind11::list objects;
   };
   std::map<int64_t, Bank> banks_;
-  std::map<std::tuple<bool, bool, PyObject*>, pybind11::object> forms_;
+  std::map<std::tuple<bool, bool, PyObject*, bool>, pybind11::object> forms_;
 };
 
 }  // namespace megagraph

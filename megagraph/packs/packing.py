@@ -73,11 +73,13 @@ class PackForm(NamedTuple):
         is_aliased: its padded offsets are the actual ones, the same object, by which Transformer Engine
             knows that there is no padding between documents.
         pad_between_seqs: Megatron's field of that name; None if it is absent or unset.
+        has_seq_idx: carries `seq_idx`, int32 [1, T]: the document of each row, one more for the tail.
     """
 
     has_padded: bool
     is_aliased: bool
     pad_between_seqs: bool | None
+    has_seq_idx: bool = False
 
     @staticmethod
     def of(params: PackedSequences) -> "PackForm | None":

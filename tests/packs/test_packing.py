@@ -71,6 +71,14 @@ def test_a_form_keeps_what_the_pack_says_of_padding(said: bool | None) -> None:
     assert form_of(pack_of(offsets([2]))).pad_between_seqs is None
 
 
+def test_a_form_says_whether_each_row_has_its_document() -> None:
+    cu = offsets([2, 3])
+    assert form_of(pack_of(cu)).has_seq_idx is False
+    assert (
+        form_of(pack_of(cu, seq_idx=torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))).has_seq_idx is True
+    )
+
+
 def test_views_of_one_memory_are_the_same_offsets() -> None:
     actual, padded = offsets([2, 3]), offsets([4, 4])
     pack = pack_of(actual, padded, cu_seqlens_kv=actual.view(-1), cu_seqlens_kv_padded=padded[:])

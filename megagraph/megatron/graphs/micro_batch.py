@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megagraph.bank.metadata import mask_content
 from megagraph.decide.dispatch import Capacity
@@ -28,7 +29,7 @@ from megagraph.packs.packing import (
     offsets_rules,
 )
 
-__all__ = ["Kind", "MicroBatch", "is_mask", "new_params", "sources_of"]
+__all__ = ["Kind", "MicroBatch", "is_mask", "new_params", "put_seq_idx", "sources_of"]
 
 
 class Kind(NamedTuple):
@@ -102,10 +103,16 @@ def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, 
     return offsets_rules(tail, tokens, has_padded=has_padded)
 
 
-def sources_of(params: Any) -> list[Tensor]:
-    """What staging reads of a pack: the actual offsets and, where it has them, the padded ones."""
+def sources_of(params: Any, form: PackForm) -> list[Tensor]:
+    """What staging reads of a pack: actual offsets and, where it has them, padded ones and `seq_idx`."""
     actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
-    return [actual] if padded is None or padded is actual else [actual, padded]
+    sources = [actual] if padded is None or padded is actual else [actual, padded]
+    return [*sources, params.seq_idx] if form.has_seq_idx else sources
+
+
+def put_seq_idx(params: Any, seq_idx: Tensor, tokens: int) -> None:
+    """Gives `seq_idx` to a pack of `tokens` rows, whose constructor would wait for the device to make it."""
+    params.seq_idx, params.total_tokens = seq_idx, tokens
 
 
 def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
@@ -167,9 +174,10 @@ class MicroBatch:
         self.key = key
         self.capacity, self.kind = key
         self.reason = reason
-        self.sources = sources_of(params)
+        form = self.kind.form
+        self.sources = sources_of(params, form)
         self.mask: Tensor | None = None
-        self.physical_offsets = self.sources[-1]  # whose last entry is the pack's physical end
+        self.physical_offsets = self.sources[form.has_padded]  # whose last entry is the pack's physical end
         # Rows to add to each row list of the model's input.
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail
@@ -251,6 +259,10 @@ class MicroBatch:
             given = {"actual": self.sources[0], "padded": self.physical_offsets}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
+            if form.has_seq_idx:
+                rows, slots = self.capacity.tokens, self.capacity.num_seqs
+                index = functional.pad(self.params.seq_idx, (0, rows - self.tokens), value=slots)
+                put_seq_idx(self._canonical, index, rows)
             remember_positions(self._canonical, self._rows_are_positions)
         return self._canonical
 
@@ -297,6 +309,8 @@ class MicroBatch:
         form = self.kind.form
         constants = _constant_fields(params_type, form, self._tail, self.capacity)
         params = params_type(**canonical_offsets(actual, padded, form), **constants)
+        if form.has_seq_idx:
+            put_seq_idx(params, self.params.seq_idx, self.capacity.tokens)
         if len(self.params.__dict__) > len(_fields_of(params_type)):
             copy_foreign_attributes(self.params, params)
         return params

@@ -15,13 +15,13 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity
-from megagraph.megatron.graphs.micro_batch import Kind, new_params
+from megagraph.megatron.graphs.micro_batch import Kind, new_params, put_seq_idx
 from megagraph.megatron.graphs.positions import remember_positions
 from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
-_MASK = "padding_mask"  # as layers call it
+_MASK, _SEQ_IDX = "padding_mask", "seq_idx"  # as layers and packs call them
 
 
 def example_offsets(capacity: Capacity, device: torch.device) -> Tensor:
@@ -96,12 +96,21 @@ def variant_spec(
         metadata[_MASK] = MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
+            source=physical + kind.form.has_seq_idx + 1,
+        )
+    if kind.form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
+        metadata[_SEQ_IDX] = MetadataSpec(
+            kind=_C.SegmentKind.OFFSETS,
+            example=torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device),
             source=physical + 1,
+            fill=capacity.num_seqs,
         )
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
         params = new_params(block.params_type, canonical_fields(own, kind.form, block.tail, capacity))
+        if kind.form.has_seq_idx:
+            put_seq_idx(params, own[_SEQ_IDX].view(1, capacity.tokens), capacity.tokens)
         remember_positions(params, kind.rows_are_positions)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
         given = block_arguments(params, hidden)

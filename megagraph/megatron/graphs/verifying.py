@@ -110,7 +110,7 @@ class Verifier:
             hidden_states: what its block is given.
         """
         if self._is_on and not self._peers.shards_sequence:
-            sources = [*sources_of(params), *(() if mask is None else (mask,))]
+            sources = [*sources_of(params, kind.form), *(() if mask is None else (mask,))]
             shape = pack_shape(params, hidden_states.size(0), self._tail)
             self._put(kind, shape, sources, hidden_states, None)
 
