@@ -74,9 +74,8 @@ def test_a_form_keeps_what_the_pack_says_of_padding(said: bool | None) -> None:
 def test_a_form_says_whether_each_row_has_its_document() -> None:
     cu = offsets([2, 3])
     assert form_of(pack_of(cu)).has_seq_idx is False
-    assert (
-        form_of(pack_of(cu, seq_idx=torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32))).has_seq_idx is True
-    )
+    index = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    assert form_of(pack_of(cu, seq_idx=index)).has_seq_idx is True
 
 
 def test_views_of_one_memory_are_the_same_offsets() -> None:
