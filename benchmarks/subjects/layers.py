@@ -31,6 +31,7 @@ LAYERS = 24
 TOKENS = 256
 _MICRO_BATCHES = 2
 ROUNDS = 60  # of ours
+MICRO_BATCHES = 20  # in a row
 
 
 def made_quickly(
@@ -239,14 +240,19 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
     `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end, its pack read
-    and decided on; `engine`: a backward pass of a single node that does nothing, and the time without that
-    of it beside each backward.
+    and decided on, and `around, hot` the same many times in a row; `engine`: a backward pass of a single node
+    that does nothing, and the time without that of it beside each backward.
     """
     replays = Replays(trainer)
     chain, hidden, grad = replays.chain, replays.hidden, replays.grad
     layers = len(chain.sites)
     bare_forward, bare_backward = bare_loops(chain, replays.key)
     trainer.model.zero_grad_buffer()
+
+    def micro_batches() -> None:
+        for _ in range(MICRO_BATCHES):
+            with replays.micro_batch():
+                pass
 
     def sample() -> dict[str, float]:
         before()
@@ -263,6 +269,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         return {
             "forward": (done - begun) / layers,
             "around": begun - start + ended - done,
+            "around, hot": host_seconds(micro_batches) / MICRO_BATCHES,
             "backward": backward,
             "backward without engine": backward - engine / layers,
             "engine": engine,
