@@ -11,7 +11,7 @@ from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Changes"]
 
