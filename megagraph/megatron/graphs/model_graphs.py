@@ -269,7 +269,7 @@ class ModelGraphs:
             return
         if self._states.are_many:
             self._kinds.forget_old_states()
-        due = self._due() if self._kinds.due else set()
+        due = changes.due_now() if self._kinds.due and self._rows is not None else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
         elif due:
@@ -279,18 +279,6 @@ class ModelGraphs:
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
         return not self.changes.keep_training_eager and any(kind.grad for kind in self._kinds.captured)
-
-    def _due(self) -> set[Kind]:
-        """What to capture now: in the state of now alone; nothing while a slot is held or memory is away."""
-        if torch.is_inference_mode_enabled():
-            return set()
-        away = self.changes.gradients_reason
-        due = {
-            kind
-            for kind in self._kinds.due_now()
-            if (away is None or not kind.grad) and self.block.has_memory(grad=kind.grad)
-        }
-        return due if due and self._rows is not None and self.block.is_idle() else set()
 
     def _capture(self, due: set[Kind]) -> None:
         assert self._rows is not None and self._params_type is not None
