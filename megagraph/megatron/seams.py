@@ -21,6 +21,7 @@ __all__ = [
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
+    "PACK_GROUPS",
     "SCHEDULES",
     "SUPPORTED",
     "Seam",
@@ -137,6 +138,19 @@ DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_g
 DESTROY_MODEL_PARALLEL = Seam(
     module="megatron.core.parallel_state", path="destroy_model_parallel", parameters=()
 )
+# Asked for the groups over which ranks share a pack, by the names of `ProcessGroupCollection`.
+PACK_GROUPS = {
+    name: Seam(
+        module="megatron.core.parallel_state",
+        path=f"get_{words}_parallel_group",
+        parameters=("check_initialized",),
+    )
+    for name, words in (
+        ("tp", "tensor_model"),
+        ("cp", "context"),
+        ("tp_cp", "tensor_and_context"),
+    )
+}
 # Called, not wrapped.
 _CALLED = (
     Seam(
@@ -182,7 +196,7 @@ def check_core() -> str:
     hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
     seams = (
         *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE),
-        *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *_CALLED, *hybrid),
+        *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED, *hybrid),
     )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]
     if problems:

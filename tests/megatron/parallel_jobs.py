@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import ModelOptions, Trainer, transformer_config
 from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.parallel.tensor import Peers
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 3
@@ -192,14 +190,6 @@ def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor
     micros = [rig.Micro(lengths=(9, 21)), rig.Micro(lengths=(3, 30, 7), seed=1)]
     left = rig.step(trainer, micros, update=False)
     return [loss.cpu() for loss in left.losses], {name: grad.cpu() for name, grad in left.grads.items()}
-
-
-def agreements() -> list[bool]:
-    """What the ranks of a tensor-parallel group agree on: the same, what each alone says, and again."""
-    config = SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=False)
-    peers = Peers(SimpleNamespace(config=config))  # type: ignore[arg-type]
-    rank = distributed.get_rank()
-    return [peers.agree_on(what) for what in ("the same", f"of rank {rank}", "", "x" * rank, "the same")]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import entry_jobs
@@ -10,11 +9,9 @@ import flight_jobs
 import parallel_jobs
 import pytest
 from megatron.core.models.gpt import GPTModel
-from torch import distributed
 from worlds import World
 
 from megagraph.megatron.parallel.rows import splits
-from megagraph.megatron.parallel.tensor import Peers
 
 pytestmark = pytest.mark.megatron
 
@@ -130,11 +127,6 @@ def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: Worl
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["failures"] == []
 
 
-def test_ranks_agree_only_on_what_all_of_them_say(world2: World) -> None:
-    for answers in world2.run(parallel_jobs.agreements, tensor_parallel=2):
-        assert answers == [True, False, True, False, True]
-
-
 def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2: World) -> None:
     for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, transformer=TENSOR_PARALLEL):
         assert eager_calls(report) == {} and report["failures"] == []
@@ -169,7 +161,7 @@ def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World
         assert report["replays"] == 2 * LAYERS and report["failures"] == []
 
 
-def test_hooks_of_a_foreign_ddp_keep_each_ranks_rows(world2: World) -> None:
+def test_a_stage_outside_of_any_schedule_keeps_each_ranks_rows(world2: World) -> None:
     """Bug: the block's output got as many rows on each rank as the ranks have together."""
     transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
     job = entry_jobs.first_stage
@@ -207,39 +199,3 @@ def test_a_model_with_forwards_of_its_own_on_several_ranks(world2: World, sequen
         assert report["calls"] == 5 * 2 * LAYERS and report["failures"] == []
         assert {*report["eager"]} == {"WARMING_UP", *(["SIGNATURE_CHANGED"] if sequence_parallel else [])}
         assert report["replays"] >= 2 * (1 if sequence_parallel else 2) * LAYERS
-
-
-class _Groups:
-    """A model of so many tensor-parallel ranks, with its group where it says so."""
-
-    def __init__(self, size: int, group: object) -> None:
-        self.config = SimpleNamespace(tensor_model_parallel_size=size, sequence_parallel=False)
-        self.pg_collection = SimpleNamespace(tp=group)
-
-
-def test_graphs_hold_collectives_of_their_own_group_and_of_no_other() -> None:
-    group, other = object(), object()
-    peers, alone = Peers(_Groups(2, group)), Peers(_Groups(1, group))  # type: ignore[arg-type]
-    assert peers.use(group) and peers.use(None) and not peers.use(other)
-    assert not alone.use(group) and not alone.use(None)
-    peers.leave()
-    assert not peers.use(group) and peers.use(None)
-
-
-def test_ranks_that_have_left_their_group_ask_each_other_in_another(
-    process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[object] = []
-
-    def new_group(ranks: object, **options: object) -> object:
-        made.append(options["backend"])
-        return distributed.group.WORLD
-
-    peers = Peers(_Groups(2, distributed.group.WORLD))  # type: ignore[arg-type]
-    monkeypatch.setattr(distributed, "new_group", new_group)
-    monkeypatch.setattr(distributed, "all_reduce", lambda *args, **options: None)
-    assert peers.exchange([3, 4]) == peers.exchange([3, 4]) == [3, 4]
-    assert made == ["gloo"]
-    peers.leave()
-    peers.exchange([1])
-    assert made == ["gloo"] * 2

@@ -31,7 +31,7 @@ from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
 
 __all__ = ["BlockBank"]
@@ -43,7 +43,7 @@ class BlockBank:
     Args:
         model: the GPTModel or HybridModel.
         ddp: Megatron's DDP around it, or None.
-        peers: the ranks that share its communicators.
+        peers: the ranks that run the same packs.
         config: the plugin's options.
         progress: shown while capturing.
 
@@ -65,10 +65,11 @@ class BlockBank:
         progress: Progress | None,
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
-        self._peers = peers
+        self._peers, self._tensor = peers, peers.tensor
         self._config = config
         self._progress = progress
-        self.layers = BlockLayers(self._model, scopes_of(model.config, config.cuda_graph_modules))
+        scopes = scopes_of(model.config, config.cuda_graph_modules)
+        self.layers = BlockLayers(self._model, scopes, peers.groups)
         self.num_sites = len(self.layers.specs)
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
@@ -131,11 +132,7 @@ class BlockBank:
         return loop
 
     def end(self, loop: LayerLoop) -> None:
-        """Ends the micro-batch that `begin()` leased a slot for.
-
-        Args:
-            loop: what that returned.
-        """
+        """Ends the micro-batch that `begin()` returned a loop for."""
         loop.batch = None
         self.chain.end()
 
@@ -184,10 +181,15 @@ class BlockBank:
             params_type: `PackedSeqParams`.
 
         Returns:
-            False where everything had to be dropped, also what was captured before.
+            False where what was captured before had to be dropped.
         """
+        has_kept = True
+        if self.watch.is_watching and self.layers.hold_other_groups(self._peers.exchange):
+            has_kept = False
+            self.reset()
         if not self.watch.is_watching:
             self._prepare()
+        self._peers.hold(self.layers.specs)
         block = BlockInput(
             row_shape=row_shape,
             dtype=dtype,
@@ -195,7 +197,7 @@ class BlockBank:
             tail=self._config.tail,
             valid_tokens=self._valid_tokens,
             mode="training" if self._live().decoder.training else "evaluation",
-            local_rows=self._peers.rows,
+            local_rows=self._tensor.rows,
         )
         variants = [self._variant((capacity, kind), block) for kind in kinds for capacity in capacities]
         try:
@@ -218,7 +220,7 @@ class BlockBank:
         log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
         )
-        return True
+        return has_kept
 
     def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
         """Captures, and again without the layers whose graphs turn out to be wrong."""

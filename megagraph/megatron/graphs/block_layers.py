@@ -13,6 +13,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
+from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.keys import keys_of
 from megagraph.megatron.watch.layers import LayerWatch
@@ -27,6 +28,7 @@ class BlockLayers:
     Args:
         model: the GPTModel or HybridModel, which must not be kept alive.
         scopes: which halves of each layer are graphed; none for whole layers.
+        groups: the model's process groups.
 
     Attributes:
         plan: the steps of the layers.
@@ -34,9 +36,11 @@ class BlockLayers:
 
     plan: BlockPlan
 
-    def __init__(self, model: weakref.ref[nn.Module], scopes: Collection[str]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], scopes: Collection[str], groups: ModelGroups) -> None:
         self._model = model
         self._scopes = scopes
+        self._groups = groups
+        self._kept_out: Mapping[int, tuple[EagerReason, str]] = {}  # of graphs, for their groups
         self._seen: list[weakref.ref[nn.Module]] = []
         self.follow()
 
@@ -98,7 +102,7 @@ class BlockLayers:
             is_expected_hook=is_ddp_hook,
             accumulator_hooks=accumulator_hooks(ddp),
         )
-        return {**found, **self.plan.refused()}
+        return {**found, **self.plan.refused(), **self._groups.refused(self.specs)}
 
     def ineligible_in_group(
         self, ddp: nn.Module | None, exchange: Exchange
@@ -110,6 +114,16 @@ class BlockLayers:
             exchange: asks the ranks.
         """
         here = self.find_ineligible(ddp)
+        self._kept_out = self._groups.refused(self.specs)
         anywhere = exchange([int(index in here) for index in range(len(self.specs))])
         disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
         return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
+
+    def hold_other_groups(self, exchange: Exchange) -> bool:
+        """Whether other layers hold groups that must not be in a graph than before the first capture.
+
+        Args:
+            exchange: asks the ranks.
+        """
+        (somebodys,) = exchange([int(self._groups.refused(self.specs) != self._kept_out)])
+        return bool(somebodys)

@@ -4,9 +4,10 @@
 import dataclasses
 from typing import Any
 
+from megagraph.bank.agreement import Exchange
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import PackShape
-from megagraph.decide.learn import learn_capacities
+from megagraph.decide.learn import Needs, capacities_for, needs_of
 from megagraph.log import log
 
 __all__ = ["Capacities"]
@@ -31,9 +32,23 @@ class Capacities:
         """Remembers a pack of the warm-up."""
         self._observed.add(shape)
 
-    def learn(self) -> None:
-        """Learns them from what was observed."""
-        self.known = learn_capacities(self._observed, self._extra_seqs)
+    def learn(self, is_warm: bool, exchange: Exchange) -> bool:
+        """Learns them from what was observed, the same on all ranks, once the warm-up of all is over.
+
+        Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
+        that are longer.
+
+        Args:
+            is_warm: the warm-up of this rank is over.
+            exchange: asks the ranks, in each step until they have learned.
+
+        Returns:
+            Whether they have.
+        """
+        somebody_waits, *needs = exchange([int(not is_warm), *needs_of(self._observed, self._extra_seqs)])
+        if somebody_waits:
+            return False
+        self.known = capacities_for(Needs(*needs), self._extra_seqs)
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
@@ -42,6 +57,7 @@ class Capacities:
             counts,
             self.known[0].tokens,
         )
+        return True
 
     def report(self) -> list[dict[str, Any]]:
         """As plain values."""

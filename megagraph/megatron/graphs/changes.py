@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has changed before a step: drops the graphs that relied on it, and says what runs eager for it.
 
-Captures nothing.
+Says what may be captured then, too; captures nothing.
 """
 
 import gc
+
+import torch
 
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Changes"]
 
@@ -108,6 +111,18 @@ class Changes:
             self.gradients_reason = _DISAGREED
         if has_changed:
             self._drop(is_partial)
+
+    def due_now(self) -> set[Kind]:
+        """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
+        if torch.is_inference_mode_enabled():
+            return set()
+        away, block = self.gradients_reason, self._block
+        due = {
+            kind
+            for kind in self._kinds.due_now()
+            if (away is None or not kind.grad) and block.has_memory(grad=kind.grad)
+        }
+        return due if due and block.is_idle() else set()
 
     def _clean_up(self) -> None:
         """After a step that raised: frees what is left of it, where the error and its frames are garbage."""

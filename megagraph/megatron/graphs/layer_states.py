@@ -12,7 +12,7 @@ from megagraph import _C
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.watch.states import States
 
 __all__ = ["LayerStates"]
@@ -82,9 +82,11 @@ class LayerStates:
             largest: of each value that a rank has said.
 
         Raises:
-            RuntimeError: where the ranks' last calls were in different states, naming what differs.
+            RuntimeError: where the ranks' last calls were in different states, naming what differs. Not while
+                nothing has been captured: no rank can have replayed.
         """
-        if not self._numbers.hear(largest):
+        chain = self._block.chain
+        if not self._numbers.hear(largest) and chain.variants:
             self._raise_for_ranks()
         self.current, self._call = self._numbers.current, (self._met[0], self._numbers.current)
         self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
@@ -109,7 +111,7 @@ class LayerStates:
         of_ranks = self._peers.gather(self._since_last_new() or "nothing")
         said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
         raise RuntimeError(
-            "inside a step the layers' state changed on some ranks of the tensor-parallel group and not on "
+            "inside a step the layers' state changed on some of the ranks that run the same packs and not on "
             "others: expected every rank to run the same program. Changed since the graphs were captured: "
             + said
         )

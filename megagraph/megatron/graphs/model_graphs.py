@@ -27,7 +27,7 @@ from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
 
 __all__ = ["ModelGraphs"]
@@ -50,6 +50,8 @@ class ModelGraphs:
     Attributes:
         entries: how its forward and its block's are entered. To be set before the first call.
         verifier: keeps micro-batches that graphs are verified on.
+        peers: the ranks that run the same packs.
+        tensor: its tensor-parallel ranks.
         changes: what keeps a step eager.
         reader: reads packs as they are given.
     """
@@ -70,6 +72,7 @@ class ModelGraphs:
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.peers = Peers(model)
+        self.tensor = self.peers.tensor
         self.block = BlockBank(model, ddp, self.peers, config, progress)
         self.reader = PackReader(self._capacities, config.tail)
         self.verifier = self.block.verifier
@@ -78,7 +81,7 @@ class ModelGraphs:
         self._refuse(refusal_of(model, ddp))
         if self._refusal is None:
             for capacity in self._capacities.known:
-                self.peers.rows(capacity.tokens)  # raises where ranks cannot share them
+                self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
@@ -138,7 +141,7 @@ class ModelGraphs:
             self._capacities.observe(PackShape(tokens, given.num_seqs, given.max_seqlen))
             self._unlearned = kind, params, mask if has_mask else None
             return _WARMING_UP
-        is_off, shards = is_skipped or self._config.mode == "eager", self.peers.shards_sequence
+        is_off, shards = is_skipped or self._config.mode == "eager", self.tensor.shards_sequence
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
         batch = MicroBatch(params, tokens, (given.capacity, kind), reason, self._tail, shards, self._tables)
         if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
@@ -154,7 +157,7 @@ class ModelGraphs:
         if self._rows is None:
             return False
         constants = self.block.constants
-        failure = constants.find(batch, self.peers.rows(batch.capacity.tokens), *self._rows)
+        failure = constants.find(batch, self.tensor.rows(batch.capacity.tokens), *self._rows)
         if failure is not None:
             self.entries.fail(failure)
         return failure is None
@@ -248,8 +251,8 @@ class ModelGraphs:
             self._settle_entries()
         if self._refusal is not None:
             return
-        if not self._capacities.known and self._kinds.warmed_up:
-            self._capacities.learn()
+        capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
+        if not capacities.known and capacities.learn(is_warm, self.peers.exchange):
             self.reader.follow()
         if self._config.mode != "graph":
             return
@@ -266,7 +269,7 @@ class ModelGraphs:
             return
         if self._states.are_many:
             self._kinds.forget_old_states()
-        due = self._due() if self._kinds.due else set()
+        due = changes.due_now() if self._kinds.due and self._rows is not None else set()
         if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
         elif due:
@@ -276,18 +279,6 @@ class ModelGraphs:
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
         return not self.changes.keep_training_eager and any(kind.grad for kind in self._kinds.captured)
-
-    def _due(self) -> set[Kind]:
-        """What to capture now: in the state of now alone; nothing while a slot is held or memory is away."""
-        if torch.is_inference_mode_enabled():
-            return set()
-        away = self.changes.gradients_reason
-        due = {
-            kind
-            for kind in self._kinds.due_now()
-            if (away is None or not kind.grad) and self.block.has_memory(grad=kind.grad)
-        }
-        return due if due and self._rows is not None and self.block.is_idle() else set()
 
     def _capture(self, due: set[Kind]) -> None:
         assert self._rows is not None and self._params_type is not None

@@ -7,7 +7,7 @@ from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs import while_capturing
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.states import LEFT_OUT
 
@@ -20,7 +20,7 @@ def new_bank(plan: BlockPlan, device: torch.device, peers: Peers, config: GraphC
     Args:
         plan: the steps.
         device: where the model is.
-        peers: the ranks that share its communicators.
+        peers: the ranks that run the same packs.
         config: the plugin's options.
     """
     bank = Bank(

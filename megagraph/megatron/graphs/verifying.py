@@ -21,7 +21,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.loops import Key
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, sources_of
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.packing import TailConvention, pack_shape
 
 __all__ = ["Verifier"]
@@ -57,7 +57,7 @@ class Verifier:
     Args:
         option: `capture`, `off`, or one of how many replayed micro-batches.
         tail: the convention of canonical offsets.
-        peers: the ranks that share communicators, and judge together.
+        peers: the ranks that judge together.
 
     Attributes:
         every: one of as many replayed micro-batches is kept; 0 for none.
@@ -67,6 +67,7 @@ class Verifier:
     def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
         self._tail = tail
         self._peers = peers
+        self._tensor = peers.tensor
         self._is_on = option != "off"
         self.every = option if isinstance(option, int) else 0
         self._kept: dict[Any, _Kept] = {}  # by the family of a kind
@@ -96,7 +97,7 @@ class Verifier:
             self.pending = batch.key
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
-        capacity = batch.capacity if self._peers.shards_sequence else None
+        capacity = batch.capacity if self._tensor.shards_sequence else None
         shape = pack_shape(batch.params, batch.tokens, self._tail)
         self._put(batch.kind, shape, batch.sources, hidden_states, capacity)
 
@@ -109,7 +110,7 @@ class Verifier:
             mask: its padding mask, or None.
             hidden_states: what its block is given.
         """
-        if self._is_on and not self._peers.shards_sequence:
+        if self._is_on and not self._tensor.shards_sequence:
             sources = [*sources_of(params, kind.form), *(() if mask is None else (mask,))]
             shape = pack_shape(params, hidden_states.size(0), self._tail)
             self._put(kind, shape, sources, hidden_states, None)
@@ -195,8 +196,8 @@ class Verifier:
             for begin, length in zip(physical, lengths, strict=False)
             for row in range(begin, begin + length)
         ]
-        count = self._peers.rows(capacity.tokens)
-        first = count * self._peers.rank() if self._peers.shards_sequence else 0
+        count = self._tensor.rows(capacity.tokens)
+        first = count * self._tensor.rank() if self._tensor.shards_sequence else 0
         here = [row - first for row in rows if 0 <= row - first < count]
         return torch.tensor(here, dtype=torch.int64, device=kept.hidden.device)
 

@@ -18,7 +18,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
-from megagraph.megatron.parallel.tensor import Peers
+from megagraph.megatron.parallel.tensor import TensorRanks
 from megagraph.megatron.patch.output_processor import on_given_rows
 from megagraph.megatron.patch.stages import standing_in
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
@@ -58,7 +58,7 @@ class ForwardWrappers:
             if entries.model.acting is not level and not entries.model.takes(level):
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
-            tokens = ids.numel() if hidden_states is None else graphs.peers.num_tokens(hidden_states)
+            tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             given = graphs.reader.read(get("packed_seq_params"), tokens)
             is_step = plugin.begin_call(graphs, is_eager=isinstance(given, EagerReason))
             if isinstance(given, EagerReason):
@@ -72,16 +72,16 @@ class ForwardWrappers:
                 is_foreign = not entries.are_megatrons
                 # Of a pipeline's stage other stages see the rows, too.
                 is_inner = not is_first_stage or not getattr(model, "post_process", True)
-                is_uneven = processor is not None and tokens % graphs.peers.size
+                is_uneven = processor is not None and tokens % graphs.tensor.size
                 if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 else:
                     given_arguments = Arguments(places, args, kwargs)
                     if processor is not None and not is_foreign:  # whose call of it is its own
-                        _keep_for_processor(batch, graphs.peers, given_arguments)
+                        _keep_for_processor(batch, graphs.tensor, given_arguments)
                     if added_rows and hidden_states is not None:
-                        _add_rows(batch, graphs.peers, given_arguments)
+                        _add_rows(batch, graphs.tensor, given_arguments)
                     is_constant = batch.reason is None or is_foreign
                     args, kwargs = _padded(batch, given_arguments, is_constant)
             reached = entries.block.reached
@@ -282,26 +282,26 @@ def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tup
 _HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
-def _keep_for_processor(batch: MicroBatch, peers: Peers, given: Arguments) -> None:
+def _keep_for_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:
     """Before a model's arguments are padded: lets its output processor see what it would see without us.
 
     Args:
         batch: the decision.
-        peers: the ranks that share rows.
+        ranks: those that share rows.
         given: the arguments.
     """
     handed_on = {name: given.get(name) for name in _HANDED_ON}
-    cut = functools.partial(peers.share_anew, tokens=batch.tokens) if batch.entry_padding else None
+    cut = functools.partial(ranks.share_anew, tokens=batch.tokens) if batch.entry_padding else None
     given.put("output_processor", on_given_rows(given.get("output_processor"), handed_on, cut))
 
 
-def _add_rows(batch: MicroBatch, peers: Peers, given: Arguments) -> None:
+def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:
     """Gives the capacity's rows to the decoder's input, of which each rank has its share."""
     rows: Tensor = given.get("decoder_input")
     if not rows.requires_grad:
         # The way back is a collective, and another rank may have a use for it.
         rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-    given.put("decoder_input", peers.share_anew(rows, batch.capacity.tokens))
+    given.put("decoder_input", ranks.share_anew(rows, batch.capacity.tokens))
 
 
 def _cut_rows(out: Tensor, tokens: int) -> Tensor:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process groups of one model: which ones its layers hold, and whose ranks run the same pack.
+
+Note [Groups in a graph]
+A graph holds collectives only of groups whose ranks run the same pack. All of them replay the same variant
+then, so that a communicator finds its operations in a graph on every rank or on none, and of the same shapes.
+Ranks run the same pack where they share it: those of tensor and of context parallelism. Whether those of
+another group do is a matter of its ranks, and not of its name: expert parallelism may be folded into tensor
+parallelism, and go over data-parallel ranks in the next run.
+
+Nothing tells which of its groups a module will use. One that is an attribute of a module or parameter counts
+as used. A `ProcessGroupCollection` has every group of the job, of which any layer uses those of tensor and
+context parallelism; others count where a module has taken them out of it.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed, nn
+
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.seams import PACK_GROUPS
+
+__all__ = ["HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
+
+Ranks = frozenset[int]
+_COLLECTIONS = ("pg_collection", "_pg_collection")
+_USED_OF_COLLECTIONS = ("tp", "cp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldGroup:
+    """A process group of several ranks that something in a layer holds.
+
+    Args:
+        name: as in the model's `ProcessGroupCollection`; of a group that is not in it, the attribute's.
+        holder: the attribute, as seen from the layer.
+        group: the group itself.
+        size: how many ranks it has.
+        runs_same_pack: all of them run the pack of this rank.
+    """
+
+    name: str
+    holder: str
+    group: Any
+    size: int
+    runs_same_pack: bool
+
+
+def ranks_of(group: object) -> Ranks:
+    """The ranks of a process group; none where it is no group, or is one no more."""
+    if not isinstance(group, distributed.ProcessGroup):
+        return frozenset()
+    try:
+        return frozenset(distributed.get_process_group_ranks(group))
+    except KeyError:  # destroyed
+        return frozenset()
+
+
+def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+    """What may be a group, of a module or parameter: by name, as seen from it."""
+    for name, value in vars(owner).items():
+        if isinstance(value, distributed.ProcessGroup):
+            yield name, value
+        elif name in _COLLECTIONS:
+            for used in _USED_OF_COLLECTIONS:
+                yield f"{name}.{used}", getattr(value, used, None)
+
+
+def ranks_of_pack(groups: Mapping[str, Ranks]) -> Ranks:
+    """The ranks of the smallest of some groups that has those of tensor and of context parallelism.
+
+    Where they are in no group together it is the tensor-parallel one, and the other one leaves the graph.
+
+    Args:
+        groups: ranks by Megatron's name of their group, without those of one rank.
+    """
+    tensor, context = groups.get("tp", frozenset()), groups.get("cp", frozenset())
+    fitting = (ranks for ranks in groups.values() if ranks >= tensor | context)
+    return min(fitting, key=len, default=tensor) if tensor or context else frozenset()
+
+
+class ModelGroups:
+    """The groups of one model.
+
+    Args:
+        model: a GPTModel or HybridModel, with its process groups made. Held weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._of_pack: Mapping[str, Any] | None = None
+        self._ranks: Ranks = frozenset()
+
+    def of_pack(self) -> Mapping[str, Any]:
+        """The groups of several ranks over which the model shares its packs, by Megatron's names.
+
+        As the model has them; where its tensor-parallel one is missing or destroyed, as Megatron has them.
+        """
+        if self._of_pack is None:
+            own = self._collection()
+            if ranks_of(getattr(own, "tp", None)):
+                groups = {name: getattr(own, name, None) for name in PACK_GROUPS}
+            else:
+                groups = {
+                    name: seam.function()(check_initialized=False) for name, seam in PACK_GROUPS.items()
+                }
+            self._of_pack = {name: group for name, group in groups.items() if len(ranks_of(group)) > 1}
+            self._ranks = ranks_of_pack({name: ranks_of(group) for name, group in self._of_pack.items()})
+        return self._of_pack
+
+    def ranks(self) -> Ranks:
+        """The ranks that run the same pack, this one among them; none where no other one does."""
+        self.of_pack()
+        return self._ranks
+
+    def known(self) -> Iterable[Any]:
+        """The groups of packs as they were when last looked up; none after `forget()`."""
+        return () if self._of_pack is None else self._of_pack.values()
+
+    def forget(self) -> None:
+        """Some group is about to be destroyed: looks again when next asked."""
+        self._of_pack = None
+
+    def _collection(self) -> Any:
+        return getattr(self._model(), "pg_collection", None)
+
+    def held_by(self, site: SiteSpec) -> list[HeldGroup]:
+        """The groups of several ranks that modules and parameters of a site hold, each once."""
+        groups: dict[int, tuple[str, object]] = {}
+        for path, owner in (*site.named_modules(), *site.named_parameters()):
+            for name, group in _attributes(owner):
+                groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
+        return [
+            HeldGroup(
+                name=self._name_of(group) or holder.rpartition(".")[2].strip("_").removesuffix("_group"),
+                holder=holder,
+                group=group,
+                size=len(ranks),
+                runs_same_pack=ranks <= self.ranks(),
+            )
+            for holder, group in groups.values()
+            if len(ranks := ranks_of(group)) > 1
+        ]
+
+    def _name_of(self, group: object) -> str | None:
+        own = self._collection()
+        groups = {} if own is None else vars(own)
+        return next((name for name, known in groups.items() if known is group), None)
+
+    def refused(self, sites: Sequence[SiteSpec]) -> Mapping[int, tuple[EagerReason, str]]:
+        """Sites that must not be in a graph for the groups that they hold, by index: why."""
+        found = {}
+        for index, site in enumerate(sites):
+            for held in self.held_by(site):
+                if not held.runs_same_pack:
+                    why = f"collectives of ranks that run other packs ({held.name}, {held.size} ranks: "
+                    found[index] = EagerReason.SCOPE_UNSUPPORTED, f"{why}{held.holder}) are not supported yet"
+                    break
+        return found

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that share a model's communicators: they capture, replay and run eager together.
+
+They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]). What
+they ask each other are a few integers on the host, over gloo: nobody waits for a device.
+"""
+
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from megagraph.bank.sites import SiteSpec
+from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
+from megagraph.megatron.parallel.tensor import TensorRanks
+
+__all__ = ["Peers"]
+
+
+# For all models: torch names a group by its ranks and by how many groups there are just then, which may be as
+# many as before where others were destroyed, and gives no name twice.
+_GLOO_GROUPS: weakref.WeakValueDictionary[Ranks, Any] = weakref.WeakValueDictionary()
+
+
+def _gloo_group(ranks: Ranks) -> Any:
+    group = _GLOO_GROUPS.get(ranks)
+    if ranks_of(group) != ranks:
+        # Only the members take part in the call: others make their group whenever they get there.
+        group = distributed.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
+        _GLOO_GROUPS[ranks] = group
+    return group
+
+
+class Peers:
+    """The ranks that run the same packs of one model, so all that share a communicator of its graphs.
+
+    Args:
+        model: a GPTModel or HybridModel, with its process groups made.
+
+    Attributes:
+        size: how many they are, this one among them.
+        groups: the model's process groups.
+        tensor: its tensor-parallel ranks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups = ModelGroups(model)
+        self.tensor = TensorRanks(model, self.groups)
+        self.size: int = max(len(self.groups.ranks()), 1)
+        self._gloo: Any = None
+        self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.size == 1 else sorted(self.groups.ranks()).index(distributed.get_rank())
+
+    def exchange(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the ranks. Every one of them calls this equally often."""
+        if self.size == 1:
+            return list(values)
+        if self._gloo is None:
+            self._gloo = _gloo_group(self.groups.ranks())
+        largest = torch.tensor(list(values), dtype=torch.int64)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._gloo)
+        found: list[int] = largest.tolist()
+        return found
+
+    def gather(self, what: str) -> list[str]:
+        """What each of them says, in the order of ranks."""
+        said = [what] * self.size
+        if self.size > 1:
+            self.exchange([0])  # makes the group where there is none yet
+            distributed.all_gather_object(said, what, group=self._gloo)
+        return said
+
+    def agree_on(self, what: str) -> bool:
+        """Whether all of them say the same."""
+        said = zlib.crc32(what.encode())
+        largest, least = self.exchange([said, -said])
+        return largest == -least
+
+    def hold(self, sites: Iterable[SiteSpec]) -> None:
+        """Remembers the groups of sites that are about to be captured: these may hold others by and by."""
+        held = [held for site in sites for held in self.groups.held_by(site)]
+        self._held |= {id(each.group): each.group for each in held if each.runs_same_pack}
+
+    def use(self, group: Any) -> bool:
+        """Whether the graphs, or these ranks, need a process group; None and the world are every group."""
+        if group is None or group is distributed.group.WORLD:
+            return self.size > 1
+        return any(group is used for used in (*self.groups.known(), *self._held.values()))
+
+    def leave(self) -> None:
+        """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up."""
+        self._gloo = None
+        self._held.clear()
+        self.groups.forget()

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run whose layers hold process groups of several kinds, and ranks that count other packs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron_rig as rig
+import torch
+from parallel_jobs import steps_of
+from torch import Tensor, distributed, nn
+
+import megagraph
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.parallel.groups import ModelGroups
+from megagraph.megatron.parallel.peers import Peers
+
+NUM_STEPS = 6
+COMES_AT = 3
+
+
+class _Model(nn.Module):
+    """A module with a config, and groups where it is given any."""
+
+    def __init__(self, **groups: Any) -> None:
+        super().__init__()
+        self.config = rig.transformer_config(rig.OPTIONS)
+        if groups:
+            from megatron.core.process_groups_config import ProcessGroupCollection
+
+            self.pg_collection = ProcessGroupCollection(**groups)
+
+
+def _seed() -> None:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+def _regroup(**sizes: int) -> Any:
+    """Megatron's groups for some sizes, in a collection of all of them."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _of_each_rank() -> Any:
+    """A group of this rank alone."""
+    return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
+
+
+# -- which groups a model has ----------------------------------------------------------------------
+
+
+def groups_of_pack(*, sizes: dict[str, int]) -> tuple[list[str], list[int]]:
+    """The groups over which packs are shared in a layout, and the ranks that run the same packs."""
+    _regroup(**sizes)
+    groups = ModelGroups(_Model())
+    return [*groups.of_pack()], sorted(groups.ranks())
+
+
+def own_groups() -> tuple[list[int], list[int], list[int]]:
+    """With tensor parallelism, the ranks that run the packs of three models.
+
+    One has a group of its own for each rank, one had one that was destroyed, and one has nothing.
+    """
+    destroyed = distributed.new_group([0, 1])
+    distributed.destroy_process_group(destroyed)
+    models = _Model(tp=_of_each_rank()), _Model(tp=destroyed), _Model()
+    found = tuple(sorted(ModelGroups(model).ranks()) for model in models)
+    return found  # type: ignore[return-value]
+
+
+def agreements() -> list[bool]:
+    """What the ranks of a tensor-parallel group agree on: the same, what each alone says, and again."""
+    peers, rank = Peers(_Model()), distributed.get_rank()
+    return [peers.agree_on(what) for what in ("the same", f"of rank {rank}", "", "x" * rank, "the same")]
+
+
+def use_and_leave() -> None:
+    """Which groups peers use, before and after they leave them; that they ask each other all the time.
+
+    Bug: torch names a group by its ranks and by how many groups there are, so that a second one of the same
+    ranks could not be made when some group had been destroyed.
+    """
+    from megatron.core import parallel_state
+
+    model, rank = _Model(), distributed.get_rank()
+    peers, alone = Peers(model), Peers(_Model(tp=_of_each_rank()))
+    group = parallel_state.get_tensor_model_parallel_group()
+    other = distributed.new_group([0, 1])
+    world = distributed.group.WORLD
+    assert peers.use(group) and peers.use(None) and peers.use(world) and not peers.use(other)
+    assert not alone.use(group) and not alone.use(None) and alone.exchange([3]) == [3]
+    assert peers.exchange([3, rank]) == peers.exchange([3, 1]) == [3, 1]
+    distributed.destroy_process_group(other)
+    assert Peers(model).exchange([rank]) == [1]
+    peers.leave()
+    assert not peers.use(group) and peers.use(None)
+    assert peers.exchange([rank]) == [1] and peers.use(group)
+
+
+# -- layers that hold groups -----------------------------------------------------------------------
+
+
+def _averaging(mlp: Any, group: Any) -> None:
+    """Lets a module add the average over a group of what the first token of each rank's pack has."""
+    forward = mlp.forward
+
+    def with_average(hidden: Tensor, **arguments: Any) -> Any:
+        out, bias = forward(hidden, **arguments)
+        average = out[0].detach().mean()
+        distributed.all_reduce(average, group=group)
+        return out + average / group.size(), bias
+
+    mlp.forward = with_average
+
+
+def _holds(chunk: Any, how: str, group: Any) -> None:
+    """Gives the second layer a group."""
+    mlp = chunk.decoder.layers[1].mlp
+    if how == "parameter":
+        mlp.linear_fc1.weight.group = group
+    elif how == "collection":
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        mlp.pg_collection = ProcessGroupCollection(tp=group)
+    elif how == "whole collection":
+        mlp.pg_collection = chunk.pg_collection
+    else:
+        mlp.ep_group = group
+        _averaging(mlp, group)
+
+
+class _HoldingTrainer(Trainer):
+    """A `Trainer` of whose layers the second holds a group."""
+
+    def __init__(self, how: str, group: Any, **further: Any) -> None:
+        self._given = how, group
+        super().__init__(rig.OPTIONS, **further)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        chunk = super().make_chunk(config, spec)
+        _holds(chunk, *self._given)
+        return chunk
+
+
+def _run(
+    make: Callable[[], Trainer],
+    steps: Sequence[Sequence[rig.Micro]],
+    *,
+    eager: bool,
+    around: Callable[..., Any],
+) -> tuple[list[rig.Step], dict[str, Any]]:
+    _seed()
+    megagraph.install(rig.graph_config())
+    try:
+        trainer, done = make(), []
+        for index, micros in enumerate(steps):
+            around(trainer, index)
+            done.append(rig.step(trainer, micros, eager=eager))
+        return done, rig.report_of(trainer)
+    finally:
+        megagraph.uninstall()
+
+
+def _compared(
+    make: Callable[[], Trainer],
+    steps: Sequence[Sequence[rig.Micro]],
+    around: Callable[[Trainer, int], None] = lambda trainer, index: None,
+) -> dict[str, Any]:
+    """Trains eager and with graphs; the report of the latter."""
+    eager, _report = _run(make, steps, eager=True, around=around)
+    graphed, report = _run(make, steps, eager=False, around=around)
+    for index, (one, other) in enumerate(zip(eager, graphed, strict=True)):
+        rig.assert_same(one, other, f"step {index}")
+    return report
+
+
+def hold_other_packs(*, how: str) -> dict[str, Any]:
+    """Each rank trains on packs of its own, and a layer holds Megatron's group of experts over both."""
+    group = _regroup(expert_model_parallel_size=2).ep
+    steps = steps_of(NUM_STEPS, seed=distributed.get_rank())
+    return _compared(lambda: _HoldingTrainer(how, group), steps)
+
+
+def hold_later() -> dict[str, Any]:
+    """As before, but the layer gets the group when there are graphs."""
+    group = _regroup(expert_model_parallel_size=2).ep
+
+    def give(trainer: Trainer, index: int) -> None:
+        if index == COMES_AT:
+            _holds(trainer.chunk, "attribute", group)
+
+    steps = steps_of(NUM_STEPS, seed=distributed.get_rank())
+    return _compared(lambda: Trainer(rig.OPTIONS), steps, give)
+
+
+def hold_same_packs(*, transformer: dict[str, Any]) -> dict[str, Any]:
+    """Tensor-parallel ranks, of whose layers one holds another group of theirs; it is replaced later on."""
+    first, second = (distributed.new_group([0, 1]) for _ in range(2))
+    gone: list[tuple[int, int]] = []
+
+    def replace(trainer: Trainer, index: int) -> None:
+        if index != COMES_AT:
+            return
+        (before,) = megagraph.reports()
+        mlp = trainer.chunk.decoder.layers[1].mlp
+        mlp.ep_group = second
+        del mlp.forward
+        _averaging(mlp, second)
+        unused = distributed.new_group([0, 1])
+        distributed.destroy_process_group(unused)
+        (between,) = megagraph.reports()
+        if before["graphs"]:  # or both runs could not have it
+            distributed.destroy_process_group(first)
+        (after,) = megagraph.reports()
+        gone.append((between["graphs"] - before["graphs"], after["graphs"]))
+
+    make = lambda: _HoldingTrainer("attribute", first, config=transformer)  # noqa: E731
+    report = _compared(make, steps_of(NUM_STEPS), replace)
+    return {**report, "gone": gone[-1]}
+
+
+# -- ranks that count other packs ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Unreadable(rig.Micro):
+    """A pack whose keys have offsets of their own, for all that anybody can tell without waiting."""
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
+        return params
+
+
+def learn_apart(*, how: str, mode: str, transformer: dict[str, Any]) -> dict[str, Any]:
+    """Trains without capacities, while rank 0 has other attributes of the same packs in its first step.
+
+    Returns:
+        The report of the graphed run.
+    """
+    many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
+    steps = [many, *(micros[::2] for micros in steps_of(NUM_STEPS - 1, seed=1))]
+    if distributed.get_rank() == 0:
+        fields = [vars(micro) for micro in many]
+        if how == "unreadable":
+            steps[0] = [_Unreadable(**each) for each in fields]
+        else:  # its offsets end in empty documents
+            steps[0] = [rig.Micro(**{**each, "lengths": each["lengths"] + (0,) * 20}) for each in fields]
+    config = rig.graph_config(capacities=(), mode=mode)
+    runs = []
+    for eager in (True, False):
+        _seed()
+        runs.append(rig.train(config, steps, eager=eager, transformer=transformer))
+    rig.assert_same_run(*runs)
+    return runs[1].report
