@@ -130,7 +130,7 @@ class ModelGraphs:
         has_mask = mask is not None and self.entries.are_megatrons
         if has_mask and not is_mask(mask, tokens, self.block.device):
             return EagerReason.SIGNATURE_CHANGED
-        are_rows = self._tables.depend_on_max_seqlen and given.declares_every_row()
+        are_rows = self._tables.are_as_long_as(given)
         kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows, has_mask)
         self._params_type = type(params)
         self._kinds.note(kind)

@@ -4,7 +4,8 @@
 Megatron makes a table of `max_seqlen` rows. Its unfused RoPE maps rows exactly where the table is as long as
 the pack, and otherwise begins anew in each document. A canonical pack has another length and another
 `max_seqlen`, so it remembers what the pack as given meant: on its offsets, by which RoPE inside a layer knows
-it. Whoever runs the layer (a capture, an eager micro-batch, a recompute in the backward), the offsets are
+it. Multi-latent attention makes tables of its own, by the same rule, and cuts them to the rows of its pack.
+Whoever runs the layer (a capture, an eager micro-batch, a recompute in the backward), the offsets are
 these, and no other pack has them.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megagraph import _C
 
 __all__ = ["OwnTables", "remember_positions", "rows_are_positions", "with_positions", "without_positions"]
 
@@ -64,6 +67,12 @@ def rows_are_positions(offsets: Tensor) -> bool | None:
     return found
 
 
+def _declared(params: Any) -> int:
+    """The longest document that a pack declares; 0 where the host does not know it."""
+    longest = params.max_seqlen_q, params.max_seqlen_kv
+    return max(longest) if all(isinstance(one, int) for one in longest) else 0
+
+
 class OwnTables:
     """Tells the rotary tables that a model makes from others that its layers are handed.
 
@@ -78,10 +87,24 @@ class OwnTables:
         self._make = make
         # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
-        self.depend_on_max_seqlen = (
-            getattr(model, "rotary_pos_emb", None) is not None and not config.apply_rope_fusion
-        )
+        self._are_of_attention: bool = getattr(config, "multi_latent_attention", False)
+        has_tables = self._are_of_attention or getattr(model, "rotary_pos_emb", None) is not None
+        self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self._known: dict[int, Tensor] = {}
+
+    def are_as_long_as(self, given: _C.GivenPack) -> bool:
+        """Whether the table of a pack has just as many rows as the pack, and unfused RoPE reads it.
+
+        Args:
+            given: the pack as it was given.
+        """
+        if not self.depend_on_max_seqlen:
+            return False
+        if given.declares_every_row():
+            return True
+        # Attention cuts off the rows of its table past those of the pack.
+        has_several = given.params.cu_seqlens_q.numel() > 2
+        return self._are_of_attention and has_several and _declared(given.params) > given.tokens
 
     def hold(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         """Whether a table is the one that the model makes for a pack.
