@@ -59,6 +59,7 @@ _MODULES_UNSUPPORTED = {
     "GatedDeltaNet": "a gated delta net",
     "_GDNBase": "a gated delta net",
     "DSAttention": "sparse attention",
+    "AbsorbedMLASelfAttention": "absorbed multi-latent attention",
     "MambaMixer": "a Mamba layer",
 }
 
@@ -129,7 +130,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:
-    """The first layer of a HybridStack that is neither attention nor MLP; None for other blocks."""
+    """The first layer of a HybridStack of a kind that is not built; None for other blocks."""
     for symbol in getattr(block, "layer_type_list", ()):
         if symbol not in _HYBRID_SUPPORTED:
             name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
