@@ -136,7 +136,7 @@ LATENT_ROPE = Seam(
     path="apply_rotary_pos_emb",
     parameters=ATTENTION_ROPE.parameters,
 )
-# Called, and asked of which class a module is.
+# Says which modules make rotary tables of their own.
 LATENT_ATTENTION = Seam(
     module="megatron.core.transformer.multi_latent_attention",
     path="MultiLatentAttention.forward",
@@ -152,6 +152,7 @@ DESTROY_MODEL_PARALLEL = Seam(
 )
 # Called, not wrapped.
 _CALLED = (
+    LATENT_ATTENTION,
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",
@@ -198,7 +199,7 @@ def check_core() -> str:
         ) from error
     hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
     seams = (
-        *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE, LATENT_ATTENTION),
+        *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
         *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *_CALLED, *hybrid),
     )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]

@@ -70,12 +70,12 @@ def get_gpt_block_varlen_spec(
 
 
 def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
-    """A `hybrid_stack_spec` for `HybridModel` with attention ('*'), latent attention ('+') and MLP ('-') layers.
+    """A `hybrid_stack_spec` for `HybridModel` with attention ('*' or '+') and MLP ('-') layers.
 
-    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments; whether attention
-    is latent is the pattern's business. Other layers (Mamba, experts, ...) have no spec here. Megatron's
-    `HybridStack` names Transformer Engine's norm as its final one, so the spec's stack is a subclass that
-    builds `Norm` there.
+    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that the
+    pattern says whether attention is latent ('+'). Other layers (Mamba, experts, ...) have no spec here.
+    Megatron's `HybridStack` names Transformer Engine's norm as its final one, so the spec's stack is a
+    subclass that builds `Norm` there.
 
     Raises:
         ImportError: if megatron-core has no `HybridModel`, that is before 0.18.

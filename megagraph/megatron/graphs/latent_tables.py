@@ -3,9 +3,9 @@
 
 Each such attention has an embedding of its own and asks it for a table in every call, by the `max_seqlen` of
 its pack. The answer comes from a cache of 32 tables over all layers and models: one that was dropped is made
-anew, and the memory of the old one is somebody else's. So no graph may read the cache's tables, and none may be
-made in a capture, whose memory the cache would hand to eager calls. While layers are warmed up and captured,
-their embeddings answer with tables that live as long as the graphs.
+anew, and the memory of the old one is somebody else's. So no graph may read a table that the cache alone
+holds, and none may be made in a capture, whose memory the cache would hand to eager calls. While layers are
+warmed up and captured, their embeddings answer with tables that live as long as the graphs.
 """
 
 import contextlib
@@ -46,9 +46,7 @@ class LatentTables:
     """Tables by embedding and by what it was asked; equal ones are one, as those of equal layers are."""
 
     def __init__(self) -> None:
-        self._answers: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._answers: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
         self._distinct: list[Any] = []
 
     def clear(self) -> None:

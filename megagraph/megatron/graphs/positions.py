@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from megagraph import _C
 
-__all__ = ["OwnTables", "remember_positions", "rows_are_positions", "with_positions", "without_positions"]
+__all__ = [
+    "OwnTables",
+    "declares_more_rows",
+    "remember_positions",
+    "rows_are_positions",
+    "with_positions",
+    "without_positions",
+]
 
 _MARK = "_megagraph_rows_are_positions"
 
@@ -67,10 +74,16 @@ def rows_are_positions(offsets: Tensor) -> bool | None:
     return found
 
 
-def _declared(params: Any) -> int:
-    """The longest document that a pack declares; 0 where the host does not know it."""
+def declares_more_rows(given: _C.GivenPack) -> bool:
+    """Whether a pack of several documents declares a longer one than it has rows, as far as the host knows.
+
+    Args:
+        given: the pack as it was given.
+    """
+    params: Any = given.params
     longest = params.max_seqlen_q, params.max_seqlen_kv
-    return max(longest) if all(isinstance(one, int) for one in longest) else 0
+    are_known = all(isinstance(one, int) for one in longest)
+    return are_known and max(longest) > given.tokens and params.cu_seqlens_q.numel() > 2
 
 
 class OwnTables:
@@ -87,24 +100,11 @@ class OwnTables:
         self._make = make
         # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
-        self._are_of_attention: bool = getattr(config, "multi_latent_attention", False)
-        has_tables = self._are_of_attention or getattr(model, "rotary_pos_emb", None) is not None
+        # Multi-latent attention makes them, and cuts them to the rows of the pack.
+        self.are_cut: bool = getattr(config, "multi_latent_attention", False)
+        has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self._known: dict[int, Tensor] = {}
-
-    def are_as_long_as(self, given: _C.GivenPack) -> bool:
-        """Whether the table of a pack has just as many rows as the pack, and unfused RoPE reads it.
-
-        Args:
-            given: the pack as it was given.
-        """
-        if not self.depend_on_max_seqlen:
-            return False
-        if given.declares_every_row():
-            return True
-        # Attention cuts off the rows of its table past those of the pack.
-        has_several = given.params.cu_seqlens_q.numel() > 2
-        return self._are_of_attention and has_several and _declared(given.params) > given.tokens
 
     def hold(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         """Whether a table is the one that the model makes for a pack.
