@@ -143,14 +143,19 @@ def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str)
     block = LatentTrainer(kind=kind).chunk.decoder
     embeddings, tables = _embeddings(block), LatentTables()
     wanted = _table(embeddings[0], 40).clone()
-    with tables.answering(block):
+    with tables.answering(block, "a variant"):
         first = [_table(embedding, 40) for embedding in embeddings]
         assert all(table is first[0] for table in first) and torch.equal(first[0], wanted)
         assert _table(embeddings[0], 41).size(0) == 41
     assert all("forward" not in vars(embedding) for embedding in embeddings)
     type(embeddings[0]).forward.cache_clear()
-    with tables.answering(block):
+    with tables.answering(block, "a variant"):
         assert all(_table(embedding, 40) is first[0] for embedding in embeddings)
+    embeddings[0].inv_freq = embeddings[0].inv_freq_extra = 2 * embeddings[0].inv_freq
+    type(embeddings[0]).forward.cache_clear()
+    with tables.answering(block, "a variant of another state"):
+        assert _table(embeddings[1], 40) is first[0]
+        assert not torch.equal(_table(embeddings[0], 40), wanted)
     dying = weakref.ref(first[0])
     tables.clear()
     type(embeddings[0]).forward.cache_clear()
@@ -163,7 +168,7 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
     block = ScatteredLatent(kind="plain, RoPE").chunk.decoder
     (embedding, *_others) = _embeddings(block)
     before = vars(embedding)["forward"]
-    with LatentTables().answering(block):
+    with LatentTables().answering(block, "a variant"):
         assert _table(embedding, 9) is before(9, packed_seq=True)
         assert vars(embedding)["forward"] is not before
     assert vars(embedding)["forward"] is before

@@ -274,7 +274,7 @@ class BlockBank:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             decoder = self._live().decoder  # looked up each time: variants must not keep it alive
-            with while_capturing.first_micro_batch_kept(decoder), self._latent_tables.answering(decoder):
+            with while_capturing.first_micro_batch_kept(decoder), self._latent_tables.answering(decoder, key):
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:

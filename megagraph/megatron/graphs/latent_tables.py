@@ -42,11 +42,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+_Answers = dict[Hashable, Any]
+
+
 class LatentTables:
-    """Tables by embedding and by what it was asked; equal ones are one, as those of equal layers are."""
+    """Tables by variant, by embedding and by what it was asked; equal ones, as all layers have, are one."""
 
     def __init__(self) -> None:
-        self._answers: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+        self._answers: dict[Hashable, weakref.WeakKeyDictionary[nn.Module, _Answers]] = {}
         self._distinct: list[Any] = []
 
     def clear(self) -> None:
@@ -55,16 +58,22 @@ class LatentTables:
         self._distinct.clear()
 
     @contextlib.contextmanager
-    def answering(self, block: nn.Module) -> Iterator[None]:
+    def answering(self, block: nn.Module, variant: Hashable) -> Iterator[None]:
         """Lets the embeddings of a block's attention answer with tables that are kept.
 
-        What has not been asked before is asked of the embedding itself, and compared with what is kept, which
-        waits for the device: a warm-up has to come before a capture.
+        What has not been asked for a variant is asked of the embedding itself and compared with what is kept,
+        which waits for the device: a warm-up has to come before a capture.
+
+        Args:
+            block: of the layers.
+            variant: its key; another state of the layers may have other tables.
         """
         embeddings = _embeddings(block)
+        of_variant = self._answers.setdefault(variant, weakref.WeakKeyDictionary())
         before = [vars(embedding).get(_OWN) for embedding in embeddings]
         for embedding in embeddings:
-            vars(embedding)[_OWN] = self._kept(embedding, getattr(embedding, _OWN))
+            answers = of_variant.setdefault(embedding, {})
+            vars(embedding)[_OWN] = self._kept(answers, getattr(embedding, _OWN))
         try:
             yield
         finally:
@@ -74,9 +83,7 @@ class LatentTables:
                 else:
                     vars(embedding)[_OWN] = own
 
-    def _kept(self, embedding: nn.Module, ask: Callable[..., Any]) -> Callable[..., Any]:
-        answers = self._answers.setdefault(embedding, {})
-
+    def _kept(self, answers: _Answers, ask: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Hashable, **named: Hashable) -> Any:
             question = args, tuple(sorted(named.items()))
             if question not in answers:
