@@ -95,9 +95,10 @@ def transformer_config(options: ModelOptions, **changes: Any) -> Any:
 
     Args:
         options: the model's shape.
-        changes: further fields, and other values.
+        changes: further fields, and other values; `MLATransformerConfig`'s where `multi_latent_attention` is
+            among them.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     fields: dict[str, Any] = {
@@ -116,7 +117,8 @@ def transformer_config(options: ModelOptions, **changes: Any) -> Any:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
     }
-    return TransformerConfig(**{**fields, **changes})
+    kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**fields, **changes})
 
 
 def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int) -> Any:

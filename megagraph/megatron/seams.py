@@ -21,6 +21,8 @@ __all__ = [
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
+    "LATENT_ATTENTION",
+    "LATENT_ROPE",
     "PACK_GROUPS",
     "SCHEDULES",
     "SUPPORTED",
@@ -130,6 +132,17 @@ ATTENTION_ROPE = Seam(
     path="apply_rotary_pos_emb",
     parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
 )
+LATENT_ROPE = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="apply_rotary_pos_emb",
+    parameters=ATTENTION_ROPE.parameters,
+)
+# Says which modules make rotary tables of their own.
+LATENT_ATTENTION = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="MultiLatentAttention.forward",
+    parameters=("hidden_states", "attention_mask", "packed_seq_params"),
+)
 # What it calls, by name in its own module. Our op has the bits of the release's own.
 _ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
@@ -153,6 +166,7 @@ PACK_GROUPS = {
 }
 # Called, not wrapped.
 _CALLED = (
+    LATENT_ATTENTION,
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",
@@ -165,9 +179,13 @@ _CALLED = (
 )
 
 
-def replaced_rope() -> str | None:
-    """The name of a function that a host has put in place of one of Megatron's unfused RoPE, or None."""
-    attention: Any = ATTENTION_ROPE.function()
+def replaced_rope(seam: Seam) -> str | None:
+    """The name of a function that a host has put in place of one of Megatron's unfused RoPE, or None.
+
+    Args:
+        seam: where the model's attention calls it.
+    """
+    attention: Any = seam.function()
     while getattr(attention, "__globals__", {}).get("__name__", "").startswith("megagraph."):
         attention = attention.__wrapped__
     own = vars(importlib.import_module(_ROPE_MODULE))
@@ -195,7 +213,7 @@ def check_core() -> str:
         ) from error
     hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
     seams = (
-        *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE),
+        *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
         *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED, *hybrid),
     )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]

@@ -70,11 +70,12 @@ def get_gpt_block_varlen_spec(
 
 
 def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
-    """A `hybrid_stack_spec` for `HybridModel` with attention ('*') and MLP ('-') layers.
+    """A `hybrid_stack_spec` for `HybridModel` with attention ('*' or '+') and MLP ('-') layers.
 
-    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments. Other layers
-    (Mamba, experts, ...) have no spec here. Megatron's `HybridStack` names Transformer Engine's norm as
-    its final one, so the spec's stack is a subclass that builds `Norm` there.
+    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that the
+    pattern says whether attention is latent ('+'). Other layers (Mamba, experts, ...) have no spec here.
+    Megatron's `HybridStack` names Transformer Engine's norm as its final one, so the spec's stack is a
+    subclass that builds `Norm` there.
 
     Raises:
         ImportError: if megatron-core has no `HybridModel`, that is before 0.18.
@@ -91,6 +92,13 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         self_attn_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
     )
+    of_latent = {**kwargs, "multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
+    latent_layer = get_gpt_layer_varlen_spec(*args, **of_latent).submodules
+    latent = TransformerLayerSubmodules(
+        input_layernorm=latent_layer.input_layernorm,
+        self_attention=latent_layer.self_attention,
+        self_attn_bda=latent_layer.self_attn_bda,
+    )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm,
         mlp=layer.mlp,
@@ -101,6 +109,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         module=_hybrid_stack(),
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent),
             mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         ),
     )

@@ -7,6 +7,7 @@ Does not drop out, window, or split over context-parallel ranks: refuses what it
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megagraph.packs import ops
@@ -15,12 +16,18 @@ from megagraph.packs.packing import PackedSequences
 __all__ = ["VarlenAttention"]
 
 
+def _first(out: Tensor, dim: int) -> Tensor:
+    """The first entries of the last dimension; all of them are no view, whose gradient would be a copy."""
+    return out if out.size(-1) == dim else out[..., :dim]
+
+
 class VarlenAttention(nn.Module):
     """Attention inside each document of a pack, in place of the spec's `core_attention`.
 
     The constructor and `forward()` take what Megatron's `DotProductAttention` takes. Under a causal
     mask documents are bounded by their physical rows, so padding at a document's end is harmless;
-    without one, a pack with padding is refused.
+    without one, a pack with padding is refused. Values of fewer dimensions than the keys, as those of
+    multi-latent attention, are padded with zeros.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -88,23 +95,25 @@ class VarlenAttention(nn.Module):
         Args:
             query: [T, H, D] in a pack, else [S, B, H, D].
             key: as the query, with as many heads as there are query groups.
-            value: as the key.
+            value: as the key; its last dimension V may be smaller.
             attention_mask: not read in a pack; unpacked, expected to be the causal one or None.
             attn_mask_type: in place of the constructor's.
             attention_bias: expected to be None.
             packed_seq_params: the pack, or None.
 
         Returns:
-            [T, H * D] in a pack, else [S, B, H * D].
+            [T, H * V] in a pack, else [S, B, H * V].
         """
         if attention_bias is not None:
             raise ValueError("VarlenAttention: expected no attention_bias, got one")
         causal = self.is_causal if attn_mask_type is None else self._causal(attn_mask_type)
+        kept = value.size(-1)
+        value = F.pad(value, (0, key.size(-1) - kept)) if kept < key.size(-1) else value
         if packed_seq_params is None:
             mask = self._mask_name if attn_mask_type is None else attn_mask_type.name
             if attention_mask is not None and mask.startswith("padding"):
                 raise ValueError(f"VarlenAttention: a {mask} mask is taken as a pack only, got a tensor")
-            return self._unpacked(query, key, value, causal)
+            return _first(self._unpacked(query, key, value, causal), kept).flatten(2)
         cp_size = getattr(packed_seq_params, "local_cp_size", None)
         if cp_size not in (None, 1):
             raise ValueError(f"VarlenAttention: expected local_cp_size 1, got {cp_size}")
@@ -121,11 +130,11 @@ class VarlenAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             causal=causal,
         )
-        return out.flatten(1)
+        return _first(out, kept).flatten(1)
 
     def _unpacked(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         length, batch, heads, dim = query.shape
         q, k, v = (t.transpose(0, 1).reshape(batch * length, -1, dim) for t in (query, key, value))
         offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         out = ops.varlen_attention(q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal)
-        return out.view(batch, length, heads * dim).transpose(0, 1).contiguous()
+        return out.view(batch, length, heads, dim).transpose(0, 1).contiguous()

@@ -5,6 +5,8 @@ Does not compute frequencies and does not fuse with attention.
 """
 
 import weakref
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,20 @@ from megagraph.packs import ops
 __all__ = ["RotaryTables"]
 
 
+_Pair = tuple[Tensor, Tensor]
+
+
 class RotaryTables:
-    """cos and sin tables of rotary frequencies, kept as long as the frequencies live.
+    """cos and sin tables of rotary frequencies, kept as long as the memory of the frequencies.
 
     Megatron's unfused path takes the cosine of the whole table in every layer, for queries and for
     keys; here it is taken once for each dtype and mscale, with the same roundings
-    (csrc/ops/rope_rotation.h, Note [RoPE bits]).
+    (csrc/ops/rope_rotation.h, Note [RoPE bits]). Views are known by their place: multi-latent
+    attention makes one in each call.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, torch.dtype, float], tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
+        self._tables: dict[int, tuple[weakref.ref[Any], dict[Hashable, _Pair]]] = {}
 
     def tables(self, freqs: Tensor, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """Tables of [positions, rotary dimension] in `dtype`.
@@ -33,14 +39,22 @@ class RotaryTables:
             dtype: of the tensors to rotate.
             mscale: YaRN's magnitude scale.
         """
-        key = (id(freqs), dtype, mscale)
-        found = self._tables.get(key)
-        if found is not None and found[0]() is freqs:
-            return found[1], found[2]
-        flat = freqs.detach().reshape(freqs.size(0), -1)
-        cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
-        self._tables[key] = (weakref.ref(freqs, lambda _: self._tables.pop(key, None)), cos, sin)
-        return cos, sin
+        known = self._of_memory(freqs.untyped_storage())
+        key = freqs.storage_offset(), freqs.shape, freqs.stride(), freqs.dtype, dtype, mscale
+        found = known.get(key)
+        if found is None:
+            flat = freqs.detach().reshape(freqs.size(0), -1)
+            cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
+            found = known[key] = cos, sin
+        return found
+
+    def _of_memory(self, storage: Any) -> dict[Hashable, _Pair]:
+        place = id(storage)  # of an object that lives as long as the memory does
+        found = self._tables.get(place)
+        if found is None or found[0]() is not storage:
+            found = weakref.ref(storage, lambda _: self._tables.pop(place, None)), {}
+            self._tables[place] = found
+        return found[1]
 
     def rotate(
         self,

@@ -231,11 +231,11 @@ class HybridTrainer(Trainer):
         return model
 
 
-def te_layer_spec() -> Any:
-    """Megatron's layer of Transformer Engine's modules."""
+def te_layer_spec(**given: Any) -> Any:
+    """Megatron's layer of Transformer Engine's modules; takes what Megatron's function takes."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_with_transformer_engine_spec(**given)
 
 
 def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:

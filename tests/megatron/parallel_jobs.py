@@ -10,6 +10,7 @@ from unittest import mock
 
 import megatron_rig as rig
 import torch
+from latent_rig import LatentTrainer
 from rl_rig import Offload
 from torch import Tensor, distributed, nn
 
@@ -134,6 +135,7 @@ def train_pair(
     config: dict[str, Any] | None = None,
     options: ModelOptions = OPTIONS,
     transformer_engine: bool = False,
+    latent: str = "",
     data_parallel: bool = False,
     sharded: bool = False,
     hooked: bool = False,
@@ -151,6 +153,7 @@ def train_pair(
         config: of the plugin.
         options: of the model.
         transformer_engine: layers of its modules.
+        latent: the kind of the layers' multi-latent attention (latent_rig.py); none by default.
         data_parallel: give each rank packs of its own.
         sharded: shard the parameters over the ranks.
         hooked: keep the second layer eager.
@@ -166,8 +169,12 @@ def train_pair(
     seed, misfits = rank if data_parallel else 0, rank == misfits_on
     steps = steps_of(num_steps, seed=seed, misfits=misfits, masks=masks)
     trainer_type = ShardedTrainer if sharded else HookedTrainer if hooked else Trainer
-    spec = rig.te_layer_spec() if transformer_engine else None
+    spec = rig.te_layer_spec() if transformer_engine and not latent else None
     make = partial(trainer_type, options, config=transformer, ddp=ddp, spec=spec)
+    if latent:
+        make = partial(
+            LatentTrainer, kind=latent, config=transformer, ddp=ddp, transformer_engine=transformer_engine
+        )
     run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)
     eager_steps, eager_losses, _ = run(eager=True, around=_nothing)
     graphed_steps, graphed_losses, report = run(eager=False, around=around)

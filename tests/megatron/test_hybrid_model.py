@@ -236,7 +236,6 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
         ("M", "a Mamba layer"),
         ("G", "a gated delta net"),
         ("D", "sparse attention"),
-        ("+", "multi-latent attention"),
         ("E", "mixture of experts"),
         ("?", "an unknown kind of layer"),
     ],

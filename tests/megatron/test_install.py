@@ -26,16 +26,21 @@ from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
-SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, seams.ATTENTION_ROPE)
+ROPE = (seams.ATTENTION_ROPE, seams.LATENT_ROPE)
+SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)
+
+
+def _where(seam: seams.Seam) -> str:
+    return f"{seam.module}.{seam.path}"
 
 
 def _held() -> dict[str, Any]:
     """The very objects that the owners hold, without any binding."""
-    return {seam.path: vars(seam.owner())[seam.name] for seam in SEAMS}
+    return {_where(seam): vars(seam.owner())[seam.name] for seam in SEAMS}
 
 
 def _namespaces() -> dict[str, set[str]]:
-    return {seam.path: set(vars(seam.owner())) for seam in SEAMS}
+    return {_where(seam): set(vars(seam.owner())) for seam in SEAMS}
 
 
 def test_uninstall_puts_back_the_very_functions_of_every_seam() -> None:
@@ -52,11 +57,11 @@ def test_uninstall_puts_back_the_very_functions_of_every_seam() -> None:
 def test_a_patched_function_keeps_its_name_and_signature() -> None:
     import inspect
 
-    before = {seam.path: inspect.signature(seam.function()) for seam in SEAMS}
+    before = {_where(seam): inspect.signature(seam.function()) for seam in SEAMS}
     megagraph.install(graph_config())
     for seam in SEAMS:
         assert seam.function().__name__ == seam.name
-        assert inspect.signature(seam.function()) == before[seam.path]
+        assert inspect.signature(seam.function()) == before[_where(seam)]
         assert seam.problem() is None
 
 
@@ -218,7 +223,7 @@ def test_models_of_one_class_are_told_apart(
     assert captured == ["GPTModel:", "GPTModel #2:"]
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+@pytest.mark.parametrize("seam", SEAMS, ids=_where)
 def test_a_seam_that_is_missing_is_named_and_nothing_is_patched(
     seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,6 @@ _BY_CONFIG = {
     "fp4": ("e2m1", "fp4"),
     "mtp_num_layers": (1, "multi-token prediction"),
     "num_moe_experts": (4, "mixture of experts"),
-    "multi_latent_attention": (True, "multi-latent attention"),
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
     "pipeline_model_parallel_size": (2, "pipeline parallelism"),

@@ -53,8 +53,9 @@ class Megatrons:
             return out
 
         def with_mla(*args: Any, mla_rotary_interleaved: bool = False, **kwargs: Any) -> Tensor:
+            asked = {"mla_rotary_interleaved": mla_rotary_interleaved, "more": kwargs.pop("more", False)}
             out = older(*args, **kwargs)
-            self.calls[-1]["mla_rotary_interleaved"] = mla_rotary_interleaved
+            self.calls[-1] |= asked
             return out
 
         self.function: Callable[..., Any] = with_mla if newer else older
@@ -87,25 +88,28 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return t, freqs, canonical(*ENDS)
 
 
-LAYOUTS: list[tuple[bool, dict[str, bool], RopeLayout]] = [
-    (False, {}, "neox"),
-    (True, {}, "neox"),
-    (False, {"rotary_interleaved": True}, "interleaved"),
-    (True, {"rotary_interleaved": True}, "interleaved"),
-    (False, {"multi_latent_attention": True}, "mla_interleaved"),
+LATENT = {"multi_latent_attention": True}
+LAYOUTS: list[tuple[bool, dict[str, bool], dict[str, bool], RopeLayout]] = [
+    (False, {}, {}, "neox"),
+    (True, {}, {}, "neox"),
+    (False, {"rotary_interleaved": True}, {}, "interleaved"),
+    (True, {"rotary_interleaved": True}, {}, "interleaved"),
+    (False, LATENT, {}, "mla_interleaved"),
     # Later releases say so in the call, not in the config.
-    (True, {"multi_latent_attention": True}, "neox"),
+    (True, LATENT, {}, "neox"),
+    (True, LATENT, {"mla_rotary_interleaved": False}, "neox"),
+    (True, LATENT, {"mla_rotary_interleaved": True}, "mla_interleaved"),
 ]
 
 
-@pytest.mark.parametrize(("newer", "changes", "layout"), LAYOUTS)
-def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config(
-    newer: bool, changes: dict[str, bool], layout: RopeLayout
+@pytest.mark.parametrize(("newer", "changes", "asked", "layout"), LAYOUTS)
+def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config_or_call(
+    newer: bool, changes: dict[str, bool], asked: dict[str, bool], layout: RopeLayout
 ) -> None:
     megatrons = Megatrons(newer=newer)
     t, freqs, cu_seqlens = operands()
     rope = wrap_rope(megatrons.function)
-    out = rope(t, freqs, config(**changes), cu_seqlens, SCALE)
+    out = rope(t, freqs, config(**changes), cu_seqlens, SCALE, **asked)
     assert torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=layout, mscale=SCALE))
     assert out[: ENDS[-1]].isfinite().all() and not out[ENDS[-1] :].any()
     assert megatrons.calls == []
@@ -161,10 +165,10 @@ def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
     megatrons = Megatrons(newer=True)
     t, freqs, cu_seqlens = operands()
     rope = wrap_rope(megatrons.function)
-    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True)
-    assert [call["mla_rotary_interleaved"] for call in megatrons.calls] == [True]
+    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True, more=True)
+    assert [(call["mla_rotary_interleaved"], call["more"]) for call in megatrons.calls] == [(True, True)]
     assert megatrons.calls[0]["cu_seqlens"] is cu_seqlens
-    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=False)
+    rope(t, freqs, config(), cu_seqlens, mla_rotary_interleaved=True, more=False)
     assert len(megatrons.calls) == 1
 
 

@@ -348,3 +348,24 @@ def test_a_model_gives_a_pack_the_losses_and_gradients_of_its_documents(megatron
     torch.testing.assert_close(losses, torch.cat([found[0] for found in alone], 1))
     for grad, *parts in zip(grads, *(found[1:] for found in alone), strict=True):
         torch.testing.assert_close(grad, sum(parts))
+
+
+# -- values of fewer dimensions than the keys ----------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_values_of_fewer_dimensions_have_the_bits_of_values_padded_with_zeros(packed: bool) -> None:
+    """As multi-latent attention has them; later releases of Megatron pad them themselves, in packs."""
+    rows = (11,) if packed else (6, 2)
+    arguments = {"packed_seq_params": pack_of([4, 7])} if packed else {}
+    query, key, value = inputs(*rows, heads=4, groups=4, dim=12)
+    few = value.detach()[..., :8].clone().requires_grad_()
+    whole = torch.nn.functional.pad(few.detach(), (0, 4)).requires_grad_()
+    grad = torch.randn(*rows, 4, 12)
+    grad[..., 8:] = 0
+    narrow = run(attention(), [query, key, few], grad[..., :8].flatten(-2), **arguments)
+    wide = run(attention(), [query, key, whole], grad.flatten(-2), **arguments)
+    assert narrow[0].shape == (*rows, 4 * 8)
+    assert torch.equal(narrow[0].unflatten(-1, (4, 8)), wide[0].unflatten(-1, (4, 12))[..., :8])
+    assert torch.equal(narrow[1], wide[1]) and torch.equal(narrow[2], wide[2])
+    assert torch.equal(narrow[3], wide[3][..., :8])

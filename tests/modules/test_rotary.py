@@ -50,6 +50,21 @@ def test_layers_share_one_pair_of_tables() -> None:
         assert now is then
 
 
+def test_views_of_frequencies_share_tables_by_their_place() -> None:
+    """Bug: multi-latent attention cuts its table to the rows of its pack in each call, and each such view got
+    tables of its own, which a capture made inside of its graph."""
+    tables, freqs = RotaryTables(), frequencies()
+    made = tables.tables(freqs, torch.float32, 1.0)
+    assert tables.tables(freqs[0:32], torch.float32, 1.0)[0] is made[0]
+    assert tables.tables(freqs.detach(), torch.float32, 1.0)[0] is made[0]
+    for begin, end in ((0, 20), (4, 24), (4, 32)):
+        first, again = (tables.tables(freqs[begin:end], torch.float32, 1.0) for _ in range(2))
+        assert first[0] is again[0] and torch.equal(first[0], made[0][begin:end])
+    dying = weakref.ref(first[0])
+    del first, again, made, freqs
+    assert dying() is None
+
+
 def test_two_objects_keep_tables_of_their_own() -> None:
     freqs = frequencies()
     first, second = (RotaryTables().tables(freqs, torch.float32, 1.0) for _ in range(2))

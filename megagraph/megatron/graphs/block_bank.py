@@ -6,7 +6,7 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.block_layers import BlockLayers
+from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
@@ -75,6 +76,7 @@ class BlockBank:
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.constants = LayerArguments(self._model)
+        self._latent_tables = LatentTables()
         self.verifier = Verifier(config.verify, config.tail, peers)
         self._totals = Totals()
         self.failures: list[str] = []
@@ -119,11 +121,7 @@ class BlockBank:
     # -- micro-batches ---------------------------------------------------------------------------
 
     def begin(self, batch: MicroBatch) -> LayerLoop | None:
-        """Leases a slot for a micro-batch and returns the loop that replays it; `end()` ends that.
-
-        Returns:
-            None where it has to run eager: `batch.reason` says why.
-        """
+        """Leases a slot and returns the loop that replays the batch; None where `batch.reason` says why."""
         batch.reason = self.chain.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
         if batch.reason is not None:
             return None
@@ -275,9 +273,11 @@ class BlockBank:
         self.chain.eager_variants |= {variant.key: reason for variant in variants}
 
     def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
-        def context() -> contextlib.AbstractContextManager[None]:
-            # Looked up each time: variants must not keep it alive.
-            return while_capturing.first_micro_batch_kept(self._live().decoder)
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            decoder = self._live().decoder  # looked up each time: variants must not keep it alive
+            with while_capturing.first_micro_batch_kept(decoder), self._latent_tables.answering(decoder, key):
+                yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
             constants = self.constants.of(key, params, hidden)
@@ -306,6 +306,7 @@ class BlockBank:
         self._totals.add(self._bank)
         self._bank.release()
         self.constants.clear()
+        self._latent_tables.clear()
         self.watch = self.layers.new_watch(self.watch.stay_eager)
         self._bank, self.chain, self._loops = self._new_bank()
 

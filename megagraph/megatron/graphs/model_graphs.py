@@ -24,7 +24,7 @@ from megagraph.megatron.graphs.given import GivenPack, PackReader
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
-from megagraph.megatron.graphs.positions import OwnTables
+from megagraph.megatron.graphs.positions import OwnTables, declares_more_rows
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.peers import Peers
@@ -133,7 +133,10 @@ class ModelGraphs:
         has_mask = mask is not None and self.entries.are_megatrons
         if has_mask and not is_mask(mask, tokens, self.block.device):
             return EagerReason.SIGNATURE_CHANGED
-        are_rows = self._tables.depend_on_max_seqlen and given.declares_every_row()
+        tables = self._tables
+        are_rows = tables.depend_on_max_seqlen and (
+            given.declares_every_row() or (tables.are_cut and declares_more_rows(given))
+        )
         kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows, has_mask)
         self._params_type = type(params)
         self._kinds.note(kind)

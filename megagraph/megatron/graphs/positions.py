@@ -4,7 +4,8 @@
 Megatron makes a table of `max_seqlen` rows. Its unfused RoPE maps rows exactly where the table is as long as
 the pack, and otherwise begins anew in each document. A canonical pack has another length and another
 `max_seqlen`, so it remembers what the pack as given meant: on its offsets, by which RoPE inside a layer knows
-it. Whoever runs the layer (a capture, an eager micro-batch, a recompute in the backward), the offsets are
+it. Multi-latent attention makes tables of its own, by the same rule, and cuts them to the rows of its pack.
+Whoever runs the layer (a capture, an eager micro-batch, a recompute in the backward), the offsets are
 these, and no other pack has them.
 """
 
@@ -15,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OwnTables", "remember_positions", "rows_are_positions", "with_positions", "without_positions"]
+from megagraph import _C
+
+__all__ = [
+    "OwnTables",
+    "declares_more_rows",
+    "remember_positions",
+    "rows_are_positions",
+    "with_positions",
+    "without_positions",
+]
 
 _MARK = "_megagraph_rows_are_positions"
 
@@ -64,6 +74,18 @@ def rows_are_positions(offsets: Tensor) -> bool | None:
     return found
 
 
+def declares_more_rows(given: _C.GivenPack) -> bool:
+    """Whether a pack of several documents declares a longer one than it has rows, as far as the host knows.
+
+    Args:
+        given: the pack as it was given.
+    """
+    params: Any = given.params
+    longest = params.max_seqlen_q, params.max_seqlen_kv
+    are_known = all(isinstance(one, int) for one in longest)
+    return are_known and max(longest) > given.tokens and params.cu_seqlens_q.numel() > 2
+
+
 class OwnTables:
     """Tells the rotary tables that a model makes from others that its layers are handed.
 
@@ -78,9 +100,10 @@ class OwnTables:
         self._make = make
         # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
-        self.depend_on_max_seqlen = (
-            getattr(model, "rotary_pos_emb", None) is not None and not config.apply_rope_fusion
-        )
+        # Multi-latent attention makes them, and cuts them to the rows of the pack.
+        self.are_cut: bool = getattr(config, "multi_latent_attention", False)
+        has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
+        self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self._known: dict[int, Tensor] = {}
 
     def hold(self, table: Any, params: Any, hidden_states: Tensor) -> bool:

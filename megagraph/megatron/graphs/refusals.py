@@ -10,7 +10,7 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.seams import replaced_rope
+from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -35,7 +35,6 @@ _UNSUPPORTED = (
     ("fp4", None, "fp4"),
     ("mtp_num_layers", None, "multi-token prediction"),
     ("num_moe_experts", None, "mixture of experts"),
-    ("multi_latent_attention", False, "multi-latent attention"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
@@ -48,12 +47,11 @@ _UNSUPPORTED = (
 _DDP_UNSUPPORTED = (("use_megatron_fsdp", "Megatron-FSDP"),)
 
 # Symbols of a HybridModel's layers.
-_HYBRID_SUPPORTED = ("*", "-")
+_HYBRID_SUPPORTED = ("*", "-", "+")
 _HYBRID_UNSUPPORTED = {
     "M": "a Mamba layer",
     "G": "a gated delta net",
     "D": "sparse attention",
-    "+": "multi-latent attention",
     "E": "mixture of experts",
 }
 # Ends of the names of modules that need offsets up to the last row, or states between documents.
@@ -61,6 +59,7 @@ _MODULES_UNSUPPORTED = {
     "GatedDeltaNet": "a gated delta net",
     "_GDNBase": "a gated delta net",
     "DSAttention": "sparse attention",
+    "AbsorbedMLASelfAttention": "absorbed multi-latent attention",
     "MambaMixer": "a Mamba layer",
 }
 
@@ -111,7 +110,11 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
             return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
-    replaced = None if config.apply_rope_fusion else replaced_rope()
+    is_latent = getattr(config, "multi_latent_attention", False)
+    if is_latent and config.apply_rope_fusion:
+        return _not_supported("fused RoPE of multi-latent attention (apply_rope_fusion=True)")
+    rope = LATENT_ROPE if is_latent else ATTENTION_ROPE
+    replaced = None if config.apply_rope_fusion else replaced_rope(rope)
     if replaced is not None:
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
@@ -127,7 +130,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:
-    """The first layer of a HybridStack that is neither attention nor MLP; None for other blocks."""
+    """The first layer of a HybridStack of a kind that is not built; None for other blocks."""
     for symbol in getattr(block, "layer_type_list", ()):
         if symbol not in _HYBRID_SUPPORTED:
             name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")

@@ -46,6 +46,7 @@ class _Installation:
             self._wrap(stack, overrides.block_seam(stack, wrappers.stack_forward))
         overrides.wrap_known_classes()
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
+        self._wrap(seams.LATENT_ROPE, wrap_rope)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 

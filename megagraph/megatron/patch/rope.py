@@ -19,6 +19,8 @@ from megagraph.packs.ops import RopeLayout
 
 __all__ = ["wrap_rope"]
 
+_INTERLEAVED = "mla_rotary_interleaved"
+
 
 class _Untailed(torch.autograd.Function):
     """Passes a tensor on as it is; rows of its gradient past the last offset become zero."""
@@ -47,13 +49,13 @@ def _as_one_document(cu_seqlens: Tensor) -> Tensor:
 
 
 def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `apply_rotary_pos_emb` as the attention module sees it."""
+    """Wraps `apply_rotary_pos_emb` as a module of attention sees it."""
     tables = RotaryTables()
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
-    by_config = "mla_rotary_interleaved" not in inspect.signature(original).parameters
+    by_config = _INTERLEAVED not in inspect.signature(original).parameters
 
-    def layout_of(config: Any) -> RopeLayout:
-        if by_config and config.multi_latent_attention:
+    def layout_of(config: Any, is_latent: bool) -> RopeLayout:
+        if config.multi_latent_attention if by_config else is_latent:
             return "mla_interleaved"
         return "interleaved" if config.rotary_interleaved else "neox"
 
@@ -68,7 +70,8 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         **rest: Any,
     ) -> Any:
         are_rows = None if cu_seqlens is None else rows_are_positions(cu_seqlens)
-        if cu_seqlens is None or are_rows is None or any(rest.values()):
+        further = {name for name, value in rest.items() if value}
+        if cu_seqlens is None or are_rows is None or not further <= {_INTERLEAVED}:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         if config.apply_rope_fusion:
             # The fused kernel leaves rows past the last offset as it finds them, there and back.
@@ -82,7 +85,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
             t,
             freqs,
             _as_one_document(cu_seqlens) if are_rows else cu_seqlens,
-            layout=layout_of(config),
+            layout=layout_of(config, _INTERLEAVED in further),
             mscale=mscale,
             cp_size=1 if cp_group is None else cp_group.size(),
             cp_rank=0 if cp_group is None else cp_group.rank(),

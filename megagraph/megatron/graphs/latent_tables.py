@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the rotary tables that multi-latent attention asks for inside of its layers.
+
+Each such attention has an embedding of its own and asks it for a table in every call, by the `max_seqlen` of
+its pack. The answer comes from a cache of 32 tables over all layers and models: one that was dropped is made
+anew, and the memory of the old one is somebody else's. So no graph may read a table that the cache alone
+holds, and none may be made in a capture, whose memory the cache would hand to eager calls. While layers are
+warmed up and captured, their embeddings answer with tables that live as long as the graphs.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megagraph.megatron.seams import LATENT_ATTENTION
+
+__all__ = ["LatentTables"]
+
+_OWN = "forward"
+
+
+def _embeddings(block: nn.Module) -> list[nn.Module]:
+    """Those of every multi-latent attention inside."""
+    latent = LATENT_ATTENTION.owner()
+    found: list[nn.Module] = []
+    for module in block.modules():
+        if isinstance(module, latent) and isinstance(module.rotary_pos_emb, nn.Module):
+            found.append(module.rotary_pos_emb)
+    return found
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two answers are the same: a table, or one and YaRN's scale."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+_Answers = dict[Hashable, Any]
+
+
+class LatentTables:
+    """Tables by variant, by embedding and by what it was asked; equal ones, as all layers have, are one."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Hashable, weakref.WeakKeyDictionary[nn.Module, _Answers]] = {}
+        self._distinct: list[Any] = []
+
+    def clear(self) -> None:
+        """Lets go of all of them. Only where no graph reads them any more."""
+        self._answers.clear()
+        self._distinct.clear()
+
+    @contextlib.contextmanager
+    def answering(self, block: nn.Module, variant: Hashable) -> Iterator[None]:
+        """Lets the embeddings of a block's attention answer with tables that are kept.
+
+        What has not been asked for a variant is asked of the embedding itself and compared with what is kept,
+        which waits for the device: a warm-up has to come before a capture.
+
+        Args:
+            block: of the layers.
+            variant: its key; another state of the layers may have other tables.
+        """
+        embeddings = _embeddings(block)
+        of_variant = self._answers.setdefault(variant, weakref.WeakKeyDictionary())
+        before = [vars(embedding).get(_OWN) for embedding in embeddings]
+        for embedding in embeddings:
+            answers = of_variant.setdefault(embedding, {})
+            vars(embedding)[_OWN] = self._kept(answers, getattr(embedding, _OWN))
+        try:
+            yield
+        finally:
+            for embedding, own in zip(embeddings, before, strict=True):
+                if own is None:
+                    del vars(embedding)[_OWN]
+                else:
+                    vars(embedding)[_OWN] = own
+
+    def _kept(self, answers: _Answers, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Hashable, **named: Hashable) -> Any:
+            question = args, tuple(sorted(named.items()))
+            if question not in answers:
+                answers[question] = self._shared(ask(*args, **named))
+            return answers[question]
+
+        return answer
+
+    def _shared(self, made: Any) -> Any:
+        for known in self._distinct:
+            if _are_equal(known, made):
+                return known
+        self._distinct.append(made)
+        return made
