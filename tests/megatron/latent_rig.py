@@ -60,6 +60,13 @@ def _spec(config: dict[str, Any], *, transformer_engine: bool) -> Any:
     return megagraph.get_gpt_block_varlen_spec(transformer, normalization="RMSNorm", **given)
 
 
+def _seed_streams() -> None:
+    """Those of which some of Transformer Engine's modules draw their weights."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
 class LatentTrainer(Trainer):
     """The reference loop around a GPTModel.
 
@@ -78,6 +85,8 @@ class LatentTrainer(Trainer):
         transformer_engine: bool = False,
         **further: Any,
     ) -> None:
+        if transformer_engine:
+            _seed_streams()
         config = latent_config(kind, **(config or {}))
         spec = _spec(config, transformer_engine=transformer_engine)
         super().__init__(OPTIONS, config=config, spec=spec, **further)
@@ -94,7 +103,7 @@ class LatentHybridTrainer(rig.HybridTrainer):
 
     Args:
         kind: of its attention.
-        spec: of its stack; ours by default.
+        spec: of its stack, of Transformer Engine's modules; ours by default.
     """
 
     def __init__(self, *, kind: str, spec: Any = None) -> None:
@@ -102,6 +111,8 @@ class LatentHybridTrainer(rig.HybridTrainer):
         if spec is None:
             qk_layernorm = config.get("qk_layernorm", False)
             spec = megagraph.get_hybrid_stack_varlen_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
+        else:
+            _seed_streams()
         super().__init__(pattern="+-+-", spec=spec, config=config)
 
 
