@@ -327,7 +327,7 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
         transformer={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
     )
     for report in reports:
-        # After its first call such a module is in another state, which ranks tell each other of between steps.
+        # Its first call leaves a module in another state, which ranks tell each other of between steps.
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
 
 
