@@ -256,6 +256,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
 
     def sample() -> dict[str, float]:
         before()
+        hot = host_seconds(micro_batches) / MICRO_BATCHES
         torch.cuda.synchronize()
         start = time.perf_counter()
         with replays.micro_batch():
@@ -269,7 +270,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         return {
             "forward": (done - begun) / layers,
             "around": begun - start + ended - done,
-            "around, hot": host_seconds(micro_batches) / MICRO_BATCHES,
+            "around, hot": hot,
             "backward": backward,
             "backward without engine": backward - engine / layers,
             "engine": engine,

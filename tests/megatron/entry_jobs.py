@@ -163,8 +163,17 @@ def calls(*, way: str, transformer: dict[str, Any]) -> dict[str, Any]:
         if trainer.device.type == "cpu":  # a GPU chooses its kernels by the number of rows
             assert [name for name in ("out", "input") if not _same(alone.get(name), replayed.get(name))] == []
         # Gradients of parameters are sums over rows: in other parts, of which added ones are zero.
-        torch.testing.assert_close(_summed(trainer.chunk, replayed), _summed(trainer.chunk, alone))
+        _assert_close(_summed(trainer.chunk, replayed), _summed(trainer.chunk, alone))
     return report
+
+
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """As the type of the parameters allows: bfloat16 on a GPU, where single entries may cancel out."""
+    if all(value.device.type == "cpu" for value in found.values()):
+        torch.testing.assert_close(found, expected)
+        return
+    distances = {name: (value - found[name]).norm() / value.norm() for name, value in expected.items()}
+    assert {name: distance.item() for name, distance in distances.items() if distance > 2**-6} == {}
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -214,7 +214,8 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
     )
     for report in reports:
         assert report["failures"] == []
-        assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
+        # Its first call leaves a module in another state, which ranks tell each other of between steps.
+        assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
