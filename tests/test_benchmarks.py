@@ -43,7 +43,7 @@ FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 # -- every published figure ------------------------------------------------------------------------
 
 MIB = 2**20
-PHASES = ("forward", "backward", "backward without engine", "engine", "around", "around, hot")
+PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
 LAYER = {phase: [3.0, 4.0, 5.0] for phase in (*PHASES, "bare forward", "bare backward")}
 REPORT = {"layers": 24, "calls": 100, "replays": 70, "eager": {"WARMING_UP": 30}, "graphs": 10}
 # Of the main job; a soak test measures these.

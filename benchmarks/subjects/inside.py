@@ -55,21 +55,25 @@ class Replays:
         pack = a_pack(self._tokens)
         self._params = packed_seq_params(pack.cu_seqlens.to(trainer.device), pack.max_seqlen)
 
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Reads a pack of the largest capacity, and lets the chain replay it inside, as the forwards do.
-
-        Raises `RuntimeError` where it cannot.
-        """
+    def decided(self) -> Any:
+        """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
         graphs = self._graphs
-        batch = graphs.decide(graphs.reader.read(self._params, self._tokens), is_skipped=False, mask=None)
-        loop = graphs.begin(batch, self.hidden, None, None)
+        return graphs.decide(graphs.reader.read(self._params, self._tokens), is_skipped=False, mask=None)
+
+    @contextlib.contextmanager
+    def running(self, batch: Any) -> Iterator[None]:
+        """Inside, the chain replays a micro-batch. Raises `RuntimeError` where it cannot."""
+        loop = self._graphs.begin(batch, self.hidden, None, None)
         if loop is None:
             raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
         try:
             yield
         finally:
-            graphs.end(batch, loop)
+            self._graphs.end(batch, loop)
+
+    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Both: decides on one, and lets the chain replay it inside."""
+        return self.running(self.decided())
 
 
 @contextlib.contextmanager

@@ -239,9 +239,9 @@ def _let_reduce_again(ddp: Any) -> None:
 def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
     """Host times of each phase of a micro-batch for each layer; of `around` and `engine` for all together.
 
-    `bare`: the same graphs launched by a loop in C; `around`: the micro-batch's begin and end, its pack read
-    and decided on, and `around, hot` the same many times in a row; `engine`: a backward pass of a single node
-    that does nothing, and the time without that of it beside each backward.
+    `bare`: the same graphs launched by a loop in C; `decided`: the micro-batch's pack read and decided on;
+    `around`: its begin and end; `in a row`: both, many times one after the other; `engine`: a backward pass
+    of a single node that does nothing, and the time without that of it beside each backward.
     """
     replays = Replays(trainer)
     chain, hidden, grad = replays.chain, replays.hidden, replays.grad
@@ -259,7 +259,9 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         hot = host_seconds(micro_batches) / MICRO_BATCHES
         torch.cuda.synchronize()
         start = time.perf_counter()
-        with replays.micro_batch():
+        batch = replays.decided()
+        decided = time.perf_counter()
+        with replays.running(batch):
             begun = time.perf_counter()
             out = chain(hidden)
             done = time.perf_counter()
@@ -269,8 +271,9 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         engine = host_seconds(lambda: torch.autograd.grad(nothing, hidden, grad))
         return {
             "forward": (done - begun) / layers,
-            "around": begun - start + ended - done,
-            "around, hot": hot,
+            "decided": decided - start,
+            "around": begun - decided + ended - done,
+            "in a row": hot,
             "backward": backward,
             "backward without engine": backward - engine / layers,
             "engine": engine,

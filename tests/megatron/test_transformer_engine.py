@@ -43,6 +43,14 @@ Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture(autouse=True)
+def seeded_streams() -> None:
+    """Those of which Transformer Engine's modules draw their weights, whichever tests ran before."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+@pytest.fixture(autouse=True)
 def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read when an attention module is made."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
