@@ -50,6 +50,7 @@ PYTHON = [
     "bind_packs",
     "bind_replay",
     "bind_watch",
+    "decider",
     "dict_events",
     "fingerprint",
     "module",

@@ -57,8 +57,7 @@ class Replays:
 
     def decided(self) -> Any:
         """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
-        graphs = self._graphs
-        return graphs.decide(graphs.reader.read(self._params, self._tokens), is_skipped=False, mask=None)
+        return self._graphs.decide(self._params, self._tokens, is_skipped=False, mask=None)
 
     @contextlib.contextmanager
     def running(self, batch: Any) -> Iterator[None]:

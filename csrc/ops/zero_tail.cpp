@@ -99,7 +99,13 @@ class ZeroTail : public torch::autograd::Function<ZeroTail> {
 
 at::Tensor zero_tail_autograd(const at::Tensor& x, const at::Tensor& cu_seqlens,
                               c10::SymInt tokens) {
-  return ZeroTail::apply(x, cu_seqlens, tokens);
+  const bool has_history = at::GradMode::is_enabled() && x.requires_grad();
+  // A node costs as much as the op itself. It also says that there is no forward mode.
+  if (has_history || x._fw_grad(/*level=*/0).defined()) {
+    return ZeroTail::apply(x, cu_seqlens, tokens);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return call_zero_tail(x, cu_seqlens, tokens);
 }
 
 void zero_tail_inplace_autograd(at::TensorList xs, const at::Tensor& cu_seqlens) {

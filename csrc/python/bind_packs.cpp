@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What reads packs: megagraph/_C.pyi is its manual.
+// What reads packs and decides on them: megagraph/_C.pyi is its manual.
 #include "csrc/python/bindings.h"
+#include "csrc/python/decider.h"
 #include "csrc/python/pack_reader.h"
 
 namespace py = pybind11;
@@ -26,24 +27,16 @@ void bind_packs(py::module_& m) {
                               found->has_seq_idx);
       },
       py::arg("params"));
-  py::class_<GivenPack>(m, "GivenPack")
-      .def_readonly("params", &GivenPack::params)
-      .def_readonly("form", &GivenPack::form)
-      .def_readonly("capacity", &GivenPack::capacity)
-      .def_property_readonly("tokens", [](const GivenPack& pack) { return pack.shape.tokens; })
-      .def_property_readonly("num_seqs", [](const GivenPack& pack) { return pack.shape.num_seqs; })
-      .def_property_readonly("max_seqlen",
-                             [](const GivenPack& pack) { return pack.shape.max_seqlen; })
-      .def("declares_every_row", [](const GivenPack& pack) {
-        const PackShape& shape = pack.shape;
-        return shape.max_seqlen == shape.tokens && declares_every_row(pack.params, shape.tokens);
-      });
-  py::class_<PackReader>(m, "PackReader")
-      .def(py::init<int64_t, py::list, py::object>(), py::arg("extra_seqs"), py::arg("reasons"),
-           py::arg("make_form"))
-      .def("set_capacities", &PackReader::set_capacities, py::arg("by_cp_size"))
-      .def("refuse", &PackReader::refuse, py::arg("reason"))
-      .def("read", &PackReader::read, py::arg("params"), py::arg("tokens"), py::arg("cp_size") = 1);
+  py::class_<Decider>(m, "Decider")
+      .def(py::init<int64_t, bool, bool, py::list, py::object, py::object>(), py::arg("extra_seqs"),
+           py::arg("depend_on_longest"), py::arg("are_cut"), py::arg("reasons"),
+           py::arg("make_key"), py::arg("state_of_call"))
+      .def("set_capacities", &Decider::set_capacities, py::arg("by_cp_size"))
+      .def("refuse", &Decider::refuse, py::arg("reason"))
+      .def("why_not", &Decider::why_not, py::arg("params"), py::arg("tokens"),
+           py::arg("cp_size") = 1)
+      .def("decide", &Decider::decide, py::arg("params"), py::arg("tokens"), py::arg("has_mask"),
+           py::arg("cp_size") = 1);
 }
 
 }  // namespace megagraph

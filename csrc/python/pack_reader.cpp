@@ -2,8 +2,6 @@
 #include "csrc/python/pack_reader.h"
 
 #include <algorithm>
-#include <tuple>
-#include <utility>
 
 #include "csrc/python/references.h"
 #include "csrc/torch/python_tensors.h"
@@ -13,6 +11,18 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
+// Null where the object has no such attribute; no error is made for it.
+py::object find_attribute(const py::handle& object, const py::str& name) {
+  PyObject* found = nullptr;
+#if PY_VERSION_HEX >= 0x030d0000
+  const int status = PyObject_GetOptionalAttr(object.ptr(), name.ptr(), &found);
+#else
+  const int status = _PyObject_LookupAttr(object.ptr(), name.ptr(), &found);
+#endif
+  if (status < 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(found);
+}
+
 py::object attribute(const py::handle& object, const py::str& name) {
   PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
   if (found == nullptr) throw py::error_already_set();
@@ -21,11 +31,8 @@ py::object attribute(const py::handle& object, const py::str& name) {
 
 // None where the object has no such attribute: older releases lack some fields.
 py::object attribute_or_none(const py::handle& object, const py::str& name) {
-  PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
-  if (found != nullptr) return py::reinterpret_steal<py::object>(found);
-  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
-  PyErr_Clear();
-  return py::none();
+  py::object found = find_attribute(object, name);
+  return found ? found : py::none();
 }
 
 struct Fields {
@@ -47,9 +54,14 @@ int64_t numel(const py::object& tensor) {
   return attribute(tensor, fields().numel)().cast<int64_t>();
 }
 
-int64_t integer(const py::object& value) { return py::int_(value).cast<int64_t>(); }
-
 bool is_int(const py::object& value) { return PyLong_CheckExact(value.ptr()) != 0; }
+
+int64_t integer(const py::object& value) {
+  const py::object number = is_int(value) ? value : py::object(py::int_(value));
+  const int64_t found = PyLong_AsLongLong(number.ptr());
+  if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
 
 // One object, or tensors that are views of the same entries.
 bool are_same(const py::object& one, const py::object& other) {
@@ -60,20 +72,13 @@ bool are_same(const py::object& one, const py::object& other) {
          a.scalar_type() == b.scalar_type();
 }
 
-// Whether a pack names the context-parallel ranks that share it, instead of leaving it to the
-// model.
-bool has_own_cp_group(const py::handle& params) {
-  if (!attribute_or_none(params, fields().cp_group).is_none()) return true;
-  const py::object size = attribute_or_none(params, fields().cp_size);
-  return !size.is_none() && integer(size) > 1;
-}
-
 }  // namespace
 
 std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, int64_t extra_seqs,
                                     int64_t cp_size) {
   if (params.is_none()) return std::nullopt;
-  if (!attribute(params, fields().qkv_format).equal(fields().thd)) return std::nullopt;
+  const py::object format = attribute(params, fields().qkv_format);
+  if (!format.is(fields().thd) && !format.equal(fields().thd)) return std::nullopt;
   const py::object offsets = attribute(params, fields().q);
   if (offsets.is_none()) return std::nullopt;
   const py::object declared = attribute(params, fields().longest);
@@ -117,55 +122,18 @@ bool declares_every_row(const py::handle& params, int64_t tokens) {
   return std::max(integer(one), integer(other)) == tokens;
 }
 
-PackReader::PackReader(int64_t extra_seqs, py::list reasons, py::object make_form)
-    : extra_seqs_(extra_seqs), reasons_(std::move(reasons)), make_form_(std::move(make_form)) {}
-
-void PackReader::set_capacities(const py::dict& by_cp_size) {
-  banks_.clear();
-  for (const auto& [cp_size, capacities] : by_cp_size) {
-    Bank& bank = banks_[cp_size.cast<int64_t>()];
-    for (const py::handle each : capacities) {
-      const auto size = [&](const char* name) { return each.attr(name).cast<int64_t>(); };
-      bank.capacities.push_back({size("tokens"), size("num_seqs"), size("max_seqlen")});
-      bank.objects.append(each);
-    }
-  }
+bool declares_more_rows(const py::handle& params, int64_t tokens) {
+  const py::object one = attribute(params, fields().longest);
+  const py::object other = attribute(params, fields().longest_kv);
+  const bool are_known = PyLong_Check(one.ptr()) && PyLong_Check(other.ptr());
+  if (!are_known || std::max(integer(one), integer(other)) <= tokens) return false;
+  return numel(attribute(params, fields().q)) > 2;
 }
 
-py::object PackReader::read(const py::object& params, int64_t tokens, int64_t cp_size) {
-  if (!refused_.is_none()) return refused_;
-  const auto shape = pack_shape(params, tokens, extra_seqs_, cp_size);
-  if (!shape) return reason(EagerReason::kNoPackMetadata);
-  const auto form = pack_form(params);
-  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
-    return reason(EagerReason::kSignatureChanged);
-  }
-  py::object capacity = py::none();
-  if (!banks_.empty()) {
-    const auto bank = banks_.find(cp_size);
-    const Decision decision =
-        bank == banks_.end() ? Decision{} : decide(*shape, bank->second.capacities);
-    if (decision.capacity < 0) return reason(decision.reason);
-    capacity = bank->second.objects[decision.capacity];
-  }
-  if (has_own_cp_group(params)) return reason(EagerReason::kCpSizeNotCaptured);
-  return py::cast(GivenPack{params, *shape, form_of(*form), std::move(capacity)});
-}
-
-py::object PackReader::reason(EagerReason why) const { return reasons_[static_cast<size_t>(why)]; }
-
-py::object PackReader::form_of(const PackForm& form) {
-  // What a pack says of padding is None, True or False; anything else is made anew.
-  PyObject* between = form.pad_between_seqs.ptr();
-  const bool is_known = between == Py_None || PyBool_Check(between);
-  const auto key = std::make_tuple(form.has_padded, form.is_aliased, between, form.has_seq_idx);
-  if (is_known) {
-    if (const auto found = forms_.find(key); found != forms_.end()) return found->second;
-  }
-  py::object made =
-      make_form_(form.has_padded, form.is_aliased, form.pad_between_seqs, form.has_seq_idx);
-  if (is_known) forms_.emplace(key, made);
-  return made;
+bool has_own_cp_group(const py::handle& params) {
+  if (!attribute_or_none(params, fields().cp_group).is_none()) return true;
+  const py::object size = attribute_or_none(params, fields().cp_size);
+  return !size.is_none() && integer(size) > 1;
 }
 
 }  // namespace megagraph

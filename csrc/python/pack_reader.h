@@ -17,9 +17,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <map>
 #include <optional>
-#include <vector>
 
 #include "csrc/decide/dispatch.h"
 
@@ -46,43 +44,11 @@ std::optional<PackForm> pack_form(const pybind11::handle& params);
 // `max_seqlen` lives there.
 bool declares_every_row(const pybind11::handle& params, int64_t tokens);
 
-// A pack that some graph may take.
-struct GivenPack {
-  pybind11::object params;
-  PackShape shape;
-  pybind11::object form;      // of `make_form`
-  pybind11::object capacity;  // None while capacities are still to be learned
-};
+// Whether it declares a longer document than it has rows, as far as the host knows.
+bool declares_more_rows(const pybind11::handle& params, int64_t tokens);
 
-// Reads the packs of one model.
-class PackReader {
- public:
-  // `reasons`: Python's members of EagerReason, in order. `make_form`: makes what Python knows a
-  // form by from its four values, which are few; its answers are kept.
-  PackReader(int64_t extra_seqs, pybind11::list reasons, pybind11::object make_form);
-
-  // By context-parallel size, Python's own; none while they are still to be learned.
-  void set_capacities(const pybind11::dict& by_cp_size);
-  // Why the model takes no graph at all; None for nothing.
-  void refuse(pybind11::object reason) { refused_ = std::move(reason); }
-
-  // A `GivenPack`, or a member of EagerReason: why no graph of the model can take it.
-  pybind11::object read(const pybind11::object& params, int64_t tokens, int64_t cp_size);
-
- private:
-  pybind11::object reason(EagerReason why) const;
-  pybind11::object form_of(const PackForm& form);
-
-  const int64_t extra_seqs_;
-  const pybind11::list reasons_;
-  const pybind11::object make_form_;
-  pybind11::object refused_ = pybind11::none();
-  struct Bank {
-    std::vector<Capacity> capacities;
-    pybind11::list objects;
-  };
-  std::map<int64_t, Bank> banks_;
-  std::map<std::tuple<bool, bool, PyObject*, bool>, pybind11::object> forms_;
-};
+// Whether a pack names the context-parallel ranks that share it, instead of leaving it to the
+// model.
+bool has_own_cp_group(const pybind11::handle& params);
 
 }  // namespace megagraph

@@ -19,9 +19,12 @@ from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
 
-__all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped"]
+__all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
 
 _skip_depth = 0
+# What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
+# which filelock, among others, has a hook in Python.
+key_of: Callable[[object], int] = object.__hash__
 
 
 @contextlib.contextmanager
@@ -53,10 +56,10 @@ def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractC
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _put_weakly(by_id: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs) -> None:
+def _put_weakly(by_key: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs) -> None:
     """Adds an entry that goes when the module does."""
-    by_id[id(module)] = graphs
-    weakref.finalize(module, by_id.pop, id(module), None).atexit = False
+    by_key[key_of(module)] = graphs
+    weakref.finalize(module, by_key.pop, key_of(module), None).atexit = False
 
 
 class Finder(Protocol):
@@ -88,11 +91,11 @@ class Plugin:
         self._progress = progress
         self.finder: Finder  # which knows the plugin, and is handed over before any model runs
         self._interval_log = IntervalLog(config.log_interval)
-        # By the id of a model, and of the block that it owns. An entry goes with its module, so before
-        # another one can have that id. Weak keys would be made and hashed in each call.
+        # By the key of a model, and of the block that it owns. An entry goes with its module, so before
+        # another one can have that key. Weak ones would be made and hashed in each call.
         self._graphs: dict[int, ModelGraphs] = {}
         self._of_block: dict[int, ModelGraphs] = {}
-        # Looks a model's graphs up by its block's id; no function of ours, for it runs in each call.
+        # Looks a model's graphs up by its block's key; no function of ours, for it runs in each call.
         self.graphs_of_block = self._of_block.get
         self._is_suspended = False
         self._num_named: Counter[str] = Counter()  # models of each class so far
@@ -104,13 +107,13 @@ class Plugin:
 
     def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
         """The graphs of a GPTModel; made at its first forward."""
-        graphs = self._graphs.get(id(model))
+        graphs = self._graphs.get(key_of(model))
         return self._add(model) if graphs is None else graphs
 
     @contextlib.contextmanager
     def untouched(self, model: nn.Module) -> Iterator[None]:
         """Around a call that is not the plugin's. A micro-batch of the model that is running is not it."""
-        graphs = self._graphs.get(id(model))
+        graphs = self._graphs.get(key_of(model))
         if graphs is None:
             yield
             return
@@ -164,10 +167,10 @@ class Plugin:
     def _graphs_inside(self, models: Sequence[nn.Module]) -> list[ModelGraphs]:
         inside: set[int] = set()
         for model in models:
-            found = self._inside.get(id(model))
+            found = self._inside.get(key_of(model))
             if found is None or found[0]() is not model:
-                found = weakref.ref(model), {id(module) for module in model.modules()}
-                self._inside[id(model)] = found
+                found = weakref.ref(model), {key_of(module) for module in model.modules()}
+                self._inside[key_of(model)] = found
             inside |= found[1]
         # Of a copy: garbage may be collected in between, and take entries with it.
         return [graphs for model, graphs in self._graphs.copy().items() if model in inside]
@@ -182,8 +185,8 @@ class Plugin:
             outer = self._step_models, self._step_graphs
             self._retire()
             for changed in self.finder.look_at(models):
-                if id(changed) in self._graphs:
-                    self._graphs[id(changed)].entries = self.finder.entries_of(changed)
+                if key_of(changed) in self._graphs:
+                    self._graphs[key_of(changed)].entries = self.finder.entries_of(changed)
             inside = self._graphs_inside(models)
             self._step_models, self._step_graphs = models, set(inside)
             try:
@@ -224,22 +227,20 @@ class Plugin:
 
         return destroy
 
-    def begin_call(self, graphs: ModelGraphs, *, is_eager: bool) -> bool:
-        """Before each call of a model. Inside another model's step, changes are looked for only.
-
-        Args:
-            graphs: of the model.
-            is_eager: no graph could take its pack: it is no step then, and nothing is looked at.
-
-        Returns:
-            Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
-        """
+    def is_bare(self, graphs: ModelGraphs) -> bool:
+        """Whether a call of a model is outside of its own step. Frees what models that are gone have left."""
         if graphs in self._step_graphs:
             return False
         if self._gone and not self._step_models:
             self._retire()
-        if is_eager and graphs.entries.are_settled:
-            return False
+        return True
+
+    def begin_bare_call(self, graphs: ModelGraphs) -> bool:
+        """Before such a call. Inside another model's step, changes are looked for only.
+
+        Returns:
+            Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
+        """
         if self._step_models:
             graphs.at_bare_call()
             return False

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from megagraph import _C
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
-from megagraph.packs.packing import PackForm
 
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
 # Few values, so that packs fit, exceed and equal capacities about as often.
@@ -28,17 +27,19 @@ banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_siz
 
 def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]]) -> Capacity | EagerReason:
     """What the core decides for a pack of a shape."""
-    reader = _C.PackReader(0, list(EagerReason), PackForm)
-    reader.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
+    decider = _C.Decider(0, False, False, list(EagerReason), lambda capacity, *_: (capacity,), lambda: 0)
+    decider.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
     if shape is None:
-        found = reader.read(None, 1)
+        found = decider.decide(None, 1, False)
     else:
         offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
         pack = SimpleNamespace(qkv_format="thd", **dict.fromkeys(names, offsets), **longest)
-        found = reader.read(pack, shape.tokens, shape.cp_size)
-    decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found.capacity
+        found = decider.decide(pack, shape.tokens, False, shape.cp_size)
+        reason = decider.why_not(pack, shape.tokens, shape.cp_size)
+        assert reason is (found if isinstance(found, EagerReason) else None)
+    decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found[0]
     return decision
 
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megagraph.packs.ops import zero_tail
 
@@ -95,6 +96,13 @@ def test_in_place_op_refuses_tensors_that_it_cannot_serve(device: str) -> None:
         torch.ops.megagraph.zero_tail_([torch.zeros(4, 4, device=device).t()], cu_seqlens)
     with pytest.raises(RuntimeError, match="has no backward: use zero_tail"):
         torch.ops.megagraph.zero_tail_([torch.zeros(4, device=device, requires_grad=True)], cu_seqlens)
+
+
+def test_forward_mode_is_refused(device: str) -> None:
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(torch.randn(3, 2, device=device), torch.ones(3, 2, device=device))
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            zero_tail(dual, offsets([3], device), 4)
 
 
 @pytest.mark.parametrize("tokens", [3, 8])

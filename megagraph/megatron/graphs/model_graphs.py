@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import PackShape
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
+from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.graphs.given import GivenPack, PackReader
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
-from megagraph.megatron.graphs.positions import OwnTables, declares_more_rows
+from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.packs.packing import pack_shape
 
-__all__ = ["ModelGraphs"]
+__all__ = ["CAPTURED_LATER", "ModelGraphs"]
 
 _WARMING_UP = EagerReason.WARMING_UP
 # Reasons of micro-batches whose kind is to be captured although they ran as they were given.
-_CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
+CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
 
 
 class ModelGraphs:
@@ -53,7 +53,7 @@ class ModelGraphs:
         peers: the ranks that run the same packs.
         tensor: its tensor-parallel ranks.
         changes: what keeps a step eager.
-        reader: reads packs as they are given.
+        decider: says which variant takes a pack.
     """
 
     entries: Entries
@@ -74,7 +74,11 @@ class ModelGraphs:
         self.peers = Peers(model)
         self.tensor = self.peers.tensor
         self.block = BlockBank(model, ddp, self.peers, config, progress)
-        self.reader = PackReader(self._capacities, config.tail)
+        self._tail = config.tail
+        constants = self.block.constants
+        self._tables = OwnTables(model, constants.make)
+        self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states)
         self.verifier = self.block.verifier
         self._refusal: Refusal | None = None
         self._failures: list[str] = []
@@ -82,7 +86,6 @@ class ModelGraphs:
         if self._refusal is None:
             for capacity in self._capacities.known:
                 self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
-        self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
@@ -91,9 +94,6 @@ class ModelGraphs:
         if self._refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
         self._replayed_tokens = 0
-        self._tail = config.tail
-        constants = self.block.constants
-        self._tables = OwnTables(model, constants.make)
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
         self.running: MicroBatch | EagerReason | None = None
 
@@ -101,59 +101,64 @@ class ModelGraphs:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self._refusal = refusal
         if refusal is not None:
-            self.reader.refuse(refusal.reason)
+            self.decider.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
 
     # -- micro-batches ---------------------------------------------------------------------------
 
-    def decide(self, given: GivenPack, *, is_skipped: bool, mask: Any) -> MicroBatch | EagerReason:
+    def why_not(self, params: Any, tokens: int) -> EagerReason | None:
+        """Why no graph could take a pack, whatever else there is; None also where that is not known yet.
+
+        Args:
+            params: its pack, or None.
+            tokens: physical tokens of its input.
+        """
+        reason: EagerReason | None = None
+        if self.entries.are_settled:
+            reason = self.decider.why_not(params, tokens)
+        return reason
+
+    def decide(self, params: Any, tokens: int, *, is_skipped: bool, mask: Any) -> MicroBatch | EagerReason:
         """Decides how a micro-batch runs.
 
         Args:
-            given: what `reader` has found.
+            params: its pack, or None.
+            tokens: physical tokens of its input.
             is_skipped: graphs are switched off for this step.
             mask: the padding mask that the model was given, or None.
 
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
         """
-        if self._refusal is not None:  # since it was read
-            return self._refusal.reason
-        params, tokens = given.params, given.tokens
-        if torch.is_inference_mode_enabled():
-            return EagerReason.SIGNATURE_CHANGED
-        if given.capacity is None and self._capacities.known:  # learned since
-            again = self.reader.read(params, tokens)
-            if isinstance(again, EagerReason):
-                return again
-            given = again
-        if not self.entries.are_settled:
-            return _WARMING_UP
+        entries = self.entries
         # What a forward of the host's makes of a mask shows where it calls its block.
-        has_mask = mask is not None and self.entries.are_megatrons
+        has_mask = mask is not None and entries.are_megatrons
+        key = self.decider.decide(params, tokens, has_mask)
+        if isinstance(key, EagerReason):
+            return key
+        if not entries.are_settled:
+            return _WARMING_UP
         if has_mask and not is_mask(mask, tokens, self.block.device):
             return EagerReason.SIGNATURE_CHANGED
-        tables = self._tables
-        are_rows = tables.depend_on_max_seqlen and (
-            given.declares_every_row() or (tables.are_cut and declares_more_rows(given))
-        )
-        kind = Kind(given.form, torch.is_grad_enabled(), self._states.of_call(), are_rows, has_mask)
+        capacity, kind = key
         self._params_type = type(params)
         self._kinds.note(kind)
-        if given.capacity is None:
-            self._capacities.observe(PackShape(tokens, given.num_seqs, given.max_seqlen))
+        if capacity is None:
+            shape = pack_shape(params, tokens, self._tail)
+            assert shape is not None  # or there would be a reason
+            self._capacities.observe(shape)
             self._unlearned = kind, params, mask if has_mask else None
             return _WARMING_UP
         is_off, shards = is_skipped or self._config.mode == "eager", self.tensor.shards_sequence
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
-        batch = MicroBatch(params, tokens, (given.capacity, kind), reason, self._tail, shards, self._tables)
+        batch = MicroBatch(params, tokens, key, reason, self._tail, shards, self._tables)
         if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
-            left_eager = self.block.why_left_eager(batch.key)
+            left_eager = self.block.why_left_eager(key)
             if left_eager is not None:
                 # Unfused RoPE is ours all the same: Megatron's takes no tail.
-                is_ours = self._tables.depend_on_max_seqlen and self.entries.are_megatrons
+                is_ours = self._tables.depend_on_max_seqlen and entries.are_megatrons
                 return batch.as_given(left_eager) if is_ours else left_eager
-        return batch if self.entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
+        return batch if entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
 
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
@@ -169,7 +174,7 @@ class ModelGraphs:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
         if self._refusal is not None:
             reason = self._refusal.reason
-        if reason in _CAPTURED_LATER and hidden_states is not None:
+        if reason in CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             if self._unlearned is not None:
                 self.verifier.keep_as_given(*self._unlearned, hidden_states)
@@ -256,7 +261,7 @@ class ModelGraphs:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
         if not capacities.known and capacities.learn(is_warm, self.peers.exchange):
-            self.reader.follow()
+            self.decider.follow()
         if self._config.mode != "graph":
             return
         changes = self.changes

@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph import _C
-
 __all__ = [
     "OwnTables",
-    "declares_more_rows",
     "remember_positions",
     "rows_are_positions",
     "with_positions",
@@ -72,18 +69,6 @@ def rows_are_positions(offsets: Tensor) -> bool | None:
     """What was remembered; None for the offsets of any pack but a canonical one."""
     found: bool | None = getattr(offsets, _MARK, None)
     return found
-
-
-def declares_more_rows(given: _C.GivenPack) -> bool:
-    """Whether a pack of several documents declares a longer one than it has rows, as far as the host knows.
-
-    Args:
-        given: the pack as it was given.
-    """
-    params: Any = given.params
-    longest = params.max_seqlen_q, params.max_seqlen_kv
-    are_known = all(isinstance(one, int) for one in longest)
-    return are_known and max(longest) > given.tokens and params.cu_seqlens_q.numel() > 2
 
 
 class OwnTables:

@@ -17,12 +17,12 @@ from torch.nn import functional
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model_graphs import CAPTURED_LATER, ModelGraphs
 from megagraph.megatron.parallel.tensor import TensorRanks
 from megagraph.megatron.patch.output_processor import on_given_rows
 from megagraph.megatron.patch.stages import standing_in
-from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped
-from megagraph.megatron.scopes.loop import LayerLoop, shadowed_layers
+from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped, key_of
+from megagraph.megatron.scopes.loop import LayerLoop
 
 __all__ = ["Arguments", "ForwardWrappers", "decided_as_given", "places_of"]
 
@@ -59,15 +59,16 @@ class ForwardWrappers:
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-            given = graphs.reader.read(get("packed_seq_params"), tokens)
-            is_step = plugin.begin_call(graphs, is_eager=isinstance(given, EagerReason))
-            if isinstance(given, EagerReason):
-                batch: MicroBatch | EagerReason = given
-            else:
-                batch = graphs.decide(given, is_skipped=is_cuda_graph_skipped(), mask=get("padding_mask"))
-            added_rows, processor = 0, get("output_processor")
+            params = get("packed_seq_params")
+            is_bare = plugin.is_bare(graphs)
+            batch: MicroBatch | EagerReason | None = graphs.why_not(params, tokens) if is_bare else None
+            is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
+            if batch is None:
+                mask = get("padding_mask")
+                batch = graphs.decide(params, tokens, is_skipped=is_cuda_graph_skipped(), mask=mask)
+            added_rows, processor = 0, None
             if isinstance(batch, MicroBatch):
-                added_rows = batch.entry_padding
+                added_rows, processor = batch.entry_padding, get("output_processor")
                 has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
                 is_foreign = not entries.are_megatrons
                 # Of a pipeline's stage other stages see the rows, too.
@@ -84,13 +85,16 @@ class ForwardWrappers:
                         _add_rows(batch, graphs.tensor, given_arguments)
                     is_constant = batch.reason is None or is_foreign
                     args, kwargs = _padded(batch, given_arguments, is_constant)
+            elif entries.are_settled and batch not in CAPTURED_LATER:
+                graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
+                batch = None
             reached = entries.block.reached
             outer, graphs.running = graphs.running, batch
             try:
                 out = original(model, *args, **kwargs)
             finally:
                 graphs.running = outer
-            if entries.block.reached == reached:
+            if batch is not None and entries.block.reached == reached:
                 graphs.count_as_given(entries.block_missed(decided_as_given(batch)))
             if added_rows and processor is None:
                 out = _cut_rows(out, tokens)
@@ -111,7 +115,7 @@ class ForwardWrappers:
         graphs_of_block = self._plugin.graphs_of_block
 
         def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            graphs = graphs_of_block(id(block))
+            graphs = graphs_of_block(key_of(block))
             if graphs is None or graphs.running is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             entries = graphs.entries
@@ -134,14 +138,19 @@ class ForwardWrappers:
                 if batch.mask is not None:
                     kwargs["padding_mask"] = batch.canonical_mask()
                 rows = batch.pad(entered)
-                with standing_in(block, rows):
-                    out = batch.cut(original(block, rows, None, *args, **kwargs))
+                if entered is hidden_states:
+                    out = original(block, rows, None, *args, **kwargs)
+                else:
+                    with standing_in(block, rows):
+                        out = original(block, hidden_states, None, *args, **kwargs)
+                out = batch.cut(out)
                 graphs.verifier.keep_gradient(batch, out)
                 return out
+            block.__dict__["layers"] = (loop,)  # hides the registered modules
             try:
-                with shadowed_layers(block, loop):
-                    out = original(block, hidden_states, None, *args, **kwargs)
+                out = original(block, hidden_states, None, *args, **kwargs)
             finally:
+                del block.__dict__["layers"]
                 graphs.end(batch, loop)
             return batch.cut(out)
 

@@ -18,7 +18,7 @@ from megagraph.megatron.graphs.entry import Entries, Entry, Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.patch.forwards import Arguments, ForwardWrappers, decided_as_given, places_of
-from megagraph.megatron.plugin import Plugin
+from megagraph.megatron.plugin import Plugin, key_of
 from megagraph.megatron.scopes.one_by_one import LayersOneByOne
 from megagraph.megatron.seams import Seam
 
@@ -199,7 +199,7 @@ class Overrides:
         places = places_of(original)
 
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            graphs = graphs_of_block(id(block))
+            graphs = graphs_of_block(key_of(block))
             if graphs is None or graphs.running is None:
                 return original(block, *args, **kwargs)
             batch, entry = graphs.running, graphs.entries.block

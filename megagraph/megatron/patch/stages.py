@@ -13,9 +13,6 @@ __all__ = ["standing_in"]
 @contextlib.contextmanager
 def standing_in(block: Any, hidden_states: Tensor) -> Iterator[None]:
     """While inside, a block that takes what was set runs on these hidden states."""
-    if getattr(block, "pre_process", True):
-        yield
-        return
     before = block.input_tensor
     block.input_tensor = hidden_states
     try:

@@ -6,18 +6,17 @@ are shadowed by one callable that runs them all, in one go where it can; the res
 (its contexts, the final norm) stays Megatron's own.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megagraph.bank.chain import Chain
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.arguments import Constants
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
 
-__all__ = ["LayerLoop", "RunningBatch", "shadowed_layers"]
+__all__ = ["LayerLoop", "RunningBatch"]
 
 
 class RunningBatch(Protocol):
@@ -136,13 +135,3 @@ class LayerLoop:
         if batch.mask is not None:
             canonical["padding_mask"] = batch.canonical_mask()
         return step.run_eager(hidden_states, {**arguments, **canonical})
-
-
-@contextlib.contextmanager
-def shadowed_layers(block: nn.Module, loop: LayerLoop) -> Iterator[None]:
-    """While inside, `block.layers` is the loop alone; the registered modules are untouched."""
-    block.__dict__["layers"] = (loop,)
-    try:
-        yield
-    finally:
-        del block.__dict__["layers"]

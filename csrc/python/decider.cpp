@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/decider.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// More would be states that are new in each step, which have no graphs.
+constexpr size_t kMostKeys = 256;
+
+}  // namespace
+
+Decider::Decider(int64_t extra_seqs, bool depend_on_longest, bool are_cut, py::list reasons,
+                 py::object make_key, py::object state_of_call)
+    : extra_seqs_(extra_seqs),
+      depend_on_longest_(depend_on_longest),
+      are_cut_(are_cut),
+      reasons_(std::move(reasons)),
+      make_key_(std::move(make_key)),
+      state_of_call_(std::move(state_of_call)) {}
+
+void Decider::set_capacities(const py::dict& by_cp_size) {
+  keys_.clear();  // which know capacities by address
+  banks_.clear();
+  for (const auto& [cp_size, capacities] : by_cp_size) {
+    Bank& bank = banks_[cp_size.cast<int64_t>()];
+    for (const py::handle each : capacities) {
+      const auto size = [&](const char* name) { return each.attr(name).cast<int64_t>(); };
+      bank.capacities.push_back({size("tokens"), size("num_seqs"), size("max_seqlen")});
+      bank.objects.append(each);
+    }
+  }
+}
+
+Decider::Found Decider::find(const py::object& params, int64_t tokens, int64_t cp_size) {
+  const auto against = [&](EagerReason why) { return Found{reason(why), {}, {}, {}}; };
+  if (!refused_.is_none()) return Found{refused_, {}, {}, {}};
+  const auto shape = pack_shape(params, tokens, extra_seqs_, cp_size);
+  if (!shape) return against(EagerReason::kNoPackMetadata);
+  auto form = pack_form(params);
+  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
+    return against(EagerReason::kSignatureChanged);
+  }
+  py::object capacity = py::none();
+  if (!banks_.empty()) {
+    const auto bank = banks_.find(cp_size);
+    const Decision decision =
+        bank == banks_.end() ? Decision{} : megagraph::decide(*shape, bank->second.capacities);
+    if (decision.capacity < 0) return against(decision.reason);
+    capacity = bank->second.objects[decision.capacity];
+  }
+  if (has_own_cp_group(params)) return against(EagerReason::kCpSizeNotCaptured);
+  return Found{py::none(), std::move(capacity), *shape, std::move(*form)};
+}
+
+py::object Decider::why_not(const py::object& params, int64_t tokens, int64_t cp_size) {
+  return find(params, tokens, cp_size).reason;
+}
+
+py::object Decider::decide(const py::object& params, int64_t tokens, bool has_mask,
+                           int64_t cp_size) {
+  const Found found = find(params, tokens, cp_size);
+  if (!found.reason.is_none()) return found.reason;
+  if (c10::InferenceMode::is_enabled()) return reason(EagerReason::kSignatureChanged);
+  const PackForm& form = found.form;
+  const bool grad = at::GradMode::is_enabled();
+  const bool are_rows = are_rows_positions(params, found.shape);
+  const py::object state = state_of_call_();
+  // What a pack says of padding is None, True or False; for anything else the name is made anew.
+  PyObject* between = form.pad_between_seqs.ptr();
+  const bool is_known = between == Py_None || PyBool_Check(between);
+  const Fields fields{
+      found.capacity.ptr(),  form.has_padded, form.is_aliased, between, form.has_seq_idx, grad,
+      state.cast<int64_t>(), are_rows,        has_mask};
+  if (is_known) {
+    if (const auto made = keys_.find(fields); made != keys_.end()) return made->second;
+  }
+  py::object key =
+      make_key_(found.capacity, form.has_padded, form.is_aliased, form.pad_between_seqs,
+                form.has_seq_idx, grad, state, are_rows, has_mask);
+  if (is_known) {
+    if (keys_.size() >= kMostKeys) keys_.clear();
+    keys_.emplace(fields, key);
+  }
+  return key;
+}
+
+bool Decider::are_rows_positions(const py::object& params, const PackShape& shape) const {
+  if (!depend_on_longest_) return false;
+  if (shape.max_seqlen == shape.tokens && declares_every_row(params, shape.tokens)) return true;
+  return are_cut_ && declares_more_rows(params, shape.tokens);
+}
+
+}  // namespace megagraph
