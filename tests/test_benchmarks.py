@@ -225,6 +225,20 @@ def test_the_process_ends_with_2_without_a_gpu() -> None:
 # -- processes, pairs and rivals -------------------------------------------------------------------
 
 
+def test_a_part_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
+    measurement = Measurement(tmp_path / "some.json")
+    measurement.take("first", lambda: [FIGURE])
+
+    def second() -> list[Figure]:
+        assert read_result(measurement.path).figures == (FIGURE,)
+        raise RuntimeError("no")
+
+    measurement.take("second", second)
+    with pytest.raises(RuntimeError, match="second: RuntimeError: no"):
+        measurement.publish()
+    assert read_result(measurement.path).figures == (FIGURE,)
+
+
 def test_a_process_answers_with_all_that_it_printed_and_why_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

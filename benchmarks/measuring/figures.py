@@ -107,11 +107,15 @@ def show(title: str, figures: Sequence[Figure]) -> None:
     Console(width=None if os.environ.get("COLUMNS") else 200).print(table)
 
 
+def _write(path: Path, figures: Sequence[Figure], comparison: Comparison | None = None) -> None:
+    environment = describe_environment()
+    write_result(path, Result(environment=environment, figures=tuple(figures), comparison=comparison))
+
+
 def publish(path: Path, figures: Sequence[Figure], comparison: Comparison | None = None) -> None:
     """Prints the figures and writes them to `path`."""
     show(path.stem, figures)
-    environment = describe_environment()
-    write_result(path, Result(environment=environment, figures=tuple(figures), comparison=comparison))
+    _write(path, figures, comparison)
     said = "" if comparison is None else f"; bit-equal: {comparison.bitwise_equal}"
     print(f"wrote {path}{said}", flush=True)
 
@@ -123,7 +127,10 @@ def _figures_of(
 
 
 class Measurement:
-    """The figures of one benchmark, part by part. A part that fails is named, and the others stay."""
+    """The figures of one benchmark, part by part: each is written at once, however the rest fares.
+
+    A part that fails is named, and the others stay.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path  # of its result
@@ -134,6 +141,7 @@ class Measurement:
         """Measures a part."""
         try:
             self.figures += list(part())
+            _write(self.path, self.figures)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self._failures.append(f"{what}: {described(error)}")
