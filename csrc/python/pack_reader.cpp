@@ -110,24 +110,17 @@ bool is_seq_idx_stageable(const py::handle& params, int64_t tokens) {
   const py::object offsets = attribute(params, fields().q);
   if (!is_tensor(given.ptr()) || !is_tensor(offsets.ptr())) return false;
   const at::Tensor& index = tensor_of(given.ptr());
-  return index.scalar_type() == at::kInt && index.is_contiguous() && index.numel() == tokens &&
+  return index.scalar_type() == at::kInt && index.is_contiguous() && index.dim() == 2 &&
+         index.size(0) == 1 && index.size(1) == tokens &&
          index.device() == tensor_of(offsets.ptr()).device();
 }
 
-bool declares_every_row(const py::handle& params, int64_t tokens) {
+std::optional<int64_t> declared_rows(const py::handle& params) {
   const py::object one = attribute(params, fields().longest);
   const py::object other = attribute(params, fields().longest_kv);
   const bool has_several = numel(attribute(params, fields().q)) > 2;
-  if (!has_several || one.is_none() || other.is_none()) return false;
-  return std::max(integer(one), integer(other)) == tokens;
-}
-
-bool declares_more_rows(const py::handle& params, int64_t tokens) {
-  const py::object one = attribute(params, fields().longest);
-  const py::object other = attribute(params, fields().longest_kv);
-  const bool are_known = PyLong_Check(one.ptr()) && PyLong_Check(other.ptr());
-  if (!are_known || std::max(integer(one), integer(other)) <= tokens) return false;
-  return numel(attribute(params, fields().q)) > 2;
+  if (!has_several || one.is_none() || other.is_none()) return std::nullopt;
+  return std::max(integer(one), integer(other));
 }
 
 bool has_own_cp_group(const py::handle& params) {

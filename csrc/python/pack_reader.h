@@ -23,8 +23,7 @@
 
 namespace megagraph {
 
-// Whether the `seq_idx` of a pack can be staged: int32, an entry for each of `tokens` rows, where
-// the offsets are.
+// Whether the `seq_idx` of a pack can be staged: int32 [1, tokens], where the offsets are.
 bool is_seq_idx_stageable(const pybind11::handle& params, int64_t tokens);
 
 // None if `params` describes no packed sequences. `extra_seqs`: documents that a tail convention
@@ -40,12 +39,9 @@ struct PackForm {
 
 std::optional<PackForm> pack_form(const pybind11::handle& params);
 
-// Whether a pack of several documents declares one as long as the pack. Waits for the device if
-// `max_seqlen` lives there.
-bool declares_every_row(const pybind11::handle& params, int64_t tokens);
-
-// Whether it declares a longer document than it has rows, as far as the host knows.
-bool declares_more_rows(const pybind11::handle& params, int64_t tokens);
+// The longest document that a pack of several ones declares; none where it declares none. Waits
+// for the device if `max_seqlen` lives there.
+std::optional<int64_t> declared_rows(const pybind11::handle& params);
 
 // Whether a pack names the context-parallel ranks that share it, instead of leaving it to the
 // model.

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from megagraph.log import log
 
 __all__ = [
@@ -177,6 +179,12 @@ _CALLED = (
     Seam(module="megatron.core.transformer.cuda_graphs", path="is_graph_capturing", parameters=()),
     Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
 )
+
+
+def has_latent_attention(model: nn.Module) -> bool:
+    """Whether any attention of a model is multi-latent, whatever its config says."""
+    latent = LATENT_ATTENTION.owner()
+    return any(isinstance(module, latent) for module in model.modules())
 
 
 def replaced_rope(seam: Seam) -> str | None:

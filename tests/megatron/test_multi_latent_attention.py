@@ -164,6 +164,17 @@ def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str)
     assert dying() is None
 
 
+def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
+    """Bug: it was put back once for each of them, which failed, and left the whole model without graphs."""
+    block = LatentTrainer(kind="plain, RoPE").chunk.decoder
+    shared = block.layers[0].self_attention.rotary_pos_emb
+    for layer in block.layers:
+        layer.self_attention.rotary_pos_emb = shared
+    with LatentTables().answering(block, "a variant"):
+        assert "forward" in vars(shared)
+    assert "forward" not in vars(shared)
+
+
 def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
     block = ScatteredLatent(kind="plain, RoPE").chunk.decoder
     (embedding, *_others) = _embeddings(block)

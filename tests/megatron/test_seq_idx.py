@@ -106,8 +106,14 @@ def test_packs_with_and_without_are_of_two_kinds(install: Install) -> None:
 
 @pytest.mark.parametrize(
     "seq_idx",
-    [torch.zeros(1, 12, dtype=torch.int32), torch.zeros(1, 29, dtype=torch.int64), [0] * 29],
-    ids=["of other rows", "of another type", "no tensor"],
+    [
+        torch.zeros(1, 12, dtype=torch.int32),
+        torch.zeros(1, 29, dtype=torch.int64),
+        torch.zeros(29, dtype=torch.int32),
+        torch.zeros(29, 1, dtype=torch.int32),
+        [0] * 29,
+    ],
+    ids=["of other rows", "of another type", "of one dimension", "of columns", "no tensor"],
 )
 def test_a_seq_idx_that_cannot_be_staged_runs_as_given(install: Install, seq_idx: Any) -> None:
     install()

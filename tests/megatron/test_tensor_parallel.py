@@ -75,6 +75,12 @@ def test_evaluation_between_steps(world2: World) -> None:
             {"GROUP_DISAGREED": 2 * (CALLS - STEP_CALLS)},
         ),
         ("skip", {"DISABLED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
+        # Nothing is captured, and a pack runs as it was given: also where one rank skips what there is not.
+        (
+            "give up, skip",
+            {"CAPTURE_FAILED": 2 * (CALLS - 2 * STEP_CALLS), "DISABLED": 2 * STEP_CALLS},
+            {"GROUP_DISAGREED": 2 * (CALLS - STEP_CALLS)},
+        ),
         ("suspend", {"SUSPENDED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
         ("state", {"STATE_CHANGED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),
         ("precision", {"NUMERICS_CHANGED": 2 * STEP_CALLS}, {"GROUP_DISAGREED": 2 * STEP_CALLS}),

@@ -305,6 +305,7 @@ class BlockBank:
         """Releases every graph and begins another bank; the counters go on."""
         self._totals.add(self._bank)
         self._bank.release()
+        self._peers.let_go()
         self.constants.clear()
         self._latent_tables.clear()
         self.watch = self.layers.new_watch(self.watch.stay_eager)

@@ -9,6 +9,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
 from megagraph.log import log
+from megagraph.packs.packing import pack_shape
 
 __all__ = ["Capacities"]
 
@@ -25,12 +26,14 @@ class Capacities:
 
     def __init__(self, config: GraphConfig) -> None:
         self.known = config.all_capacities()
-        self._extra_seqs = config.tail.extra_seqs
+        self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
         self._observed: set[PackShape] = set()
 
-    def observe(self, shape: PackShape) -> None:
-        """Remembers a pack of the warm-up."""
-        self._observed.add(shape)
+    def observe(self, params: Any, tokens: int) -> None:
+        """Remembers the shape of a pack of the warm-up, of `tokens` physical tokens."""
+        shape = pack_shape(params, tokens, self._tail)
+        if shape is not None:
+            self._observed.add(shape)
 
     def learn(self, is_warm: bool, exchange: Exchange) -> bool:
         """Learns them from what was observed, the same on all ranks, once the warm-up of all is over.

@@ -24,13 +24,13 @@ _OWN = "forward"
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:
-    """Those of every multi-latent attention inside."""
+    """Those of every multi-latent attention inside; one that several share, once."""
     latent = LATENT_ATTENTION.owner()
-    found: list[nn.Module] = []
+    found: dict[nn.Module, None] = {}
     for module in block.modules():
         if isinstance(module, latent) and isinstance(module.rotary_pos_emb, nn.Module):
-            found.append(module.rotary_pos_emb)
-    return found
+            found[module.rotary_pos_emb] = None
+    return [*found]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -136,7 +136,7 @@ class MicroBatch:
 
     Attributes:
         mask: the padding mask that the block was given, of this rank's rows; None for none.
-        sources: what staging reads: offsets, and the mask.
+        sources: what staging reads: offsets, `seq_idx`, the mask, as far as there are any.
     """
 
     __slots__ = (
@@ -216,15 +216,19 @@ class MicroBatch:
         """The pack as it was given, for layers that get just these rows.
 
         Its table is as long as the capacity's `max_seqlen`, so that RoPE is ours, unless the host has made
-        the table.
+        the table. With a table of the host's it is the canonical pack where ranks share rows.
 
         Args:
             table: the rotary table that the layers are handed.
             hidden_states: what the block was given.
         """
-        if self._is_as_given or not self._own_tables.hold(table, self.canonical_params(), hidden_states):
+        if self._is_as_given:
             return self.params
-        return with_positions(self.params, self._rows_are_positions)
+        if self._own_tables.hold(table, self.canonical_params(), hidden_states):
+            return with_positions(self.params, self._rows_are_positions)
+        if self._pads_at_entry:  # then the host has made it of the padded rows
+            return with_positions(self.canonical_params(), self._has_every_row(table))
+        return self.params
 
     def heed_table(self, table: Any, hidden_states: Tensor) -> None:
         """Before layers run eager: lets a rotary table that is not the model's own mean what it meant.
@@ -241,10 +245,13 @@ class MicroBatch:
         if self._is_as_given:
             self.params = without_positions(self.params)
         elif self._pads_at_entry:
-            self._rows_are_positions = isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
+            self._rows_are_positions = self._has_every_row(table)
             self._canonical = None
         else:
             self._is_as_given = True
+
+    def _has_every_row(self, table: Any) -> bool:
+        return isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
 
     def canonical_params(self) -> Any:
         """The canonical pack, for layers that run eager; made at the first request.
@@ -283,7 +290,7 @@ class MicroBatch:
         if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
         self.mask = mask
-        self.sources.append(mask.contiguous())
+        self.sources = [*sources_of(self.params, self.kind.form), mask.contiguous()]
         return True
 
     def canonical_mask(self) -> Tensor | None:

@@ -28,7 +28,6 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
-from megagraph.packs.packing import pack_shape
 
 __all__ = ["CAPTURED_LATER", "ModelGraphs"]
 
@@ -107,25 +106,25 @@ class ModelGraphs:
     # -- micro-batches ---------------------------------------------------------------------------
 
     def why_not(self, params: Any, tokens: int) -> EagerReason | None:
-        """Why no graph could take a pack, whatever else there is; None also where that is not known yet.
-
-        Args:
-            params: its pack, or None.
-            tokens: physical tokens of its input.
-        """
-        reason: EagerReason | None = None
-        if self.entries.are_settled:
-            reason = self.decider.why_not(params, tokens)
+        """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
+        # Another rank may be able to read its pack, and ask this one before its step what it has learned.
+        is_asked = self.peers.size > 1 and not self._capacities.known
+        if is_asked or not self.entries.are_settled:
+            return None
+        reason: EagerReason | None = self.decider.why_not(params, tokens)
         return reason
 
-    def decide(self, params: Any, tokens: int, *, is_skipped: bool, mask: Any) -> MicroBatch | EagerReason:
+    def decide(
+        self, params: Any, tokens: int, mask: Any, *, is_mask_shared: bool, is_skipped: bool
+    ) -> MicroBatch | EagerReason:
         """Decides how a micro-batch runs.
 
         Args:
             params: its pack, or None.
             tokens: physical tokens of its input.
-            is_skipped: graphs are switched off for this step.
             mask: the padding mask that the model was given, or None.
+            is_mask_shared: layers get as many of its rows as they have of hidden states.
+            is_skipped: graphs are switched off for this step.
 
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
@@ -138,26 +137,27 @@ class ModelGraphs:
             return key
         if not entries.are_settled:
             return _WARMING_UP
-        if has_mask and not is_mask(mask, tokens, self.block.device):
+        if has_mask and not (is_mask_shared and is_mask(mask, tokens, self.block.device)):
             return EagerReason.SIGNATURE_CHANGED
         capacity, kind = key
         self._params_type = type(params)
         self._kinds.note(kind)
         if capacity is None:
-            shape = pack_shape(params, tokens, self._tail)
-            assert shape is not None  # or there would be a reason
-            self._capacities.observe(shape)
+            self._capacities.observe(params, tokens)
             self._unlearned = kind, params, mask if has_mask else None
             return _WARMING_UP
-        is_off, shards = is_skipped or self._config.mode == "eager", self.tensor.shards_sequence
+        in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
+        is_off = is_skipped or in_mode_eager
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
         batch = MicroBatch(params, tokens, key, reason, self._tail, shards, self._tables)
-        if reason is not EagerReason.DISABLED:  # which is the reference, on canonical packs throughout
-            left_eager = self.block.why_left_eager(key)
-            if left_eager is not None:
-                # Unfused RoPE is ours all the same: Megatron's takes no tail.
-                is_ours = self._tables.depend_on_max_seqlen and entries.are_megatrons
-                return batch.as_given(left_eager) if is_ours else left_eager
+        # The reference is on canonical packs throughout; but of several ranks one alone may skip graphs.
+        is_reference = in_mode_eager or (is_skipped and self.peers.size == 1)
+        left_eager = None if is_reference else self.block.why_left_eager(key)
+        if left_eager is not None:
+            why = EagerReason.DISABLED if is_off else left_eager
+            # Unfused RoPE is ours all the same: Megatron's takes no tail.
+            is_ours = self._tables.depend_on_max_seqlen and entries.are_megatrons
+            return batch.as_given(why) if is_ours else why
         return batch if entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
 
     def _has_constants(self, batch: MicroBatch) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagraph.megatron.seams import has_latent_attention
+
 __all__ = [
     "OwnTables",
     "remember_positions",
@@ -86,7 +88,7 @@ class OwnTables:
         # Whether `max_seqlen` says where positions begin; fused RoPE begins anew in each document.
         config: Any = model.config
         # Multi-latent attention makes them, and cuts them to the rows of the pack.
-        self.are_cut: bool = getattr(config, "multi_latent_attention", False)
+        self.are_cut = has_latent_attention(model)
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self._known: dict[int, Tensor] = {}

@@ -10,7 +10,7 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, replaced_rope
+from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -110,7 +110,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
             return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
-    is_latent = getattr(config, "multi_latent_attention", False)
+    is_latent = has_latent_attention(model)
     if is_latent and config.apply_rope_fusion:
         return _not_supported("fused RoPE of multi-latent attention (apply_rope_fusion=True)")
     rope = LATENT_ROPE if is_latent else ATTENTION_ROPE

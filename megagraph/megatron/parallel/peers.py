@@ -62,7 +62,13 @@ class Peers:
         if self.size == 1:
             return list(values)
         if self._gloo is None:
-            self._gloo = _gloo_group(self.groups.ranks())
+            ranks = self.groups.ranks()
+            if len(ranks) != self.size:
+                raise RuntimeError(
+                    f"expected the process groups of the {self.size} ranks that run the same packs, as when "
+                    f"the model was first called, found those of {max(len(ranks), 1)}"
+                )
+            self._gloo = _gloo_group(ranks)
         largest = torch.tensor(list(values), dtype=torch.int64)
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._gloo)
         found: list[int] = largest.tolist()
@@ -87,6 +93,10 @@ class Peers:
         held = [held for site in sites for held in self.groups.held_by(site)]
         self._held |= {id(each.group): each.group for each in held if each.runs_same_pack}
 
+    def let_go(self) -> None:
+        """Forgets the groups of sites: every graph has gone."""
+        self._held.clear()
+
     def use(self, group: Any) -> bool:
         """Whether the graphs, or these ranks, need a process group; None and the world are every group."""
         if group is None or group is distributed.group.WORLD:
@@ -96,5 +106,5 @@ class Peers:
     def leave(self) -> None:
         """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up."""
         self._gloo = None
-        self._held.clear()
+        self.let_go()
         self.groups.forget()

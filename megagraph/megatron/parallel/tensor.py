@@ -7,6 +7,7 @@ from torch import Tensor, distributed, nn
 
 from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.parallel.rows import shared_anew
+from megagraph.megatron.seams import GPT_FORWARD
 
 __all__ = ["TensorRanks"]
 
@@ -29,6 +30,7 @@ class TensorRanks:
         self.size: int = 1 if group is None else distributed.get_world_size(group)
         config: Any = model.config
         self.shards_sequence: bool = config.sequence_parallel and self.size > 1
+        self._is_gpt = isinstance(model, GPT_FORWARD.owner())
 
     def _group(self) -> Any:
         return self._groups.of_pack().get("tp")
@@ -36,6 +38,14 @@ class TensorRanks:
     def rank(self) -> int:
         """This rank's place in the group."""
         return 0 if self.size == 1 else distributed.get_rank(self._group())
+
+    def shares_masks(self, *, from_ids: bool) -> bool:
+        """Whether the model hands its layers those rows of a padding mask that they have of hidden states.
+
+        Args:
+            from_ids: it makes the hidden states of token ids.
+        """
+        return not self.shards_sequence or (self._is_gpt and from_ids)
 
     def num_tokens(self, hidden_states: Tensor) -> int:
         """Physical tokens of a pack, all ranks together, from the hidden states [T, 1, H] of this one."""

@@ -19,7 +19,7 @@ from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import CAPTURED_LATER, ModelGraphs
 from megagraph.megatron.parallel.tensor import TensorRanks
-from megagraph.megatron.patch.output_processor import on_given_rows
+from megagraph.megatron.patch.output_processor import ROW_LISTS, OnGivenRows
 from megagraph.megatron.patch.stages import standing_in
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped, key_of
 from megagraph.megatron.scopes.loop import LayerLoop
@@ -64,8 +64,9 @@ class ForwardWrappers:
             batch: MicroBatch | EagerReason | None = graphs.why_not(params, tokens) if is_bare else None
             is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
             if batch is None:
-                mask = get("padding_mask")
-                batch = graphs.decide(params, tokens, is_skipped=is_cuda_graph_skipped(), mask=mask)
+                mask, is_skipped = get("padding_mask"), is_cuda_graph_skipped()
+                is_shared = mask is None or graphs.tensor.shares_masks(from_ids=hidden_states is None)
+                batch = graphs.decide(params, tokens, mask, is_mask_shared=is_shared, is_skipped=is_skipped)
             added_rows, processor = 0, None
             if isinstance(batch, MicroBatch):
                 added_rows, processor = batch.entry_padding, get("output_processor")
@@ -79,12 +80,15 @@ class ForwardWrappers:
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 else:
                     given_arguments = Arguments(places, args, kwargs)
+                    shown: OnGivenRows | None = None
                     if processor is not None and not is_foreign:  # whose call of it is its own
-                        _keep_for_processor(batch, graphs.tensor, given_arguments)
+                        shown = _shown_to_processor(batch, graphs.tensor, given_arguments)
                     if added_rows and hidden_states is not None:
                         _add_rows(batch, graphs.tensor, given_arguments)
                     is_constant = batch.reason is None or is_foreign
                     args, kwargs = _padded(batch, given_arguments, is_constant)
+                    if shown is not None:
+                        shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
             elif entries.are_settled and batch not in CAPTURED_LATER:
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None
@@ -263,13 +267,10 @@ def _with_positional(
     return given
 
 
-# The row lists among a model's arguments, [1, T] each, beside its padding mask. Rows that are added hold
-# zeros. Their losses are cut off, so that no gradient comes from them.
-_ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
-
-
 def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A model's arguments with the pack that was decided on, and rows added to each row list.
+
+    Those hold zeros. Their losses are cut off, so that no gradient comes from them.
 
     Args:
         batch: the decision.
@@ -280,7 +281,7 @@ def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tup
     if batch.kind.has_mask:
         given.put("padding_mask", batch.mask_at_entry(given.get("padding_mask")))
     if batch.entry_padding:
-        for name in _ROW_LISTS:
+        for name in ROW_LISTS:
             rows: Tensor | None = given.get(name)
             if rows is not None:
                 given.put(name, functional.pad(rows, (0, batch.entry_padding)))
@@ -288,10 +289,10 @@ def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tup
 
 
 # What an output processor gets as the caller passed it; its hidden states are cut.
-_HANDED_ON = (*_ROW_LISTS, "decoder_input", "packed_seq_params")
+_HANDED_ON = (*ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
-def _keep_for_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:
+def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> OnGivenRows:
     """Before a model's arguments are padded: lets its output processor see what it would see without us.
 
     Args:
@@ -299,9 +300,11 @@ def _keep_for_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments)
         ranks: those that share rows.
         given: the arguments.
     """
-    handed_on = {name: given.get(name) for name in _HANDED_ON}
+    as_given = {name: given.get(name) for name in _HANDED_ON}
     cut = functools.partial(ranks.share_anew, tokens=batch.tokens) if batch.entry_padding else None
-    given.put("output_processor", on_given_rows(given.get("output_processor"), handed_on, cut))
+    shown = OnGivenRows(given.get("output_processor"), as_given, batch.tokens, cut)
+    given.put("output_processor", shown)
+    return shown
 
 
 def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:

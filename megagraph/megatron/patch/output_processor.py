@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["on_given_rows"]
+__all__ = ["ROW_LISTS", "OnGivenRows"]
+
+# The row lists among a model's arguments, [1, T] each, beside its padding mask.
+ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
-def on_given_rows(
-    processor: Callable[..., Any], given: Mapping[str, Any], cut: Callable[[Tensor], Tensor] | None
-) -> Callable[..., Any]:
+class OnGivenRows:
     """An output processor that is handed what it would be handed without the plugin.
 
     What it returns is of the rows that were given, whatever that is.
@@ -19,16 +20,39 @@ def on_given_rows(
     Args:
         processor: the caller's.
         given: arguments of the model as its caller passed them, by name.
+        tokens: rows of the pack.
         cut: makes this rank's rows of hidden states those that it has of the pack as it was given, moving
             rows between ranks; None where they are.
+
+    Attributes:
+        passed: what the model's forward was called with in place of `given`. What the model has made of that
+            stays what it is, less the rows that were added.
     """
 
-    def process(**handed: Any) -> Any:
-        if cut is not None:
-            handed["hidden_states"] = cut(handed["hidden_states"])
-            if given["decoder_input"] is None:  # the embedding's
-                handed["decoder_input"] = cut(handed["decoder_input"])
-        as_given = {name: value for name, value in given.items() if value is not None and name in handed}
-        return processor(**{**handed, **as_given})
+    def __init__(
+        self,
+        processor: Callable[..., Any],
+        given: Mapping[str, Any],
+        tokens: int,
+        cut: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._processor = processor
+        self._given = given
+        self._tokens = tokens
+        self._cut = cut
+        self.passed: Mapping[str, Any] = {}
 
-    return process
+    def __call__(self, **handed: Any) -> Any:
+        """Calls the processor."""
+        if self._cut is not None:
+            handed["hidden_states"] = self._cut(handed["hidden_states"])
+        for name, value in handed.items():
+            if value is None or name not in self._given:
+                continue
+            if value is self.passed.get(name):
+                handed[name] = self._given[name]
+            elif self._cut is not None and name == "decoder_input":  # the embedding's, for one
+                handed[name] = self._cut(value)
+            elif self._cut is not None and name in ROW_LISTS:
+                handed[name] = value[:, : self._tokens]
+        return self._processor(**handed)
