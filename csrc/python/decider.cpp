@@ -91,8 +91,8 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
   return key;
 }
 
-// Megatron's table has a row for each of the longest document's: of as many as the pack has, each row
-// of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well.
+// Megatron's table has a row for each of the longest document's: of as many as the pack has, each
+// row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well.
 bool Decider::are_rows_positions(const py::object& params, const PackShape& shape) const {
   if (!depend_on_longest_ || (!are_cut_ && shape.max_seqlen != shape.tokens)) return false;
   const auto rows = declared_rows(params);
