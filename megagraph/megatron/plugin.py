@@ -95,6 +95,7 @@ class Plugin:
         # another one can have that key. Weak ones would be made and hashed in each call.
         self._graphs: dict[int, ModelGraphs] = {}
         self._of_block: dict[int, ModelGraphs] = {}
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Looks a model's graphs up by its block's key; no function of ours, for it runs in each call.
         self.graphs_of_block = self._of_block.get
         self._is_suspended = False
@@ -109,6 +110,13 @@ class Plugin:
         """The graphs of a GPTModel; made at its first forward."""
         graphs = self._graphs.get(key_of(model))
         return self._add(model) if graphs is None else graphs
+
+    def graphs_around(self, module: nn.Module) -> ModelGraphs | None:
+        """The graphs of the model that has a module among its layers, of those that have run; else None."""
+        for model in list(self._models):
+            if any(module is inside for inside in model.get_submodule("decoder").modules()):
+                return self._graphs.get(key_of(model))
+        return None
 
     @contextlib.contextmanager
     def untouched(self, model: nn.Module) -> Iterator[None]:
@@ -132,6 +140,7 @@ class Plugin:
             graphs.entries = self.finder.entries_of(model)
         if self._is_suspended:
             graphs.changes.suspend()
+        self._models.add(model)
         _put_weakly(self._graphs, model, graphs)
         _put_weakly(self._of_block, model.decoder, graphs)
         weakref.finalize(model, self._gone.append, graphs).atexit = False

@@ -20,16 +20,21 @@ __all__ = [
     "BLOCK_FORWARD",
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
+    "EXPERT_BIAS",
+    "EXPERT_CHOICE",
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
     "LATENT_ATTENTION",
     "LATENT_ROPE",
     "PACK_GROUPS",
+    "PERMUTED_ROWS",
+    "ROUTING",
     "SCHEDULES",
     "SUPPORTED",
     "Seam",
     "check_core",
+    "is_replaced",
     "replaced_rope",
 ]
 
@@ -148,6 +153,21 @@ LATENT_ATTENTION = Seam(
 # What it calls, by name in its own module. Our op has the bits of the release's own.
 _ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+_ROUTER_MODULE = "megatron.core.transformer.moe.router"
+ROUTING = Seam(module=_ROUTER_MODULE, path="TopKRouter.routing", parameters=("logits", "padding_mask"))
+EXPERT_BIAS = Seam(
+    module=_ROUTER_MODULE,
+    path="TopKRouter._apply_expert_bias",
+    parameters=("routing_map", "padding_mask"),
+)
+EXPERT_CHOICE = Seam(
+    module=_ROUTER_MODULE, path="topk_routing_with_score_function", parameters=("logits", "topk")
+)
+PERMUTED_ROWS = Seam(
+    module="megatron.core.transformer.moe.token_dispatcher",
+    path="MoEAlltoAllTokenDispatcher.preprocess",
+    parameters=("routing_map",),
+)
 # NCCL waits for ever for a communicator whose operations a living graph holds.
 DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_group", parameters=("group",))
 DESTROY_MODEL_PARALLEL = Seam(
@@ -203,6 +223,15 @@ def replaced_rope(seam: Seam) -> str | None:
     return None
 
 
+def is_replaced(module: Any, seam: Seam) -> bool:
+    """Whether a module runs another method than Megatron's, or ours around it, under a seam's name."""
+    method: Any = getattr(module, seam.name, None)
+    function = getattr(method, "__func__", method)
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith("megagraph."):
+        function = function.__wrapped__
+    return getattr(function, "__module__", None) != seam.module
+
+
 def check_core() -> str:
     """Checks every seam of the installed megatron-core.
 
@@ -222,6 +251,7 @@ def check_core() -> str:
     hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
     seams = (
         *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
+        *(ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS),
         *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED, *hybrid),
     )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]

@@ -201,4 +201,4 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 
 
 def test_every_option_has_a_half() -> None:
-    assert tuple(half.name for half in HALVES) == MODULES
+    assert tuple(half.name for half in HALVES if half.why_eager is None) == MODULES

@@ -150,6 +150,7 @@ def test_a_refused_model_keeps_megatrons_own_rope(monkeypatch: pytest.MonkeyPatc
     # 0.16 reads this name where it could not import it.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     experts = {"num_moe_experts": 2, "moe_router_topk": 2, "add_bias_linear": False}
+    experts["moe_router_load_balancing_type"] = "sinkhorn"
 
     def mixture() -> Trainer:
         spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)

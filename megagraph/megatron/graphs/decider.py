@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which variant takes a micro-batch, in C++, in the words of Python."""
 
+import functools
 from typing import Any
 
 from megagraph import _C
@@ -26,13 +27,20 @@ class Decider(_C.Decider):
         tail: the convention of its canonical packs.
         tables: the model's rotary tables.
         states: numbers the state that its layers are in.
+        masks_tail: its layers are given a padding mask in any case, of what lies past a pack's end.
     """
 
     def __init__(
-        self, capacities: Capacities, tail: TailConvention, tables: OwnTables, states: LayerStates
+        self,
+        capacities: Capacities,
+        tail: TailConvention,
+        tables: OwnTables,
+        states: LayerStates,
+        masks_tail: bool,
     ) -> None:
         rotary = tables.depend_on_max_seqlen, tables.are_cut
-        super().__init__(tail.extra_seqs, *rotary, list(EagerReason), _key, states.of_call)
+        key = functools.partial(_key, masks_tail)
+        super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
         self._capacities = capacities
         self.follow()
 
@@ -42,7 +50,7 @@ class Decider(_C.Decider):
         self.set_capacities({1: known} if known else {})
 
 
-def _key(capacity: Capacity | None, *of_kind: Any) -> tuple[Capacity | None, Kind]:
+def _key(masks_tail: bool, capacity: Capacity | None, *of_kind: Any) -> tuple[Capacity | None, Kind]:
     """The name of a variant: its capacity, then the values of its form and of its kind."""
     form = len(PackForm._fields)
-    return capacity, Kind(PackForm(*of_kind[:form]), *of_kind[form:])
+    return capacity, Kind(PackForm(*of_kind[:form]), *of_kind[form:])._replace(masks_tail=masks_tail)

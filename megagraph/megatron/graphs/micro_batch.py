@@ -41,7 +41,8 @@ class Kind(NamedTuple):
         state: the number of the state that the block's layers are in (megagraph/megatron/watch/states.py).
         rows_are_positions: the model's rotary table would be as long as the pack, so that positions go on
             from document to document; else they begin anew in each.
-        has_mask: layers are given a padding mask.
+        has_mask: layers are given a padding mask of the user's.
+        masks_tail: layers are given one in any case, of the rows past the pack's end.
     """
 
     form: PackForm
@@ -49,6 +50,7 @@ class Kind(NamedTuple):
     state: int
     rows_are_positions: bool = False
     has_mask: bool = False
+    masks_tail: bool = False
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -295,14 +297,16 @@ class MicroBatch:
 
     def canonical_mask(self) -> Tensor | None:
         """The canonical pack's padding mask, as staging writes it; made at the first request."""
-        if self.mask is None or self._pads_at_entry or self._is_as_given:
+        has_mask = self.mask is not None or self.kind.masks_tail
+        if not has_mask or self._pads_at_entry or self._is_as_given:
             return self.mask
         if self._canonical_mask is None:
             self._canonical_mask = self._padded_mask(self.mask)
         return self._canonical_mask
 
-    def _padded_mask(self, mask: Tensor) -> Tensor:
-        return mask_content(self.capacity.tokens, mask.flatten(), self.physical_offsets[-1:])[None]
+    def _padded_mask(self, mask: Tensor | None) -> Tensor:
+        given = None if mask is None else mask.flatten()
+        return mask_content(self.capacity.tokens, given, self.physical_offsets[-1:])[None]
 
     def constant_params(self) -> Any:
         """A pack with the canonical pack's constants and the offsets as given.

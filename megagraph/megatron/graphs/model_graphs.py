@@ -20,6 +20,7 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.experts import has_experts, rows_are_samples
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
@@ -53,6 +54,7 @@ class ModelGraphs:
         tensor: its tensor-parallel ranks.
         changes: what keeps a step eager.
         decider: says which variant takes a pack.
+        refusal: why the whole model stays eager, or None.
     """
 
     entries: Entries
@@ -77,12 +79,13 @@ class ModelGraphs:
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states)
+        masks_tail = has_experts(model.config)
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, masks_tail)
         self.verifier = self.block.verifier
-        self._refusal: Refusal | None = None
+        self.refusal: Refusal | None = None
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp))
-        if self._refusal is None:
+        if self.refusal is None:
             for capacity in self._capacities.known:
                 self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
@@ -90,7 +93,7 @@ class ModelGraphs:
         self._params_type: type[Any] | None = None
         self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
         self.changes = Changes(self.block, self.peers, self._kinds, self._states)
-        if self._refusal is None and config.mode == "graph":
+        if self.refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
         self._replayed_tokens = 0
         # What its model's forward runs just now: a padded micro-batch, or one as it was given.
@@ -98,7 +101,7 @@ class ModelGraphs:
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report."""
-        self._refusal = refusal
+        self.refusal = refusal
         if refusal is not None:
             self.decider.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
@@ -137,9 +140,10 @@ class ModelGraphs:
             return key
         if not entries.are_settled:
             return _WARMING_UP
-        if has_mask and not (is_mask_shared and is_mask(mask, tokens, self.block.device)):
-            return EagerReason.SIGNATURE_CHANGED
         capacity, kind = key
+        is_other = has_mask and not (is_mask_shared and is_mask(mask, tokens, self.block.device))
+        if is_other or (kind.masks_tail and rows_are_samples(params)):
+            return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
         self._kinds.note(kind)
         if capacity is None:
@@ -172,8 +176,8 @@ class ModelGraphs:
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
-        if self._refusal is not None:
-            reason = self._refusal.reason
+        if self.refusal is not None:
+            reason = self.refusal.reason
         if reason in CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             if self._unlearned is not None:
@@ -230,14 +234,14 @@ class ModelGraphs:
             return
         self.block.adopt_ddp(ddp)
         self._kinds.forget_graphs()
-        if self._refusal is None:
+        if self.refusal is None:
             self._refuse(refusal_of(model, ddp))
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
         entries, constants = self.entries, self.block.constants
         failure = entries.settle()
-        if failure is not None and self._refusal is None:
+        if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
         constants.forward = entries.model.overriding
 
@@ -245,7 +249,7 @@ class ModelGraphs:
         """Before a forward inside another model's step: looks for changes, captures nothing."""
         if not self.entries.are_settled:
             self._settle_entries()
-        if self._refusal is None and self._config.mode == "graph":
+        if self.refusal is None and self._config.mode == "graph":
             self.changes.look(runs_eager=self.changes.is_suspended, captures=False)
 
     def at_step_boundary(self, *, is_skipped: bool) -> None:
@@ -257,7 +261,7 @@ class ModelGraphs:
         """
         if not self.entries.are_settled:
             self._settle_entries()
-        if self._refusal is not None:
+        if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
         if not capacities.known and capacities.learn(is_warm, self.peers.exchange):

@@ -10,6 +10,7 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
+from megagraph.megatron.graphs.experts import why_not_experts
 from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
@@ -34,7 +35,6 @@ _UNSUPPORTED = (
     ("fp8", None, "fp8"),
     ("fp4", None, "fp4"),
     ("mtp_num_layers", None, "multi-token prediction"),
-    ("num_moe_experts", None, "mixture of experts"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
@@ -121,6 +121,9 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
     refusal = _refusal_of_pattern(block) or _refusal_of_modules(block)
     if refusal is not None:
         return refusal
+    experts = why_not_experts(config, block)
+    if experts is not None:
+        return _not_supported(experts)
     if getattr(config, "recompute_granularity", None) == "full":
         return Refusal(
             reason=EagerReason.RECOMPUTING,

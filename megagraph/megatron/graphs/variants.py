@@ -92,11 +92,12 @@ def variant_spec(
     rows = block.local_rows(capacity.tokens)
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
-    if kind.has_mask:
+    has_mask = kind.has_mask or kind.masks_tail
+    if has_mask:
         metadata[_MASK] = MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
-            source=physical + kind.form.has_seq_idx + 1,
+            source=physical + kind.form.has_seq_idx + 1 if kind.has_mask else -1,
         )
     if kind.form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
         metadata[_SEQ_IDX] = MetadataSpec(
@@ -114,7 +115,7 @@ def variant_spec(
         remember_positions(params, kind.rows_are_positions)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
         given = block_arguments(params, hidden)
-        return {**given, _MASK: own[_MASK].view(1, rows)} if kind.has_mask else given
+        return {**given, _MASK: own[_MASK].view(1, rows)} if has_mask else given
 
     return VariantSpec(
         key=key,

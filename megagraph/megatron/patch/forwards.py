@@ -139,8 +139,9 @@ class ForwardWrappers:
             loop = graphs.begin(batch, entered, table, kwargs.get("padding_mask"))
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
-                if batch.mask is not None:
-                    kwargs["padding_mask"] = batch.canonical_mask()
+                mask = batch.canonical_mask()
+                if mask is not None:
+                    kwargs["padding_mask"] = mask
                 rows = batch.pad(entered)
                 if entered is hidden_states:
                     out = original(block, rows, None, *args, **kwargs)

@@ -14,6 +14,7 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
+from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.overrides import Overrides
 from megagraph.megatron.patch.rope import wrap_rope
@@ -47,6 +48,11 @@ class _Installation:
         overrides.wrap_known_classes()
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)
+        experts = ExpertWrappers(plugin)
+        self._wrap(seams.ROUTING, experts.routing)
+        self._wrap(seams.EXPERT_CHOICE, experts.choice)
+        self._wrap(seams.EXPERT_BIAS, experts.expert_bias)
+        self._wrap(seams.PERMUTED_ROWS, experts.permuted_rows)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 

@@ -15,21 +15,25 @@ class Half:
     """One of them.
 
     Args:
-        name: Megatron's, as `cuda_graph_modules` takes it.
+        name: Megatron's, as `cuda_graph_modules` takes it; of a half that stays eager, one of ours.
         core: the child that does its work; where it is an identity, a layer has no such half.
         children: all that it consists of.
         run: maps the layer, hidden states and the layer's arguments to hidden states.
+        accepts: tells layers whose `core` is of the half's kind from others.
+        why_eager: why it is never in a graph, and what to write instead; None where it may be.
     """
 
     name: str
     core: str
     children: Sequence[str]
     run: Callable[[Any, Tensor, Mapping[str, Any]], Tensor]
+    accepts: Callable[[nn.Module], bool] = lambda layer: True
+    why_eager: str | None = None
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has it."""
         core = getattr(layer, self.core, None)
-        return core is not None and not _is_identity(core)
+        return core is not None and not _is_identity(core) and self.accepts(layer)
 
     def children_of(self, layer: nn.Module) -> list[str]:
         """Those that a layer has as modules; others are functions."""

@@ -132,6 +132,7 @@ class LayerLoop:
         batch = self.batch
         assert batch is not None
         canonical = {"attention_mask": None, "packed_seq_params": batch.canonical_params()}
-        if batch.mask is not None:
-            canonical["padding_mask"] = batch.canonical_mask()
+        mask = batch.canonical_mask()
+        if mask is not None:
+            canonical["padding_mask"] = mask
         return step.run_eager(hidden_states, {**arguments, **canonical})

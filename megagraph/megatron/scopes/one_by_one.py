@@ -140,7 +140,9 @@ class LayersOneByOne:
             self._is_replaying = False
 
     def _canonical(self) -> dict[str, Any]:
-        return {"attention_mask": None, "packed_seq_params": self._batch.canonical_params()}
+        canonical = {"attention_mask": None, "packed_seq_params": self._batch.canonical_params()}
+        mask = self._batch.canonical_mask()
+        return canonical if mask is None else {**canonical, "padding_mask": mask}
 
     def _is_expected(self, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         return (

@@ -18,10 +18,11 @@ from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
 from megagraph.megatron.scopes.mlp import MLP
+from megagraph.megatron.scopes.moe import EXPERTS
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
-HALVES: Sequence[Half] = (ATTENTION, MLP)
+HALVES: Sequence[Half] = (ATTENTION, MLP, EXPERTS)
 
 Run = Callable[[Any, Tensor, Mapping[str, Any]], Tensor]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -72,9 +73,13 @@ class BlockPlan:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._context = context
         self.steps: list[LayerStep] = []
-        self._cannot_split: dict[int, str] = {}  # why, by the index of a layer's site
+        self._refused: dict[int, str] = {}  # why, by the index of a layer's site
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
+        if scopes and not any(step.is_site for step in self.steps):
+            self.steps.clear()
+            for index, layer in enumerate(layers):
+                self._keep_whole(index, layer, f"it has nothing that {', '.join(scopes)} would graph")
         self.specs = [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
 
     def layers(self) -> list[nn.Module]:
@@ -114,8 +119,8 @@ class BlockPlan:
         ]
 
     def refused(self) -> Mapping[int, tuple[EagerReason, str]]:
-        """Sites that stay eager since the halves of their layer cannot be told apart, by index: why."""
-        return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._cannot_split.items()}
+        """Sites that stay eager for what their layer is, or is not to be split into, by index: why."""
+        return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._refused.items()}
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
@@ -134,16 +139,23 @@ class BlockPlan:
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         halves = [half for half in HALVES if half.is_in(layer)]
         graphed = [half for half in halves if not scopes or half.name in scopes]
-        if not scopes or (graphed and len(graphed) == len(halves)):
+        stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
+        if stays_eager is not None:
+            self._keep_whole(index, layer, stays_eager)
+        elif not scopes or (graphed and len(graphed) == len(halves)):
             self._add_whole(index, layer, is_site=True)
         elif not graphed:
             self._add_whole(index, layer, is_site=False)
         elif (why := _why_whole(layer)) is not None:
-            self._cannot_split[sum(step.is_site for step in self.steps)] = why
-            self._add_whole(index, layer, is_site=True)
+            self._keep_whole(index, layer, why)
         else:
             for half in halves:
                 self._add_half(index, layer, half, is_site=half in graphed)
+
+    def _keep_whole(self, index: int, layer: nn.Module, why: str) -> None:
+        """Adds a layer as a site that never has graphs."""
+        self._refused[sum(step.is_site for step in self.steps)] = why
+        self._add_whole(index, layer, is_site=True)
 
     def _add_whole(self, index: int, layer: nn.Module, *, is_site: bool) -> None:
         name = f"layer {index} ({type(layer).__name__})"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mixtures of experts run on canonical packs: those whose router lets rows past the pack's end go."""
+
+from typing import Any
+
+from torch import nn
+
+from megagraph.megatron.scopes.moe import experts_of
+from megagraph.megatron.seams import ROUTING, is_replaced
+
+__all__ = ["has_experts", "rows_are_samples", "why_not_experts"]
+
+# Of routing that looks at all rows to choose for each.
+_LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
+# (config attribute, value that is fine, what it is called)
+_UNSUPPORTED = (
+    ("expert_model_parallel_size", 1, "over several ranks"),
+    ("tensor_model_parallel_size", 1, "with tensor parallelism"),
+    ("moe_enable_routing_replay", False, "whose routing is replayed"),
+    ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
+)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model's config asks for experts in some layer."""
+    return getattr(config, "num_moe_experts", None) is not None
+
+
+def rows_are_samples(params: Any) -> bool:
+    """Whether a pack is of samples of one length, which layers of experts take apart again."""
+    return getattr(params, "tokens_per_sample", None) is not None
+
+
+def why_not_experts(config: Any, block: Any) -> str | None:
+    """What of a model's experts is not supported yet, in words; None where all is.
+
+    Args:
+        config: of the model.
+        block: its block of layers.
+    """
+    if not has_experts(config):
+        return None
+    for attribute, fine, name in _UNSUPPORTED:
+        if getattr(config, attribute, fine) not in (fine, None):
+            return _in_words(name, attribute, config)
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind in _LOOK_AT_ALL_ROWS:
+            return _in_words("whose routing looks at all rows", "moe_router_load_balancing_type", config)
+    layers = [found for layer in block.layers if (found := experts_of(layer)) is not None]
+    if not layers:
+        return _in_words("in layers of a foreign kind", "num_moe_experts", config)
+    return next((why for layer in layers if (why := _why_not_layer(layer, config)) is not None), None)
+
+
+def _why_not_layer(layer: Any, config: Any) -> str | None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+    )
+
+    if type(layer) is not MoELayer:
+        return _of_class("in a layer of class", layer)
+    if type(layer.token_dispatcher) not in (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher):
+        return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
+    if is_replaced(layer.router, ROUTING):
+        return _of_class("whose routing is not Megatron's, in a router of class", layer.router)
+    return None
+
+
+def _in_words(name: str, attribute: str, config: Any) -> str:
+    return f"mixture of experts {name} ({attribute}={getattr(config, attribute)!r})"
+
+
+def _of_class(name: str, module: nn.Module) -> str:
+    return f"mixture of experts {name} {type(module).__qualname__}"

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes rows of padding to no expert, in place of Megatron's routing.
+
+Megatron keeps rows that a padding mask names out of losses, and routes them like all others; there they take
+the place of tokens, where experts have only so many. Those past a pack's end are none of anybody's: they go
+to no expert. Acts in models that are not refused, and only where routers are given a mask.
+"""
+
+import contextvars
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.plugin import Plugin
+
+__all__ = ["ExpertWrappers"]
+
+_MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
+
+
+class ExpertWrappers:
+    """Wraps what routes, and what relies on every row being routed.
+
+    Args:
+        plugin: knows which models are refused.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+        self._graphs: weakref.WeakKeyDictionary[Any, ModelGraphs] = weakref.WeakKeyDictionary()
+        # Rows of padding of the routing that runs, bool [rows, 1].
+        self._padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
+
+    def _is_served(self, router: Any) -> bool:
+        """Whether a router is one of a model that runs on canonical packs."""
+        graphs = self._graphs.get(router)
+        if graphs is None:
+            graphs = self._plugin.graphs_around(router)
+            if graphs is None:
+                return False
+            self._graphs[router] = graphs
+        return graphs.refusal is None
+
+    def routing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""
+
+        def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
+            if padding_mask is None or not self._is_served(router):
+                return original(router, logits, padding_mask=padding_mask, **further)
+            token = self._padding.set(padding_mask.reshape(-1, 1))
+            try:
+                probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
+            finally:
+                self._padding.reset(token)
+            setattr(routing_map, _MARK, True)
+            return probs, routing_map
+
+        return routing
+
+    def choice(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the choice of experts: none for rows of padding, before any are dropped."""
+
+        def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> Any:
+            probs, chosen = original(*args, **kwargs)
+            padding = self._padding.get()
+            if padding is None:
+                return probs, chosen
+            return probs.masked_fill(padding, 0), chosen & ~padding
+
+        return topk_routing_with_score_function
+
+    def expert_bias(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
+
+        def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+            if padding_mask is not None:
+                padding_mask = padding_mask.reshape(-1, 1)
+            original(router, routing_map, padding_mask=padding_mask)
+
+        return _apply_expert_bias
+
+    def permuted_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `preprocess` of the alltoall dispatcher, which counts every row `topk` times."""
+
+        def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
+            counts = original(dispatcher, routing_map)
+            is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
+            if hasattr(routing_map, _MARK) and is_constant and not dispatcher.drop_and_pad:
+                # As Megatron does where tokens are dropped.
+                dispatcher.num_out_tokens = routing_map.sum()
+                dispatcher._maybe_update_cuda_sync_point("before_permutation_1")
+            return counts
+
+        return preprocess

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with experts for the tests of the Megatron floor, and whole runs with all that they count."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron_rig import OPTIONS, Micro, Step, assert_same, report_of, step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+
+EXPERTS = 4
+# Of every model here; core's experts take no bias.
+BASE = {
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+}
+DROPS = {"moe_expert_capacity_factor": 1.0}
+CASES: dict[str, dict[str, Any]] = {
+    "alltoall": {},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "drop and pad": {**DROPS, "moe_pad_expert_input_to_capacity": True},
+    "drop": DROPS,
+    "drop by position, allgather": {
+        **DROPS,
+        "moe_token_drop_policy": "position",
+        "moe_token_dispatcher_type": "allgather",
+    },
+    "shared experts": {"moe_shared_expert_intermediate_size": 24},
+    "gated shared experts, allgather": {
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+        "moe_token_dispatcher_type": "allgather",
+    },
+    "sigmoid, bias, groups": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 1e-2,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
+    "global loss, per token": {
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "calculate_per_token_loss": True,
+    },
+    "jitter": {"moe_input_jitter_eps": 1e-2},
+}
+
+
+class _HostStream:
+    """A stream and event of the host's, where everything runs in order."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def record_event(self) -> "_HostStream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+@contextlib.contextmanager
+def experts_on_cpu() -> Iterator[None]:
+    """Lets core's experts run where there is neither a GPU nor Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    with contextlib.ExitStack() as stack:
+        if not hasattr(moe_utils, "te_general_gemm"):  # which 0.16 reads where it could not import it
+            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        if not torch.cuda.is_available():
+            stream = _HostStream()
+            stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream))
+            stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()))
+        yield
+
+
+def block_spec(kinds: str) -> Any:
+    """The spec of a block: `E` for a layer of experts, `-` for a dense one."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layers = {
+        "E": get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False),
+        "-": get_gpt_layer_varlen_spec(),
+    }
+    norm = layers["-"].submodules.input_layernorm
+    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=norm)
+
+
+@dataclass(kw_only=True)
+class ExpertStep:
+    """What one step left, and what its layers of experts counted.
+
+    Args:
+        left: losses and gradients.
+        metrics: of each name, of each layer.
+        counts: tokens of each expert, of each layer that counts them, before its bias is updated.
+        bias: of the experts, afterwards.
+    """
+
+    left: Step
+    metrics: dict[str, Tensor]
+    counts: list[Tensor]
+    bias: list[Tensor]
+
+
+def routers(trainer: Trainer) -> list[Any]:
+    """Of all layers of experts."""
+    return [layer.mlp.router for layer in trainer.chunk.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+class ExpertTrainer(Trainer):
+    """A model with experts. Keeps what they counted."""
+
+    def __init__(self, kinds: str = "EE", **changes: Any) -> None:
+        self.counts: list[Tensor] = []
+        config = {**BASE, "finalize_model_grads_func": self._finalize, **changes}
+        options = dataclasses.replace(OPTIONS, layers=len(kinds))
+        super().__init__(options, config=config, spec=block_spec(kinds))
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.counts = [
+            router.local_tokens_per_expert.clone()
+            for router in routers(self)
+            if router.local_tokens_per_expert is not None
+        ]
+        finalize_model_grads(*args, **kwargs)
+
+
+def metrics() -> dict[str, Tensor]:
+    """What Megatron's tracker holds, by name; empties it."""
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # 0.16
+        from megatron.core import parallel_state
+
+        tracker = parallel_state.get_moe_layer_wise_logging_tracker()
+        found = {name: entry["values"].clone() for name, entry in tracker.items()}
+        tracker.clear()
+        return found
+    entries = moe_logging.get_moe_metrics_tracker().metrics
+    found = {name: entry.values.clone() for name, entry in entries.items()}
+    moe_logging.destroy_moe_metrics_tracker()
+    return found
+
+
+def expert_step(trainer: ExpertTrainer, micros: Sequence[Micro], **options: Any) -> ExpertStep:
+    """One training step."""
+    left = step(trainer, micros, **options)
+    return ExpertStep(
+        left=left,
+        metrics=metrics(),
+        counts=trainer.counts,
+        bias=[router.expert_bias.clone() for router in routers(trainer) if router.expert_bias is not None],
+    )
+
+
+def assert_same_step(one: ExpertStep, other: ExpertStep, where: str = "") -> None:
+    """All that two steps have left has the same bits."""
+    assert_same(one.left, other.left, where)
+    assert one.metrics.keys() == other.metrics.keys()
+    for name, values in one.metrics.items():
+        assert torch.equal(values, other.metrics[name]), f"{where} {name}"
+    for name in ("counts", "bias"):
+        pairs = zip(getattr(one, name), getattr(other, name), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), f"{where} {name}"
+
+
+@dataclass(kw_only=True)
+class ExpertRun:
+    """A whole run."""
+
+    steps: list[ExpertStep] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+def run(
+    config: GraphConfig | None, kinds: str, steps: Sequence[Sequence[Micro]], **changes: Any
+) -> ExpertRun:
+    """Trains a fresh model; the same arguments begin with the same weights.
+
+    Args:
+        config: installed for this run alone; None for Megatron alone.
+        kinds: of its layers.
+        steps: the micro-batches of each.
+        changes: of its config.
+    """
+    found = ExpertRun()
+    if config is not None:
+        megagraph.install(config)
+    try:
+        trainer = ExpertTrainer(kinds, **changes)
+        metrics()
+        found.steps = [expert_step(trainer, micros) for micros in steps]
+        if config is not None:
+            found.report = report_of(trainer)
+    finally:
+        megagraph.uninstall()
+    return found
