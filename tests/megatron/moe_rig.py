@@ -59,6 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
         "calculate_per_token_loss": True,
     },
     "jitter": {"moe_input_jitter_eps": 1e-2},
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **DROPS},
 }
 
 
@@ -147,9 +148,9 @@ def metrics() -> dict[str, Tensor]:
     try:
         from megatron.core.transformer.moe import moe_logging
     except ImportError:  # 0.16
-        from megatron.core import parallel_state
+        from megatron.core.transformer.moe import moe_utils
 
-        tracker = parallel_state.get_moe_layer_wise_logging_tracker()
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         found = {name: entry["values"].clone() for name, entry in tracker.items()}
         tracker.clear()
         return found

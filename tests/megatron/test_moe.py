@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of experts: attention in graphs and experts eager, with the bits of mode `eager`."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import moe_rig
 import pytest
-from megatron_rig import CAPACITY, Micro, graph_config
+import torch
+from megatron_rig import CAPACITY, Micro, evaluate, graph_config, step
+from moe_rig import ExpertRun, ExpertTrainer, assert_same_step, expert_step
+from torch import Tensor
 
+import megagraph
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = pytest.mark.megatron
 
 Install = Callable[..., GraphConfig]
+Config = dict[str, Any]
+BIAS = moe_rig.CASES["sigmoid, bias, groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +47,304 @@ def steps_of(count: int, *, masks: bool = False) -> list[list[Micro]]:
     return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
 
 
+def assert_same_run(one: ExpertRun, other: ExpertRun) -> None:
+    """Every step has left the same bits."""
+    for index, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
+        assert_same_step(a, b, f"step {index}:")
+
+
+def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = "attn", **changes: Any) -> Config:
+    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
+    eager = moe_rig.run(graph_config(mode="eager"), kinds, steps, **changes)
+    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
+    assert_same_run(eager, graphed)
+    return graphed.report
+
+
 @pytest.mark.parametrize("case", moe_rig.CASES)
 def test_bits(case: str) -> None:
-    steps = steps_of(20)
-    changes = moe_rig.CASES[case]
-    eager = moe_rig.run(graph_config(mode="eager"), "EE", steps, **changes)
-    graphed = moe_rig.run(graph_config(cuda_graph_modules="attn"), "EE", steps, **changes)
-    for index, (one, other) in enumerate(zip(eager.steps, graphed.steps, strict=True)):
-        moe_rig.assert_same_step(one, other, f"step {index}:")
-    report = graphed.report
+    report = compare("EE", steps_of(20), **moe_rig.CASES[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
     assert report["replays"] >= 0.95 * (report["calls"] - 3 * 2)
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+
+
+@pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
+def test_masks_of_the_users_too(case: str) -> None:
+    report = compare("EE", steps_of(6, masks=True), **moe_rig.CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+# Sites, graphs of forwards and backwards, and calls in each micro-batch that stay eager.
+MIXED: dict[str, tuple[Any, int, int, int]] = {
+    "attention": ("attn", 4, 4, 0),
+    "attention and dense MLPs": (("attn", "mlp"), 4, 4, 0),
+    "dense MLPs": ("mlp", 2, 2, 0),
+    "whole layers": ((), 4, 2, 2),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_dense_layers_among_layers_of_experts(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    scopes, sites, graphed, eager = MIXED[case]
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        report = compare("E-E-", steps_of(5), scopes)
+    assert report["layers"] == sites and report["graphs"] == 2 * graphed
+    assert report["replays"] == 4 * 3 * graphed
+    assert report["eager"].get("SCOPE_UNSUPPORTED", 0) == 4 * 3 * eager
+    assert len(report["failures"]) == eager
+    for index, failure in zip((0, 2), report["failures"], strict=False):
+        assert failure == (
+            f"layer {index} (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): its experts wait for the "
+            "device; write cuda_graph_modules = ['attn'] to graph its attention"
+        )
+        assert failure in caplog.text
+
+
+NONE_GRAPHED = {(): "its experts wait for the device", ("mlp",): "it has nothing that mlp would graph"}
+
+
+@pytest.mark.parametrize("scopes", NONE_GRAPHED, ids=str)
+def test_where_no_layer_is_graphed_packs_run_as_given(install: Install, scopes: Sequence[str]) -> None:
+    install(cuda_graph_modules=scopes)
+    trainer = ExpertTrainer(**moe_rig.CASES["drop"])
+    micros = [dataclasses.replace(micro, tail=0) for micro in steps_of(1)[0]]
+    step(trainer, micros, update=False)
+    moe_rig.metrics()
+    ours = expert_step(trainer, micros, update=False)
+    (report,) = megagraph.reports()
+    assert report["replays"] == 0 and report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
+    assert len(report["failures"]) == 2 and NONE_GRAPHED[tuple(scopes)] in report["failures"][0]
+    megagraph.uninstall()
+    assert_same_step(ours, expert_step(trainer, micros, update=False))
+
+
+def test_evaluation_between_steps(install: Install) -> None:
+    install(cuda_graph_modules="attn")
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    found: list[list[Any]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([])
+        for micros in steps_of(4):
+            found[-1].append(expert_step(trainer, micros, eager=is_eager))
+            found[-1].append(evaluate(trainer, micros, eager=is_eager))
+            counts = [router.local_tokens_per_expert.sum() for router in moe_rig.routers(trainer)]
+            assert not any(counts)  # an evaluation counts none
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, list):
+            assert all(map(torch.equal, one, other))
+        else:
+            assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
+
+
+# -- rows past a pack's end ------------------------------------------------------------------------
+
+
+class Routed:
+    """Keeps what the routers of a model make of each micro-batch."""
+
+    def __init__(self, trainer: ExpertTrainer) -> None:
+        self.maps: list[Tensor] = []
+        self.probs: list[Tensor] = []
+        for router in moe_rig.routers(trainer):
+            router.register_forward_hook(self._keep)
+
+    def _keep(self, _router: Any, _args: Any, out: tuple[Tensor, Tensor]) -> None:
+        probs, routing_map = out
+        self.probs.append(probs.detach().clone())
+        self.maps.append(routing_map.clone())
+
+
+PACK = Micro(lengths=(9, 14, 5))
+TAILS = (0, 1, 13, CAPACITY.tokens // 2)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("case", ["alltoall", "allgather", "drop", "drop and pad", "sigmoid, bias, groups"])
+def test_a_longer_tail_changes_nothing(install: Install, mode: str, case: str) -> None:
+    install(mode=mode, cuda_graph_modules="attn")
+    changes = moe_rig.CASES[case]
+    trainer = ExpertTrainer(**{**changes, "moe_router_bias_update_rate": 0.0})
+    step(trainer, [PACK], update=False)
+    moe_rig.metrics()
+    routed = Routed(trainer)
+    found = []
+    for index, tail in enumerate(TAILS):
+        micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+        left = expert_step(trainer, [micro], update=False)
+        losses = [each[: sum(PACK.lengths)] for each in left.left.losses]
+        found.append(dataclasses.replace(left, left=dataclasses.replace(left.left, losses=losses)))
+    for other in found[1:]:
+        assert_same_step(found[0], other)
+    end, layers = sum(PACK.lengths), len(moe_rig.routers(trainer))
+    first = list(zip(routed.maps, routed.probs, strict=True))[:layers]
+    assert len(routed.maps) == layers * len(TAILS)
+    for index, (routing_map, probs) in enumerate(zip(routed.maps, routed.probs, strict=True)):
+        assert routing_map.size(0) == CAPACITY.tokens
+        assert torch.equal(routing_map[:end], first[index % layers][0][:end])
+        assert torch.equal(probs, first[index % layers][1]) and not probs[end:].any()
+        if not changes.get("moe_pad_expert_input_to_capacity"):  # which fills up with rows of no weight
+            assert not routing_map[end:].any()
+            assert "moe_expert_capacity_factor" in changes or int(routing_map.sum()) == 2 * end
+    for counts in found[0].counts:
+        assert int(counts.sum()) == 2 * end
+    (report,) = megagraph.reports()
+    assert report["replays"] == (layers * len(TAILS) if mode == "graph" else 0)
+
+
+@pytest.mark.parametrize("case", ["alltoall", "allgather", "shared experts", "sigmoid, bias, groups"])
+def test_eager_agrees_with_megatron_alone(case: str) -> None:
+    """Which takes no tail. Sums of losses have other roundings with a mask."""
+    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3)]
+    ours = moe_rig.run(graph_config(mode="eager"), "EE", steps, **moe_rig.CASES[case])
+    alone = moe_rig.run(None, "EE", steps, **moe_rig.CASES[case])
+    bound = {"rtol": 5e-2, "atol": 5e-3} if torch.cuda.is_available() else {"rtol": 1e-3, "atol": 1e-5}
+    one, other = ours.steps[0], alone.steps[0]
+    for pair in zip(one.left.losses, other.left.losses, strict=True):
+        torch.testing.assert_close(*pair, **bound)
+    for name, grad in one.left.grads.items():
+        torch.testing.assert_close(grad, other.left.grads[name], **bound)
+    for name, values in one.metrics.items():
+        torch.testing.assert_close(values, other.metrics[name], **bound)
+    for pair in zip(one.counts, other.counts, strict=True):
+        assert int(pair[0].sum()) == int(pair[1].sum())
+
+
+def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
+    """Masked rows are routed there; Megatron's own count of them for a bias raises, here it does not."""
+    changes = {**moe_rig.DROPS, "recompute_granularity": "full", "recompute_method": "uniform"}
+    changes["recompute_num_layers"] = 1
+    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3, masks=True)]
+    ours = moe_rig.run(graph_config(cuda_graph_modules="attn"), "EE", steps, **changes)
+    assert_same_run(ours, moe_rig.run(None, "EE", steps, **changes))
+    assert set(ours.report["eager"]) == {"RECOMPUTING"}
+    with pytest.raises(RuntimeError, match="must match the size"):
+        moe_rig.run(None, "EE", steps, **BIAS)
+    biased = moe_rig.run(graph_config(), "EE", steps, **{**BIAS, **changes})
+    assert set(biased.report["eager"]) == {"RECOMPUTING"} and any(biased.steps[0].counts[0])
+
+
+# -- what goes wrong, and what is refused ----------------------------------------------------------
+
+PLACES = {
+    "dispatch": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
+    "experts": "experts.SequentialMLP.forward",
+    "combine": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_combine",
+}
+
+
+def lose(*args: Any, **kwargs: Any) -> None:
+    raise OSError("lost")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
+    install(cuda_graph_modules="attn")
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    first, *others = steps_of(5)
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
+        where = f"megatron.core.transformer.moe.{PLACES[place]}"
+        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+            step(trainer, others[1], eager=is_eager)
+        moe_rig.metrics()
+        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    report = megagraph.reports()[1]
+    # Megatron's dispatcher keeps the probabilities of the step that raised until it is called again.
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "NO_FREE_SLOT": 2}
+    assert report["replays"] == 3 * 3 * 2 + 1 - 2
+
+
+REFUSED = {
+    "expert_model_parallel_size": (2, "over several ranks"),
+    "tensor_model_parallel_size": (2, "with tensor parallelism"),
+    "moe_enable_routing_replay": (True, "whose routing is replayed"),
+    "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
+    "moe_router_load_balancing_type": ("sinkhorn", "whose routing looks at all rows"),
+}
+
+
+@pytest.fixture
+def trainer() -> ExpertTrainer:
+    return ExpertTrainer()
+
+
+def assert_refused(trainer: ExpertTrainer, what: str) -> None:
+    """The model is refused in these words."""
+    refusal = refusal_of(trainer.chunk, trainer.model)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence == f"mixture of experts {what} is not supported yet"
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_is_refused_by_name(
+    trainer: ExpertTrainer, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    value, name = REFUSED[option]
+    monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
+    assert_refused(trainer, f"{name} ({option}={value!r})")
+
+
+def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+    class OwnLayer(MoELayer): ...  # type: ignore[misc]  # megatron-core has no types
+
+    class OwnRouter(TopKRouter):  # type: ignore[misc]
+        def routing(self, *args: Any, **kwargs: Any) -> Any:
+            return super().routing(*args, **kwargs)
+
+    class OwnDispatcher(MoEAllGatherTokenDispatcher): ...  # type: ignore[misc]
+
+    layer = trainer.chunk.decoder.layers[1].mlp
+    for owner, own, what in (
+        (layer, OwnLayer, "in a layer of class"),
+        (layer.router, OwnRouter, "whose routing is not Megatron's, in a router of class"),
+        (layer.token_dispatcher, OwnDispatcher, "with another dispatcher"),
+    ):
+        megatrons, owner.__class__ = type(owner), own
+        of = "(moe_token_dispatcher_type='alltoall')" if own is OwnDispatcher else own.__qualname__
+        assert_refused(trainer, f"{what} {of}")
+        owner.__class__ = megatrons
+    assert refusal_of(trainer.chunk, trainer.model) is None
+
+
+def test_routing_that_was_patched_is_refused(trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter.routing
+    monkeypatch.setattr(
+        TopKRouter, "routing", lambda router, *args, **kwargs: original(router, *args, **kwargs)
+    )
+    assert_refused(trainer, "whose routing is not Megatron's, in a router of class TopKRouter")
+
+
+def test_packs_whose_rows_are_samples_run_as_given(install: Install, trainer: ExpertTrainer) -> None:
+    params = PACK.params(trainer.device)
+    if not hasattr(params, "tokens_per_sample"):
+        pytest.skip("this release of megatron-core has no tokens_per_sample")
+    install(cuda_graph_modules="attn")
+    step(trainer, [PACK], update=False)
+    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in PACK.row_lists())
+    params = dataclasses.replace(params, tokens_per_sample=PACK.physical // 2)
+
+    def losses() -> Tensor:
+        with torch.no_grad():
+            out: Tensor = trainer.chunk(tokens, positions, None, labels=labels, packed_seq_params=params)
+            return out.clone()
+
+    ours = losses()
+    assert megagraph.reports()[0]["eager"] == {"WARMING_UP": 2, "SIGNATURE_CHANGED": 2}
+    megagraph.uninstall()
+    assert torch.equal(ours, losses())
