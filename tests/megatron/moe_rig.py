@@ -126,11 +126,11 @@ def routers(trainer: Trainer) -> list[Any]:
 class ExpertTrainer(Trainer):
     """A model with experts. Keeps what they counted."""
 
-    def __init__(self, kinds: str = "EE", **changes: Any) -> None:
+    def __init__(self, kinds: str = "EE", ddp: dict[str, Any] | None = None, **changes: Any) -> None:
         self.counts: list[Tensor] = []
         config = {**BASE, "finalize_model_grads_func": self._finalize, **changes}
         options = dataclasses.replace(OPTIONS, layers=len(kinds))
-        super().__init__(options, config=config, spec=block_spec(kinds))
+        super().__init__(options, config=config, ddp=ddp, spec=block_spec(kinds))
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -199,7 +199,7 @@ def run(
         config: installed for this run alone; None for Megatron alone.
         kinds: of its layers.
         steps: the micro-batches of each.
-        changes: of its config.
+        changes: of its config; `ddp` of its DDP's.
     """
     found = ExpertRun()
     if config is not None:
