@@ -2,8 +2,8 @@
 // Decides on the micro-batches of one model: which variant takes a pack, or why none does.
 //
 // Note [Deciding]
-// In each micro-batch, eager or not, and without waiting for the device. What is asked for first
-// makes no variant: a pack that no graph of the model could take costs no look at the layers. What
+// In each micro-batch, eager or not. It waits for the device only where a pack's longest document
+// lives there and unfused RoPE depends on it. What is asked for first makes no variant: a pack that no graph of the model could take costs no look at the layers. What
 // makes one beside the capacity and the form is whether gradients are recorded, the state that the
 // layers are in, and whether rotary positions go on from document to document.
 //

@@ -5,6 +5,7 @@ None of them needs Transformer Engine or the plugin: models are built before or 
 """
 
 import functools
+import inspect
 from typing import Any
 
 from megagraph.modules import Norm, VarlenAttention
@@ -80,6 +81,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     Raises:
         ImportError: if megatron-core has no `HybridModel`, that is before 0.18.
     """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -92,8 +94,9 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         self_attn_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
     )
-    of_latent = {**kwargs, "multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
-    latent_layer = get_gpt_layer_varlen_spec(*args, **of_latent).submodules
+    of_latent = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
+    of_latent.arguments |= {"multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
+    latent_layer = get_gpt_layer_varlen_spec(*of_latent.args, **of_latent.kwargs).submodules
     latent = TransformerLayerSubmodules(
         input_layernorm=latent_layer.input_layernorm,
         self_attention=latent_layer.self_attention,

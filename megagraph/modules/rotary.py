@@ -25,11 +25,12 @@ class RotaryTables:
     Megatron's unfused path takes the cosine of the whole table in every layer, for queries and for
     keys; here it is taken once for each dtype and mscale, with the same roundings
     (csrc/ops/rope_rotation.h, Note [RoPE bits]). Views are known by their place: multi-latent
-    attention makes one in each call.
+    attention makes one in each call, of as many rows as its pack has, and shorter ones have the first rows
+    of the longest so far. Those before it stay, since graphs may read them.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[weakref.ref[Any], dict[Hashable, _Pair]]] = {}
+        self._tables: dict[int, tuple[weakref.ref[Any], dict[Hashable, list[_Pair]]]] = {}
 
     def tables(self, freqs: Tensor, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """Tables of [positions, rotary dimension] in `dtype`.
@@ -40,15 +41,17 @@ class RotaryTables:
             mscale: YaRN's magnitude scale.
         """
         known = self._of_memory(freqs.untyped_storage())
-        key = freqs.storage_offset(), freqs.shape, freqs.stride(), freqs.dtype, dtype, mscale
-        found = known.get(key)
-        if found is None:
-            flat = freqs.detach().reshape(freqs.size(0), -1)
+        rows = freqs.size(0)
+        key = freqs.storage_offset(), freqs.shape[1:], freqs.stride(), freqs.dtype, dtype, mscale
+        pairs = known.setdefault(key, [])
+        if not pairs or pairs[-1][0].size(0) < rows:
+            flat = freqs.detach().reshape(rows, -1)
             cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
-            found = known[key] = cos, sin
-        return found
+            pairs.append((cos, sin))
+        cos, sin = pairs[-1]
+        return (cos, sin) if cos.size(0) == rows else (cos[:rows], sin[:rows])
 
-    def _of_memory(self, storage: Any) -> dict[Hashable, _Pair]:
+    def _of_memory(self, storage: Any) -> dict[Hashable, list[_Pair]]:
         place = id(storage)  # of an object that lives as long as the memory does
         found = self._tables.get(place)
         if found is None or found[0]() is not storage:

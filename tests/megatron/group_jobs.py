@@ -83,12 +83,14 @@ def agreements() -> list[bool]:
 def use_and_leave() -> None:
     """Which groups peers use, before and after they leave them; that they ask each other all the time.
 
-    Bug: torch names a group by its ranks and by how many groups there are, so that a second one of the same
-    ranks could not be made when some group had been destroyed.
+    Bugs: torch names a group by its ranks and by how many groups a rank is in. A second one of the same ranks
+    could not be made when some group had been destroyed, and none where one rank was in more groups.
     """
     from megatron.core import parallel_state
 
     model, rank = _Model(), distributed.get_rank()
+    if rank == 0:
+        distributed.new_group([0], use_local_synchronization=True)
     peers, alone = Peers(model), Peers(_Model(tp=_of_each_rank()))
     group = parallel_state.get_tensor_model_parallel_group()
     other = distributed.new_group([0, 1])
@@ -96,6 +98,7 @@ def use_and_leave() -> None:
     assert peers.use(group) and peers.use(None) and peers.use(world) and not peers.use(other)
     assert not alone.use(group) and not alone.use(None) and alone.exchange([3]) == [3]
     assert peers.exchange([3, rank]) == peers.exchange([3, 1]) == [3, 1]
+    assert peers.gather("ab"[:rank]) == ["", "a"]
     distributed.destroy_process_group(other)
     assert Peers(model).exchange([rank]) == [1]
     peers.leave()

@@ -166,6 +166,8 @@ def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
     spec = megagraph.get_hybrid_stack_varlen_spec()
     assert spec.module is type(stack)
     assert not hasattr(_without_final_norm(spec), "final_norm")
+    by_position = megagraph.get_hybrid_stack_varlen_spec(None, False, True, False)  # as Megatron's function
+    assert by_position.module is type(stack)
 
 
 def _without_final_norm(spec: Any) -> nn.Module:

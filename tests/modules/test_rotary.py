@@ -59,10 +59,22 @@ def test_views_of_frequencies_share_tables_by_their_place() -> None:
     assert tables.tables(freqs.detach(), torch.float32, 1.0)[0] is made[0]
     for begin, end in ((0, 20), (4, 24), (4, 32)):
         first, again = (tables.tables(freqs[begin:end], torch.float32, 1.0) for _ in range(2))
-        assert first[0] is again[0] and torch.equal(first[0], made[0][begin:end])
-    dying = weakref.ref(first[0])
+        assert first[0].data_ptr() == again[0].data_ptr() and torch.equal(first[0], made[0][begin:end])
+    dying = weakref.ref(made[0])
     del first, again, made, freqs
     assert dying() is None
+
+
+def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
+    """Bug: each length had some, as long as the frequencies lived, and packs of many lengths filled memory."""
+    tables, freqs = RotaryTables(), frequencies()
+    for rows in (8, *range(20, 0, -1), 32, *range(1, 33)):
+        cos, sin = tables.tables(freqs[:rows], torch.float32, 1.0)
+        assert torch.equal(cos, freqs[:rows].flatten(1).cos()) and torch.equal(
+            sin, freqs[:rows].flatten(1).sin()
+        )
+    (pairs,) = (pairs for _memory, known in tables._tables.values() for pairs in known.values())
+    assert [cos.size(0) for cos, _sin in pairs] == [8, 20, 32]
 
 
 def test_two_objects_keep_tables_of_their_own() -> None:

@@ -15,6 +15,7 @@ from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.megatron.graphs.micro_batch import sources_of
 from megagraph.packs.packing import PackForm, TailConvention, canonical_fields, offsets_rules, pack_shape
 
 HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST = TailConvention
@@ -82,6 +83,16 @@ def test_views_of_one_memory_are_the_same_offsets() -> None:
     actual, padded = offsets([2, 3]), offsets([4, 4])
     pack = pack_of(actual, padded, cu_seqlens_kv=actual.view(-1), cu_seqlens_kv_padded=padded[:])
     assert PackForm.of(pack) == PackForm.of(pack_of(actual, padded))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_kv", "cu_seqlens_kv_padded"])
+def test_what_staging_reads_goes_by_the_form(name: str) -> None:
+    """Bug: padded offsets that are the actual ones of the queries alone were counted, and not read."""
+    cu = offsets([2, 3])
+    pack = pack_of(cu, cu, **{name: cu.view(-1)})
+    form = form_of(pack)
+    assert form.has_padded and not form.is_aliased
+    assert [source.tolist() for source in sources_of(pack, form)] == [[0, 2, 5]] * 2
 
 
 @pytest.mark.parametrize(

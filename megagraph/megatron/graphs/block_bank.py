@@ -67,8 +67,7 @@ class BlockBank:
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor = peers, peers.tensor
-        self._config = config
-        self._progress = progress
+        self._config, self._progress = config, progress
         scopes = scopes_of(model.config, config.cuda_graph_modules)
         self.layers = BlockLayers(self._model, scopes, peers.groups)
         self.num_sites = len(self.layers.specs)
@@ -242,9 +241,13 @@ class BlockBank:
         failing = self._find_failing([key]) if key is not None and key in self.chain.variants else {}
         if failing:
             self._leave_eager(failing)
-            self._bank.drop(self.chain, [*self.chain.variants])
-            self._loops.follow()
+            self._drop([*self.chain.variants])
         return not failing
+
+    def _drop(self, keys: Sequence[Key]) -> None:
+        self._bank.drop(self.chain, keys)
+        self._loops.follow()
+        self._latent_tables.keep(self.chain.variants)
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
@@ -313,15 +316,13 @@ class BlockBank:
 
     def drop_gradients(self) -> None:
         """Releases the graphs that read main gradients. Only where no slot is held."""
-        self._bank.drop(self.chain, [key for key in self.chain.variants if key[1].grad])
-        self._loops.follow()
+        self._drop([key for key in self.chain.variants if key[1].grad])
         self.watch.forget_gradients()
 
     def drop_states(self, states: Collection[int]) -> None:
         """Releases the graphs of some states of the layers. Only where no slot is held."""
         if states:
-            self._bank.drop(self.chain, [key for key in self.chain.variants if key[1].state in states])
-            self._loops.follow()
+            self._drop([key for key in self.chain.variants if key[1].state in states])
 
     def release(self) -> None:
         """Drops every graph for good."""

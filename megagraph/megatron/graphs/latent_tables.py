@@ -10,7 +10,7 @@ warmed up and captured, their embeddings answer with tables that live as long as
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ class LatentTables:
         """Lets go of all of them. Only where no graph reads them any more."""
         self._answers.clear()
         self._distinct.clear()
+
+    def keep(self, variants: Container[Hashable]) -> None:
+        """Lets go of what other variants were answered, whose graphs were dropped."""
+        self._answers = {key: answers for key, answers in self._answers.items() if key in variants}
+        by_embedding = (answers for of_variant in self._answers.values() for answers in of_variant.values())
+        asked = (table for answers in by_embedding for table in answers.values())
+        self._distinct = [*{id(table): table for table in asked}.values()]
 
     @contextlib.contextmanager
     def answering(self, block: nn.Module, variant: Hashable) -> Iterator[None]:

@@ -107,8 +107,9 @@ def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, 
 
 def sources_of(params: Any, form: PackForm) -> list[Tensor]:
     """What staging reads of a pack: actual offsets and, where it has them, padded ones and `seq_idx`."""
-    actual, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
-    sources = [actual] if padded is None or padded is actual else [actual, padded]
+    sources = [params.cu_seqlens_q]
+    if form.has_padded:
+        sources.append(params.cu_seqlens_q_padded)
     return [*sources, params.seq_idx] if form.has_seq_idx else sources
 
 

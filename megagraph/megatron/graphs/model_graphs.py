@@ -132,7 +132,7 @@ class ModelGraphs:
         Returns:
             The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
         """
-        entries = self.entries
+        entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = mask is not None and entries.are_megatrons
         key = self.decider.decide(params, tokens, has_mask)

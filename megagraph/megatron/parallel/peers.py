@@ -7,6 +7,7 @@ they ask each other are a few integers on the host, over gloo: nobody waits for 
 
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,22 +15,33 @@ import torch
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
-from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
+from megagraph.megatron.parallel.groups import ModelGroups, Ranks
 from megagraph.megatron.parallel.tensor import TensorRanks
 
 __all__ = ["Peers"]
 
 
-# For all models: torch names a group by its ranks and by how many groups there are just then, which may be as
-# many as before where others were destroyed, and gives no name twice.
+# For all models, by their ranks; and how many there have been of the same ranks.
 _GLOO_GROUPS: weakref.WeakValueDictionary[Ranks, Any] = weakref.WeakValueDictionary()
+_TIMES_MADE: Counter[Ranks] = Counter()
 
 
 def _gloo_group(ranks: Ranks) -> Any:
+    """A group of these ranks, each of which asks for it equally often.
+
+    `new_group()` names it after the number of groups that a rank is in. Another rank may be in more of
+    them, and the two would wait for each other under different names.
+    """
     group = _GLOO_GROUPS.get(ranks)
-    if ranks_of(group) != ranks:
-        # Only the members take part in the call: others make their group whenever they get there.
-        group = distributed.new_group(sorted(ranks), backend="gloo", use_local_synchronization=True)
+    if group is None:
+        members = sorted(ranks)
+        _TIMES_MADE[ranks] += 1
+        name = f"megagraph/{'-'.join(map(str, members))}/{_TIMES_MADE[ranks]}"
+        store = distributed.distributed_c10d.PrefixStore(
+            name, distributed.distributed_c10d._get_default_store()
+        )
+        place = members.index(distributed.get_rank())
+        group = distributed.ProcessGroupGloo(store, place, len(members), distributed.default_pg_timeout)
         _GLOO_GROUPS[ranks] = group
     return group
 
@@ -70,17 +82,20 @@ class Peers:
                 )
             self._gloo = _gloo_group(ranks)
         largest = torch.tensor(list(values), dtype=torch.int64)
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self._gloo)
+        self._gloo.allreduce([largest], distributed.ReduceOp.MAX).wait()
         found: list[int] = largest.tolist()
         return found
 
     def gather(self, what: str) -> list[str]:
         """What each of them says, in the order of ranks."""
-        said = [what] * self.size
-        if self.size > 1:
-            self.exchange([0])  # makes the group where there is none yet
-            distributed.all_gather_object(said, what, group=self._gloo)
-        return said
+        if self.size == 1:
+            return [what]
+        own = what.encode()
+        (longest,) = self.exchange([len(own)])  # makes the group where there is none yet
+        padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
+        said = [torch.empty_like(padded) for _ in range(self.size)]
+        self._gloo.allgather([said], [padded]).wait()
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in said]
 
     def agree_on(self, what: str) -> bool:
         """Whether all of them say the same."""
@@ -94,7 +109,7 @@ class Peers:
         self._held |= {id(each.group): each.group for each in held if each.runs_same_pack}
 
     def let_go(self) -> None:
-        """Forgets the groups of sites: every graph has gone."""
+        """Forgets the groups of sites, whose graphs have been released."""
         self._held.clear()
 
     def use(self, group: Any) -> bool:

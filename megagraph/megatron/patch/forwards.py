@@ -127,7 +127,8 @@ class ForwardWrappers:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             entries.block.reached += 1
             batch = graphs.running
-            entered = hidden_states if getattr(block, "pre_process", True) else block.input_tensor
+            is_first = getattr(block, "pre_process", True)
+            entered = hidden_states if is_first else block.input_tensor
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
@@ -143,7 +144,7 @@ class ForwardWrappers:
                 if mask is not None:
                     kwargs["padding_mask"] = mask
                 rows = batch.pad(entered)
-                if entered is hidden_states:
+                if is_first:
                     out = original(block, rows, None, *args, **kwargs)
                 else:
                     with standing_in(block, rows):
