@@ -3,9 +3,10 @@
 //
 // Note [Deciding]
 // In each micro-batch, eager or not. It waits for the device only where a pack's longest document
-// lives there and unfused RoPE depends on it. What is asked for first makes no variant: a pack that no graph of the model could take costs no look at the layers. What
-// makes one beside the capacity and the form is whether gradients are recorded, the state that the
-// layers are in, and whether rotary positions go on from document to document.
+// lives there and unfused RoPE depends on it. What is asked for first makes no variant: a pack that
+// no graph of the model could take costs no look at the layers. What makes one beside the capacity
+// and the form is whether gradients are recorded, the state that the layers are in, and whether
+// rotary positions go on from document to document.
 //
 // A variant's name is Python's own object. There are few, and each is made once: as the same
 // object it is found in dictionaries without a comparison.

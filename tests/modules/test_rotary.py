@@ -66,7 +66,7 @@ def test_views_of_frequencies_share_tables_by_their_place() -> None:
 
 
 def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
-    """Bug: each length had some, as long as the frequencies lived, and packs of many lengths filled memory."""
+    """Bug: each length had some, as long as the frequencies, and packs of many lengths filled memory."""
     tables, freqs = RotaryTables(), frequencies()
     for rows in (8, *range(20, 0, -1), 32, *range(1, 33)):
         cos, sin = tables.tables(freqs[:rows], torch.float32, 1.0)
