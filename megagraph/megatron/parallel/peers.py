@@ -5,7 +5,6 @@ They are those that run the same packs (megagraph/megatron/parallel/groups.py, N
 they ask each other are a few integers on the host, over gloo: nobody waits for a device.
 """
 
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,8 +20,9 @@ from megagraph.megatron.parallel.tensor import TensorRanks
 __all__ = ["Peers"]
 
 
-# For all models, by their ranks; and how many there have been of the same ranks.
-_GLOO_GROUPS: weakref.WeakValueDictionary[Ranks, Any] = weakref.WeakValueDictionary()
+# For all models, by their ranks: the group and the store of the world that it is in. It stays as long as that
+# world does: a rank that is done must not hang up on another one.
+_GLOO_GROUPS: dict[Ranks, tuple[Any, Any]] = {}
 _TIMES_MADE: Counter[Ranks] = Counter()
 
 
@@ -32,17 +32,16 @@ def _gloo_group(ranks: Ranks) -> Any:
     `new_group()` names it after the number of groups that a rank is in. Another rank may be in more of
     them, and the two would wait for each other under different names.
     """
-    group = _GLOO_GROUPS.get(ranks)
-    if group is None:
+    world = distributed.distributed_c10d._get_default_store()
+    group, of_world = _GLOO_GROUPS.get(ranks, (None, None))
+    if group is None or of_world is not world:
         members = sorted(ranks)
         _TIMES_MADE[ranks] += 1
         name = f"megagraph/{'-'.join(map(str, members))}/{_TIMES_MADE[ranks]}"
-        store = distributed.distributed_c10d.PrefixStore(
-            name, distributed.distributed_c10d._get_default_store()
-        )
+        store = distributed.distributed_c10d.PrefixStore(name, world)
         place = members.index(distributed.get_rank())
         group = distributed.ProcessGroupGloo(store, place, len(members), distributed.default_pg_timeout)
-        _GLOO_GROUPS[ranks] = group
+        _GLOO_GROUPS[ranks] = group, world
     return group
 
 
