@@ -211,21 +211,23 @@ class Verification:
             flight: of the site.
             of_first: the gradient of its first output, where it has as many rows or fewer.
         """
-        site = self._chain.specs[flight.index]
-        results = {name: output.clone() for name, output in self._named(flight.outputs).items()}
-        begins = [begin for begin in flight.begins if begin is not None]
         differentiable = [
             output for output, begin in zip(flight.outputs, flight.begins, strict=True) if begin is not None
         ]
         grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
-        with _Gradients(site).put_back_afterwards() as held:
-            torch.autograd.backward(begins, grads)
+        results, before = self._replay_backward(flight, grads)
+        self._compare(flight, results, grads)
+        return before
+
+    def _replay_backward(self, flight: _Flight, grads: Sequence[Tensor]) -> tuple[Results, Tensor]:
+        """What the graph makes, and the gradient of its input. Gradients are as they were afterwards."""
+        results = {name: output.clone() for name, output in self._named(flight.outputs).items()}
+        with _Gradients(self._chain.specs[flight.index]).put_back_afterwards() as held:
+            torch.autograd.backward([begin for begin in flight.begins if begin is not None], grads)
             assert flight.leaf.grad is not None
             before = flight.leaf.grad.clone()
             results["gradient of the input"] = self._in_valid_rows(before)
-            results |= held.found()
-        self._compare(flight, results, grads)
-        return before
+            return results | held.found(), before
 
     # -- the modules -----------------------------------------------------------------------------
 
