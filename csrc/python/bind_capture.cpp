@@ -9,6 +9,7 @@
 #include "csrc/bank/capture/op_trace.h"
 #include "csrc/python/bindings.h"
 #include "csrc/torch/graph_pool.h"
+#include "csrc/torch/pool_loan.h"
 #include "csrc/torch/python_errors.h"
 
 namespace py = pybind11;
@@ -55,6 +56,16 @@ void bind_cuda(py::module_& m) {
            })
       .def("abort", &CudaCapture::abort, py::call_guard<py::gil_scoped_release>());
   m.def("capture_stream", &capture_stream, py::arg("device_index"));
+  py::class_<PoolNote>(m, "PoolNote");
+  m.def("take_note", &take_note, py::arg("device_index"), py::arg("pool"));
+  m.def("taken_bytes", &taken_bytes, py::arg("pool"));
+  py::class_<PoolLoan>(m, "PoolLoan")
+      .def(py::init<c10::DeviceIndex, MempoolId, const PoolNote&>(), py::arg("device_index"),
+           py::arg("pool"), py::arg("note"))
+      .def_property_readonly("is_open", &PoolLoan::is_open)
+      .def("begin", &PoolLoan::begin)
+      .def("end", &PoolLoan::end)
+      .def("close", &PoolLoan::close);
 }
 #endif
 

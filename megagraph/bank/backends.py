@@ -7,17 +7,26 @@ Knows nothing of sites and plans.
 from __future__ import annotations  # a CPU-only build has no PoolHold
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megagraph import _C
 
-__all__ = ["Backend", "CudaBackend", "HostBackend", "backend_for"]
+__all__ = ["Backend", "CudaBackend", "HostBackend", "KeptMemoryError", "Lent", "Notes", "backend_for"]
 
 Generators = Callable[[], Sequence[torch.Generator]]
+# Which memory of a slot's pool was taken when the last pass of a site, by index, was captured.
+Notes: TypeAlias = "Mapping[int, _C.PoolNote | None]"
+# Entered around work on the backend's stream that is to get memory of a pool.
+Lent = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class KeptMemoryError(RuntimeError):
+    """Somebody keeps memory that graphs will write over."""
 
 
 class Backend(Protocol):
@@ -44,6 +53,20 @@ class Backend(Protocol):
 
     def boundary(self, tensor: Tensor) -> Tensor:
         """The tensor by which a site's graph knows a static buffer once its capture is over."""
+        ...
+
+    def note(self, slot_pool: int) -> _C.PoolNote | None:
+        """Which memory of a slot's pool is taken, between two captures."""
+        ...
+
+    def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
+        """Lends memory of a slot's pool, that was free at the note, to work that is not captured.
+
+        Inside of `recording()`. Without a note, or where it cannot be lent, the work gets memory of its own.
+
+        Raises:
+            KeptMemoryError: where some of it is still in use afterwards.
+        """
         ...
 
     def settle(self) -> None:
@@ -79,6 +102,12 @@ class HostBackend:
 
     def boundary(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def note(self, slot_pool: int) -> _C.PoolNote | None:
+        return None
+
+    def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
+        return contextlib.nullcontext(contextlib.nullcontext)
 
     def settle(self) -> None:
         pass
@@ -141,6 +170,36 @@ class CudaBackend:
 
     def boundary(self, tensor: Tensor) -> Tensor:
         return _C.unowned_alias(tensor)
+
+    def note(self, slot_pool: int) -> _C.PoolNote | None:
+        return _C.take_note(self.device.index, self._pools[slot_pool])
+
+    @contextlib.contextmanager
+    def lend(self, slot_pool: int, note: _C.PoolNote | None) -> Iterator[Lent]:
+        pool = self._pools[slot_pool]
+        loan = None if note is None else _C.PoolLoan(self.device.index, pool, note)
+        if loan is None or not loan.is_open:
+            yield contextlib.nullcontext
+            return
+
+        @contextlib.contextmanager
+        def lent() -> Iterator[None]:
+            loan.begin()
+            try:
+                yield
+            finally:
+                loan.end()
+
+        try:
+            yield lent
+        finally:
+            loan.close()
+        # Not after an error, whose traceback keeps what its frames hold.
+        if _C.taken_bytes(pool):
+            gc.collect()
+            self.settle()
+            if taken := _C.taken_bytes(pool):
+                raise KeptMemoryError(f"{taken} bytes that were lent are still in use")
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

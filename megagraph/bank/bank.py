@@ -20,7 +20,7 @@ from megagraph import _C
 from megagraph.bank.agreement import Exchange, alone
 from megagraph.bank.arguments import arguments_of, tensors_in
 from megagraph.bank.attributes import plain_tensors
-from megagraph.bank.backends import Backend, backend_for
+from megagraph.bank.backends import Backend, Notes, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.restore import main_grad_of
@@ -205,11 +205,9 @@ class Bank:
         chain = request.chain
         while chain.graphable():
             try:
-                by_slot = [
-                    self._plan(request, slot).capture(chain.first_pool + slot)
-                    for slot in range(chain.num_slots)
-                ]
-                self._add_variant(request, by_slot, saves)
+                plans = [self._plan(request, slot) for slot in range(chain.num_slots)]
+                by_slot = [plan.capture(chain.first_pool + slot) for slot, plan in enumerate(plans)]
+                self._add_variant(request, by_slot, saves, [plan.notes for plan in plans])
                 return
             except CaptureError as error:
                 self._give_up_site(chain, error)
@@ -236,6 +234,7 @@ class Bank:
         request: _Request,
         by_slot: Sequence[Mapping[int, _C.SiteGraph]],
         saves: Mapping[int, Saves],
+        notes: Sequence[Notes],
     ) -> None:
         chain, variant = request.chain, request.variant
         per_site = 2 if variant.training else 1
@@ -256,7 +255,8 @@ class Bank:
                 if graph.accumulated:
                     chain.gradient_order[site] = graph.accumulated
         num_graphs = per_site * sum(map(len, by_slot))
-        chain.add(index, CapturedVariant(spec=variant, buffers=request.buffers, num_graphs=num_graphs))
+        captured = CapturedVariant(spec=variant, buffers=request.buffers, num_graphs=num_graphs, notes=notes)
+        chain.add(index, captured)
 
     def drop(self, chain: Chain, keys: Iterable[Any]) -> None:
         """Releases the graphs of some variants of a chain; the others go on. Call it between steps only.
@@ -290,15 +290,17 @@ class Bank:
 
         Raises:
             RuntimeError: where the variant cannot run it, with the reason.
+            KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
         """
         before = self.core.counters()
-        verification = Verification(chain, key, self.rng, example)
+        verification = Verification(chain, key, self.backend, self.rng, example)
         try:
-            with chain.unheard():
+            with chain.unheard(), self.backend.recording():
                 for _slot in range(chain.num_slots):  # which take turns
                     if (reason := verification.run()) is not None:
                         raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
         finally:
+            self.backend.settle()  # no later work on this stream would take that memory
             for name, count in self.core.counters().items():
                 self._not_counted[name] += count - before[name]
         return verification

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares tensors: whether they have the same bits, and how far they are apart."""
 
-import itertools
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-__all__ = ["Results", "distance", "have_same_bits", "is_within", "largest", "spread"]
+__all__ = ["Range", "Results", "distance", "has_bits", "have_same_bits"]
 
 Results = dict[str, Tensor]  # of one run, by what they are in words
 
 # Of as many runs that all differ, any one is in the pair that lies furthest apart with a chance of 1 in 3.
 _SPREADS = 2
+_CHUNK = 2**22  # entries that are compared at once, since doubles of all of them would take much memory
 
 
 def _bits(tensor: Tensor) -> Tensor:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     is_exact = not (tensor.is_floating_point() and tensor.element_size() in sizes)
     return tensor if is_exact else tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def has_bits(tensor: Tensor) -> bool:
+    """Whether any bit of a tensor is set: it is not all positive zeros."""
+    return bool(_bits(tensor).any())
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -30,25 +33,50 @@ def distance(one: Tensor, other: Tensor) -> float:
     """The largest one over all entries; infinite where shapes differ or one alone is no number."""
     if one.shape != other.shape:
         return float("inf")
-    difference = (one.double() - other.double()).abs()
-    is_same = one == other
-    found = float(difference.masked_fill(is_same, 0.0).max()) if difference.numel() else 0.0
-    both_nan = bool((one.isnan() == other.isnan()).all()) if one.is_floating_point() else True
-    return found if found == found else (0.0 if both_nan else float("inf"))
+    chunks = zip(one.reshape(-1).split(_CHUNK), other.reshape(-1).split(_CHUNK), strict=True)
+    return max((_distance(*pair) for pair in chunks), default=0.0)
 
 
-def spread(runs: Sequence[Results], name: str) -> float:
-    """How far apart runs are in one tensor."""
-    found = [run[name] for run in runs if name in run]
-    return max(distance(one, other) for one, other in itertools.combinations(found, 2))
+def _distance(one: Tensor, other: Tensor) -> float:
+    if not one.numel():
+        return 0.0
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    found = float((one.double() - other.double()).abs().masked_fill(is_same, 0.0).max())
+    return found if found == found else float("inf")
 
 
-def largest(one: Results, runs: Sequence[Results], name: str) -> float:
-    """How far one run is from the one of others that is furthest."""
-    return max(distance(one[name], run[name]) for run in runs if name in run)
+class Range:
+    """What several runs have made of one tensor, in the memory of two.
 
+    Args:
+        first: of the first run.
+    """
 
-def is_within(one: Results, runs: Sequence[Results], name: str) -> bool:
-    """Whether one run is as near to others, in one tensor, as one more of these may be."""
-    apart = spread(runs, name)
-    return apart > 0 and largest(one, runs, name) <= _SPREADS * apart
+    def __init__(self, first: Tensor) -> None:
+        self._least, self._most = first.clone(), first.clone()
+        self._spread: float | None = 0.0
+
+    def add(self, run: Tensor) -> None:
+        """Takes one run more."""
+        if run.shape != self._least.shape or not torch.equal(run.isnan(), self._least.isnan()):
+            self._spread = float("inf")
+        if self._spread == float("inf"):
+            return
+        torch.minimum(self._least, run, out=self._least)
+        torch.maximum(self._most, run, out=self._most)
+        self._spread = None
+
+    @property
+    def spread(self) -> float:
+        """How far apart any two runs are."""
+        if self._spread is None:
+            self._spread = distance(self._least, self._most)
+        return self._spread
+
+    def largest(self, other: Tensor) -> float:
+        """How far another run is from the one of these that is furthest."""
+        return max(distance(other, self._least), distance(other, self._most))
+
+    def holds(self, other: Tensor) -> bool:
+        """Whether another run is as near to these as one more of them may be."""
+        return self.spread > 0 and self.largest(other) <= _SPREADS * self.spread

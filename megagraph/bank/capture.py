@@ -108,6 +108,7 @@ class CapturePlan:
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
         self._saves: dict[int, Saves] = {}
+        self.notes: dict[int, _C.PoolNote | None] = {}
         self._trace: _C.OpTrace | None = None
 
     @contextlib.contextmanager
@@ -270,10 +271,12 @@ class CapturePlan:
             with self._named(index, "capture of the forward"):
                 forwards[index] = self._backend.record(pool, self._forward(index, swaps[index]))
                 self._edges.give_back_outputs(index)
+                self.notes[index] = self._backend.note(pool)
         for index in reversed([*self._sites]) if training else ():
             with self._named(index, "capture of the backward"):
                 backwards[index] = self._backend.record(pool, self._backward(index, swaps[index]))
                 self._edges.give_back_gradients(index)
+                self.notes[index] = self._backend.note(pool)
         self._edges.disown()
         return {
             index: _C.SiteGraph(

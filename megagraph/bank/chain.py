@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph import _C
+from megagraph.bank.backends import Notes
 from megagraph.bank.sites import ChainShape, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
@@ -24,11 +25,13 @@ class CapturedVariant:
         spec: as it was given.
         buffers: its metadata buffers, by slot and name.
         num_graphs: forwards and backwards, in every slot.
+        notes: of each slot.
     """
 
     spec: VariantSpec
     buffers: Sequence[Mapping[str, Tensor]]
     num_graphs: int
+    notes: Sequence[Notes]
 
     def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
         """The arguments of a call, over the metadata of its micro-batch in memory of their own."""

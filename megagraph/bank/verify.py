@@ -6,8 +6,9 @@ A graph may have baked in what nobody watches. So before it is used, a micro-bat
 site: the graph of a site and its module get the same input, the same gradient, and the same random state.
 Thus a difference is that of one site, and not of those before it. Forwards replay in order, so that every
 boundary lies where it will lie. What stays eager is passed over: the next site takes the same input. Then,
-from the last site to the first, the module runs forward and backward beside the graph's backward. Memory is
-needed for the activations of one module, and for copies of its gradients, beside the graphs' own.
+from the last site to the first, the module runs forward and backward after the graph's backward. It runs in
+memory of the graphs' own pool, that which later sites and this one need no more (csrc/torch/pool_loan.h, Note
+[Lent memory]); beside it lie copies of what the graph made, among it the gradients of one site.
 
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to lie within twice what these differ
@@ -15,21 +16,21 @@ by: it is one run more, and may well be the one that lies furthest from another.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megagraph import _C
 from megagraph.bank.accumulators import swap_of, swapped
-from megagraph.bank.bits import Results, have_same_bits, is_within, largest, spread
+from megagraph.bank.backends import Backend, Lent
+from megagraph.bank.bits import Range, Results, have_same_bits
 from megagraph.bank.chain import CapturedVariant, Chain
-from megagraph.bank.restore import main_grad_of
+from megagraph.bank.gradients import KeptGradients
 from megagraph.bank.rng import RngSources, Snapshot
-from megagraph.bank.sites import SiteSpec, as_tuple
+from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["Difference", "Example", "Verification"]
@@ -37,6 +38,9 @@ __all__ = ["Difference", "Example", "Verification"]
 # Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
 # which its graph does.
 _FURTHER_RUNS, _MOST_RUNS = 4, 20
+_INPUT = "gradient of the input"
+
+_Run = Callable[[], contextlib.AbstractContextManager[Results]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +93,21 @@ class _Flight:
     before: Snapshot
 
 
-def _of(results: Results, names: Sequence[str]) -> Results:
-    return {name: results[name] for name in names}
-
-
 class Verification:
     """Compares one captured variant with its modules.
 
     Args:
         chain: with no micro-batch running.
         key: the variant.
+        backend: the bank's; what runs runs inside of its `recording()`.
         rng: restored afterwards.
         example: what runs.
     """
 
-    def __init__(self, chain: Chain, key: Any, rng: RngSources, example: Example) -> None:
+    def __init__(self, chain: Chain, key: Any, backend: Backend, rng: RngSources, example: Example) -> None:
         self._chain = chain
         self._key = key
+        self._backend = backend
         self._rng = rng
         self._example = example
         self._variant: CapturedVariant = chain.captured[chain.variants[key]]
@@ -122,6 +124,9 @@ class Verification:
 
         Returns:
             Why it could not run, or None.
+
+        Raises:
+            KeptMemoryError: where a module keeps memory of its call.
         """
         start = self._rng.snapshot()
         self._bytes_before = self._bytes_now()
@@ -148,7 +153,7 @@ class Verification:
 
     def _bytes_now(self) -> int:
         device = self._example.hidden.device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
     def _touched(self) -> list[Tensor]:
         """What runs write beside gradients: buffers, and metadata with the counters among it."""
@@ -215,114 +220,100 @@ class Verification:
             output for output, begin in zip(flight.outputs, flight.begins, strict=True) if begin is not None
         ]
         grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
-        results, before = self._replay_backward(flight, grads)
-        self._compare(flight, results, grads)
+        kept = KeptGradients(self._chain.specs[flight.index])
+        results, before = self._replay_backward(flight, grads, kept)
+        self._compare(flight, results, _Backward(grads=grads, kept=kept))
         return before
 
-    def _replay_backward(self, flight: _Flight, grads: Sequence[Tensor]) -> tuple[Results, Tensor]:
-        """What the graph makes, and the gradient of its input. Gradients are as they were afterwards."""
-        results = {name: output.clone() for name, output in self._named(flight.outputs).items()}
-        with _Gradients(self._chain.specs[flight.index]).put_back_afterwards() as held:
+    def _replay_backward(
+        self, flight: _Flight, grads: Sequence[Tensor], kept: KeptGradients
+    ) -> tuple[Results, Tensor]:
+        """Copies of what the graph makes, and the gradient of its input."""
+        results = _copies(self._named(flight.outputs))
+        with kept.put_back_afterwards():
             torch.autograd.backward([begin for begin in flight.begins if begin is not None], grads)
             assert flight.leaf.grad is not None
             before = flight.leaf.grad.clone()
-            results["gradient of the input"] = self._in_valid_rows(before)
-            return results | held.found(), before
+            return results | {_INPUT: self._in_valid_rows(before)} | _copies(kept.found()), before
 
     # -- the modules -----------------------------------------------------------------------------
 
-    def _compare(self, flight: _Flight, graph: Results, grads: Sequence[Tensor] | None) -> None:
-        eager = self._run_module(flight, grads)
-        differing = [name for name in graph if not have_same_bits(graph[name], eager[name])]
+    def _compare(self, flight: _Flight, graph: Results, backward: "_Backward | None") -> None:
+        slot = self._chain.core.slot_index
+        note = self._variant.notes[slot].get(flight.index)
+        with self._backend.lend(self._chain.first_pool + slot, note) as lent:
+            self._compare_runs(flight, graph, lambda: self._module_run(flight, backward, lent))
+
+    def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
+        with run() as eager:
+            for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
+                self._add(flight, name, float("inf"), 0.0)
+            both = [name for name in graph if name in eager]
+            differing = [name for name in both if not have_same_bits(graph[name], eager[name])]
+            ranges = {name: Range(eager[name]) for name in differing}
+        del eager  # what is lent suffices for one run
         if not differing:
             return
-        runs = [_of(eager, differing)]
-        runs += [_of(self._run_module(flight, grads), differing) for _ in range(_FURTHER_RUNS)]
-        unlike = [name for name in differing if not is_within(graph, runs, name)]
-        is_reproducible = not any(spread(runs, name) for name in differing)
-        while unlike and not is_reproducible and len(runs) < _MOST_RUNS:
-            runs.append(_of(self._run_module(flight, grads), unlike))
-            unlike = [name for name in unlike if not is_within(graph, runs, name)]
+
+        def run_again(names: Sequence[str]) -> list[str]:
+            with run() as eager:
+                for name in names:
+                    ranges[name].add(eager[name])
+            return [name for name in names if not ranges[name].holds(graph[name])]
+
+        unlike = differing
+        for _ in range(_FURTHER_RUNS):
+            unlike = run_again(differing)
+        runs, is_reproducible = 1 + _FURTHER_RUNS, not any(ranges[name].spread for name in differing)
+        while unlike and not is_reproducible and runs < _MOST_RUNS:
+            unlike, runs = run_again(unlike), runs + 1
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
         for name in unlike:
-            found = Difference(
-                index=flight.index,
-                tensor=name,
-                largest=largest(graph, runs, name),
-                spread=spread(runs, name),
-            )
-            self.differences.append(found)
+            self._add(flight, name, ranges[name].largest(graph[name]), ranges[name].spread)
 
-    def _run_module(self, flight: _Flight, grads: Sequence[Tensor] | None) -> Results:
-        """What the module makes of the graph's input, from the same random state."""
-        site = self._chain.specs[flight.index]
-        given = self._example.hidden if flight.index == 0 else flight.leaf
-        leaf = given.detach().requires_grad_(grads is not None)
-        self._rng.restore(flight.before)
-        if grads is None:
-            with torch.no_grad():
-                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-            return self._named(outputs)
-        swap = swap_of(site, training=True)
-        with _Gradients(site).put_back_afterwards() as held:
-            with swapped(swap), torch.enable_grad():
-                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-                self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
-                torch.autograd.backward([output for output in outputs if output.requires_grad], grads)
-            assert leaf.grad is not None
-            given_back = {"gradient of the input": self._in_valid_rows(leaf.grad)}
-            return self._named(outputs) | given_back | held.found(swap)
-
-
-class _Gradients:
-    """The gradients of a site's parameters: as they were, and what a backward pass has made of them.
-
-    Args:
-        site: whose parameters.
-    """
-
-    def __init__(self, site: SiteSpec) -> None:
-        self._params = {name: param for name, param in site.named_parameters() if param.requires_grad}
-        main_grads = {name: main_grad_of(param) for name, param in self._params.items()}
-        self._main = {name: grad for name, grad in main_grads.items() if grad is not None}
-        self._before = {name: grad.clone() for name, grad in self._main.items()}
-        self._flags = [
-            (param, param.grad_added_to_main_grad)
-            for param in self._params.values()
-            if hasattr(param, "grad_added_to_main_grad")
-        ]
-        self._grads = [(param, param.grad) for param in self._params.values()]
-        for param in self._params.values():
-            param.grad = None
-
-    def found(self, swap: _C.AccumulatorSwap | None = None) -> Results:
-        """Copies, by what they are in words.
-
-        Args:
-            swap: the accumulators of the backward pass; None for autograd's own.
-        """
-        results = {f"gradient of {name}": grad.clone() for name, grad in self._main.items()}
-        others = {name: param for name, param in self._params.items() if name not in self._main}
-        kept = [param.grad for param in others.values()] if swap is None else swap.take_kept_grads()
-        for name, grad in zip(others, kept, strict=True):
-            if grad is not None:
-                results[f"gradient of {name}"] = grad.clone()
-        return results
+    def _add(self, flight: _Flight, tensor: str, largest: float, spread: float) -> None:
+        found = Difference(index=flight.index, tensor=tensor, largest=largest, spread=spread)
+        self.differences.append(found)
 
     @contextlib.contextmanager
-    def put_back_afterwards(self) -> Iterator["_Gradients"]:
-        """Leaves everything as it was, whatever happens inside."""
-        try:
-            yield self
-        finally:
-            with torch.no_grad():
-                for name, main_grad in self._main.items():
-                    main_grad.copy_(self._before[name])
-            for param, grad in self._grads:
-                param.grad = grad
-            for param, flag in self._flags:
-                _set_flag(param, flag)
+    def _module_run(self, flight: _Flight, backward: "_Backward | None", lent: Lent) -> Iterator[Results]:
+        """What the module makes of the graph's input, from the same random state; until the context ends."""
+        site = self._chain.specs[flight.index]
+        given = self._example.hidden if flight.index == 0 else flight.leaf
+        leaf = given.detach().requires_grad_(backward is not None)
+        self._rng.restore(flight.before)
+        if backward is None:
+            with lent(), torch.no_grad():
+                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+            yield self._named(outputs)
+            return
+        swap = swap_of(site, training=True)
+        with backward.kept.put_back_afterwards():
+            with lent(), swapped(swap), torch.enable_grad():
+                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+                self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
+                torch.autograd.backward([it for it in outputs if it.requires_grad], backward.grads)
+            assert leaf.grad is not None
+            given_back = {_INPUT: self._in_valid_rows(leaf.grad)}
+            yield self._named(outputs) | given_back | backward.kept.found(swap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backward:
+    """What every backward pass of a site gets.
+
+    Args:
+        grads: of the outputs that have one.
+        kept: the gradients of its parameters as they were.
+    """
+
+    grads: Sequence[Tensor]
+    kept: KeptGradients
+
+
+def _copies(results: Results) -> Results:
+    return {name: result.clone() for name, result in results.items()}
 
 
 def _output(number: int) -> str:
@@ -336,7 +327,3 @@ def _whole(grad: Tensor | None, output: Tensor) -> Tensor:
     whole = torch.zeros_like(output)
     whole[: grad.shape[0]] = grad
     return whole
-
-
-def _set_flag(param: nn.Parameter, flag: Any) -> None:
-    param.grad_added_to_main_grad = flag  # type: ignore[attr-defined]

@@ -7,13 +7,14 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, rng_states, variant
 from torch import Tensor, nn
 
+from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
 from megagraph.bank.verify import Example, Verification
@@ -92,6 +93,24 @@ def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training:
     names = [found.tensor for found in verified.differences]
     assert names == (["output", "gradient of the input", "gradient of weight"] if training else ["output"])
     assert str(verified.differences[0]).startswith("output differs from eager by up to ")
+
+
+@pytest.mark.parametrize("graph_has_it", [True, False])
+def test_a_gradient_that_only_one_of_them_makes_is_a_difference(device: str, graph_has_it: bool) -> None:
+    class Partly(nn.Module):
+        """Uses its weight in a capture only, or outside of it only."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden * 2 + (self.weight if Baked.is_captured is graph_has_it else 0)
+
+    layers = [Partly(), nn.Tanh()]
+    bank, chain = captured(layers, device, training=True)
+    (found,) = bank.verify(chain, "it", example(device)).differences
+    assert (found.index, found.tensor, found.largest) == (0, "gradient of weight", float("inf"))
 
 
 def test_one_bit_is_a_difference(device: str) -> None:
@@ -305,3 +324,76 @@ def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch
     monkeypatch.setattr(Verification, "_run_backwards", spoil)
     found = bank.verify(chain, "it", example("cuda")).differences
     assert {difference.index for difference in found} == {*range(len(chain.sites))}
+
+
+class _Wide(nn.Module):
+    """A layer that saves three activations, and may keep one for somebody."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
+        self.keeps = keeps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(self.into(hidden)).exp()
+        if self.keeps and not Baked.is_captured:
+            _Wide.kept.append(inner.detach())
+        return hidden + torch.tanh(self.out(inner))
+
+
+_MANY_ROWS = 1 << 15  # 64 MiB for each activation of 512 columns
+
+
+def _wide_example() -> Example:
+    return Example(hidden=torch.randn(_MANY_ROWS, WIDTH, device="cuda"))
+
+
+def _captured_wide(layers: Sequence[nn.Module]) -> tuple[Bank, Chain]:
+    bank = Bank("cuda", guard=_captures)
+    chain = bank.add_chain([layer.to("cuda") for layer in layers])
+    bank.capture({chain: [dataclasses.replace(variant("it"), rows=_MANY_ROWS)]})
+    assert not bank.failures
+    return bank, chain
+
+
+@pytest.mark.gpu
+def test_modules_run_in_memory_that_the_graphs_have() -> None:
+    layers = [_Wide() for _ in range(4)]
+    bank, chain = _captured_wide(layers)
+    given, pool = _wide_example(), bank.pool_bytes()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        verified = bank.verify(chain, "it", given)
+        assert verified.differences == [] and verified.num_replays == 4
+    # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
+    assert torch.cuda.max_memory_reserved() - before <= 48 << 20
+    assert bank.pool_bytes() == pool and verified.most_bytes <= 48 << 20
+
+
+@pytest.mark.gpu
+def test_a_module_that_keeps_what_was_lent_is_an_error() -> None:
+    layers = [_Wide(), _Wide(keeps=True), _Wide()]
+    bank, chain = _captured_wide(layers)
+    _Wide.kept.clear()
+    with pytest.raises(KeptMemoryError, match=f"{64 << 20} bytes that were lent are still in use"):
+        bank.verify(chain, "it", _wide_example())
+    _Wide.kept.clear()
+
+
+@pytest.mark.gpu
+def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> None:
+    layers = [_Wide() for _ in range(3)]
+    bank, chain = _captured_wide(layers)
+    note = chain.captured[0].notes[0][2]
+    with bank.backend.recording(), bank.backend.lend(chain.first_pool, note) as lent, lent():
+        held = torch.empty(1 << 20, device="cuda")
+        with bank.backend.lend(chain.first_pool, note) as again, again():
+            elsewhere = torch.empty(1 << 20, device="cuda")
+        assert bank.verify(chain, "it", _wide_example()).differences == []
+        assert held.data_ptr() != elsewhere.data_ptr()
+        del held, elsewhere

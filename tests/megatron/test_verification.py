@@ -202,3 +202,36 @@ def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(
         assert failure.startswith("layer 1 (TransformerLayer) stays eager (VERIFY_FAILED): ")
     finally:
         change(1.0)
+
+
+KEPT: list[Tensor] = []
+
+
+@pytest.mark.gpu  # on the host, graphs have no pools
+def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(install: Install) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    install()
+    pair = Pair()
+    for trainer in pair.both:
+        mlp = trainer.chunk.decoder.layers[1].mlp
+        original = mlp.forward
+
+        def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> tuple[Tensor, Any]:
+            out, bias = original(*args, **kwargs)
+            if not cuda_graphs.is_graph_capturing():
+                KEPT[:] = [out.detach()]
+            return out, bias
+
+        mlp.forward = forward
+    try:
+        pair.step(ONE, TWO, times=4)
+    finally:
+        KEPT.clear()
+    report = pair.report()
+    assert report["replays"] == 0 and report["eager"] == {
+        "WARMING_UP": 2 * LAYERS,
+        "VERIFY_FAILED": 3 * 2 * LAYERS,
+    }
+    assert len(report["failures"]) == LAYERS
+    assert all("a module keeps memory of its call" in failure for failure in report["failures"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
 from megagraph.bank.verify import Example, Verification
@@ -76,6 +77,7 @@ class Verifier:
         self._verified = self._unverified = self._bytes = 0
         self._seconds = 0.0
         self._within_spread: set[str] = set()
+        self._kept_memory: str | None = None  # why no graph may run any more
 
     # -- examples --------------------------------------------------------------------------------
 
@@ -152,6 +154,8 @@ class Verifier:
             verification = self._verify(bank, chain, key)
             for difference in () if verification is None else verification.differences:
                 found.setdefault(difference.index, str(difference))
+            if self._kept_memory is not None:
+                found = dict.fromkeys(range(len(chain.specs)), self._kept_memory)
         anywhere = self._peers.exchange([int(index in found) for index in range(len(chain.specs))])
         return {
             index: (EagerReason.VERIFY_FAILED, found[index])
@@ -174,6 +178,9 @@ class Verifier:
         example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad, valid_rows=valid)
         try:
             verification = bank.verify(chain, key, example)
+        except KeptMemoryError as error:
+            self._kept_memory = f"a module keeps memory of its call, over which graphs would write: {error}"
+            return None
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             what = f"{type(error).__name__}: {error}"
             log.warning("graphs for %s could not be verified, and are used: %s", capacity, what)

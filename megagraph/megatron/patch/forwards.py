@@ -92,6 +92,8 @@ class ForwardWrappers:
             elif entries.are_settled and batch not in CAPTURED_LATER:
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None
+                if graphs.running is None and not is_step:
+                    return original(model, *args, **kwargs)
             reached = entries.block.reached
             outer, graphs.running = graphs.running, batch
             try:

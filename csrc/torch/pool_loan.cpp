@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/torch/pool_loan.h"
+
+#include <c10/cuda/CUDAStream.h>
+
+#include "csrc/torch/attempt.h"
+
+namespace megagraph {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+PoolNote take_note(c10::DeviceIndex device, MempoolId pool) {
+  return {allocator::getCheckpointState(device, pool)};
+}
+
+size_t taken_bytes(MempoolId pool) {
+  size_t bytes = 0;
+  for (const auto& segment : allocator::snapshot(pool, /*include_traces=*/false).segments) {
+    bytes += segment.active_size;
+  }
+  return bytes;
+}
+
+PoolLoan::PoolLoan(c10::DeviceIndex device, MempoolId pool, const PoolNote& note)
+    : device_(device), pool_(pool) {
+  if (taken_bytes(pool_) != 0) return;
+  const PoolNote nothing = take_note(device_, pool_);
+  is_open_ = attempt([&] { claims_ = allocator::setCheckpointPoolState(device_, note.state); });
+  if (!is_open_) {
+    attempt([&] { allocator::setCheckpointPoolState(device_, nothing.state); });  // frees all
+  }
+}
+
+PoolLoan::~PoolLoan() { close(); }
+
+void PoolLoan::begin() {
+  TORCH_CHECK(is_open_ && !is_routing_, "nothing is lent, or it is in use");
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
+  allocator::beginAllocateToPool(device_, pool_, [stream](cudaStream_t of) { return of == stream; });
+  is_routing_ = true;
+}
+
+void PoolLoan::end() noexcept {
+  if (!is_routing_) return;
+  is_routing_ = false;
+  attempt([&] { allocator::endAllocateToPool(device_, pool_); });
+  attempt([&] { allocator::releasePool(device_, pool_); });
+}
+
+void PoolLoan::close() noexcept {
+  end();
+  is_open_ = false;
+  claims_ = {};
+}
+
+}  // namespace megagraph
