@@ -83,6 +83,9 @@ class Bank:
         )
         self._annotate = annotate
         self.core = _C.GraphBank(self.backend.device)
+        # Counts calls, `(reason, calls)`, that run eager without asking a site. No function of ours is around
+        # it, which micro-batches that no graph can take would pay for.
+        self.count_eager: Callable[[EagerReason, int], None] = self.core.count_eager
         self.chains: list[Chain] = []
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
@@ -312,10 +315,6 @@ class Bank:
     def resume(self) -> None:
         """Allows replays again."""
         self.core.become(_C.BankState.SEALED)
-
-    def count_eager(self, reason: EagerReason, calls: int) -> None:
-        """Counts calls that run eager without asking a site."""
-        self.core.count_eager(reason, calls)
 
     def take_failures(self) -> list[str]:
         """What could not be captured since this was last asked, in words."""

@@ -10,7 +10,7 @@ Results = dict[str, Tensor]  # of one run, by what they are in words
 
 # Of as many runs that all differ, any one is in the pair that lies furthest apart with a chance of 1 in 3.
 _SPREADS = 2
-_CHUNK = 2**22  # entries that are compared at once, since doubles of all of them would take much memory
+_CHUNK = 2**20  # entries that are compared at once, since doubles of all of them would take much memory
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -206,8 +206,8 @@ class Verification:
 
     def _run_backwards(self) -> None:
         grad = self._example.grad
-        for flight in reversed(self._flights):
-            grad = self._compare_backward(flight, grad)
+        while self._flights:
+            grad = self._compare_backward(self._flights.pop(), grad)
 
     def _compare_backward(self, flight: _Flight, of_first: Tensor | None) -> Tensor:
         """Returns the gradient of the site's input.
@@ -232,8 +232,8 @@ class Verification:
         results = _copies(self._named(flight.outputs))
         with kept.put_back_afterwards():
             torch.autograd.backward([begin for begin in flight.begins if begin is not None], grads)
-            assert flight.leaf.grad is not None
-            before = flight.leaf.grad.clone()
+            before = flight.leaf.grad
+            assert before is not None
             return results | {_INPUT: self._in_valid_rows(before)} | _copies(kept.found()), before
 
     # -- the modules -----------------------------------------------------------------------------

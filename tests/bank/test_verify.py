@@ -372,7 +372,7 @@ def test_modules_run_in_memory_that_the_graphs_have() -> None:
         assert verified.differences == [] and verified.num_replays == 4
     # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
     assert torch.cuda.max_memory_reserved() - before <= 48 << 20
-    assert bank.pool_bytes() == pool and verified.most_bytes <= 48 << 20
+    assert bank.pool_bytes() - pool <= 4 << 20 and verified.most_bytes <= 48 << 20
 
 
 @pytest.mark.gpu
@@ -390,8 +390,9 @@ def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> Non
     layers = [_Wide() for _ in range(3)]
     bank, chain = _captured_wide(layers)
     note = chain.captured[0].notes[0][2]
-    with bank.backend.recording(), bank.backend.lend(chain.first_pool, note) as lent, lent():
-        held = torch.empty(1 << 20, device="cuda")
+    with bank.backend.recording(), bank.backend.lend(chain.first_pool, note) as lent:
+        with lent():
+            held = torch.empty(1 << 20, device="cuda")
         with bank.backend.lend(chain.first_pool, note) as again, again():
             elsewhere = torch.empty(1 << 20, device="cuda")
         assert bank.verify(chain, "it", _wide_example()).differences == []

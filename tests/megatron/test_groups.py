@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph holds collectives only of groups whose ranks run the same pack; they agree on what they learn."""
 
+import logging
+
 import group_jobs
 import pytest
 from worlds import World
 
+from megagraph.config import GraphConfig
+from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.parallel.groups import ranks_of_pack
 
 pytestmark = pytest.mark.megatron
@@ -92,6 +96,15 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes(world2: 
     for report in world2.run(group_jobs.hold_same_packs, tensor_parallel=2, transformer=TENSOR_PARALLEL):
         assert report["gone"] == (0, 0)  # not with a group that nobody holds
         assert report["failures"] == [] and report["replays"] >= 3 * STEP_CALLS
+
+
+def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    capacities = Capacities(GraphConfig())
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        for is_warm in (False, *([True] * 50)):
+            assert not capacities.learn(is_warm, lambda said: [1, *said[1:]])
+    (sentence,) = caplog.messages
+    assert "20 steps after its warm-up" in sentence and "cuda_graph_max_packed_seqs" in sentence
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])

@@ -13,6 +13,8 @@ from megagraph.packs.packing import pack_shape
 
 __all__ = ["Capacities"]
 
+_PATIENCE = 20  # steps that this rank waits for another one until it says so
+
 
 class Capacities:
     """What packs the graphs of one model can hold.
@@ -28,6 +30,7 @@ class Capacities:
         self.known = config.all_capacities()
         self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
         self._observed: set[PackShape] = set()
+        self._waited = 0  # steps
 
     def observe(self, params: Any, tokens: int) -> None:
         """Remembers the shape of a pack of the warm-up, of `tokens` physical tokens."""
@@ -50,6 +53,14 @@ class Capacities:
         """
         somebody_waits, *needs = exchange([int(not is_warm), *needs_of(self._observed, self._extra_seqs)])
         if somebody_waits:
+            self._waited += is_warm
+            if is_warm and self._waited == _PATIENCE:
+                log.warning(
+                    "still waits to learn capacities, %d steps after its warm-up: another rank that runs the "
+                    "same packs could not read enough of its own; set cuda_graph_max_packed_seqs and "
+                    "max_seqlen_per_dp_cp_rank, or see that rank's report",
+                    _PATIENCE,
+                )
             return False
         self.known = capacities_for(Needs(*needs), self._extra_seqs)
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)

@@ -154,7 +154,7 @@ class Verifier:
             verification = self._verify(bank, chain, key)
             for difference in () if verification is None else verification.differences:
                 found.setdefault(difference.index, str(difference))
-            if self._kept_memory is not None:
+            if self._kept_memory is not None and key in chain.variants:
                 found = dict.fromkeys(range(len(chain.specs)), self._kept_memory)
         anywhere = self._peers.exchange([int(index in found) for index in range(len(chain.specs))])
         return {
