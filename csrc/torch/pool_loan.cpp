@@ -36,7 +36,8 @@ PoolLoan::~PoolLoan() { close(); }
 void PoolLoan::begin() {
   TORCH_CHECK(is_open_ && !is_routing_, "nothing is lent, or it is in use");
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_).stream();
-  allocator::beginAllocateToPool(device_, pool_, [stream](cudaStream_t of) { return of == stream; });
+  allocator::beginAllocateToPool(device_, pool_,
+                                 [stream](cudaStream_t of) { return of == stream; });
   is_routing_ = true;
 }
 
