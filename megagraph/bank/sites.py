@@ -104,6 +104,7 @@ class SiteSpec(_OfModule):
             rows, or to any tensors where an `EagerPart` takes them; by default the module's own call.
         parts: names of the module's children that own the parameters and buffers that the call uses, where
             it is not all of the module. A hook of the module itself is bypassed then.
+        bypassed: names of children between the module and its parts, whose own calls are bypassed as well.
         transient: outputs, by index, that the `EagerPart` behind this site alone reads: their memory is used
             again by what comes after. Whoever keeps one keeps the next site eager.
         state: further tensors that the call changes in place, of the module: metrics, say.
@@ -116,12 +117,14 @@ class SiteSpec(_OfModule):
         module: nn.Module,
         forward: Callable[..., Outputs] = _call,
         parts: Sequence[str] = (),
+        bypassed: Sequence[str] = (),
         transient: Collection[int] = (),
         state: Callable[[Any], Sequence[Tensor]] = lambda module: (),
     ) -> None:
         super().__init__(name, module)
         self._forward = forward
         self._parts = tuple(parts)
+        self._bypassed = tuple(bypassed)
         self.transient = frozenset(transient)
         self._state = state
 
@@ -136,6 +139,8 @@ class SiteSpec(_OfModule):
             yield from module.named_modules()
             return
         yield "", module
+        for name in self._bypassed:
+            yield name, module.get_submodule(name)
         for part in self._parts:
             yield from module.get_submodule(part).named_modules(prefix=part)
 
@@ -159,10 +164,14 @@ class SiteSpec(_OfModule):
         """The same without names."""
         return [param for _name, param in self.named_parameters()]
 
+    def further_state(self) -> Sequence[Tensor]:
+        """The further tensors that the call changes."""
+        return self._state(self.module)
+
     def buffers(self) -> list[Tensor]:
         """The buffers that the call uses, and further tensors that it changes, each once."""
         found = [buffer for _prefix, root in self._roots() for buffer in root.buffers()]
-        return [*{id(tensor): tensor for tensor in (*found, *self._state(self.module))}.values()]
+        return [*{id(tensor): tensor for tensor in (*found, *self.further_state())}.values()]
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get a gradient, each once."""

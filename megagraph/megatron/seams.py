@@ -7,11 +7,11 @@ then, not in the middle of a run.
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megagraph.log import log
 
@@ -35,6 +35,7 @@ __all__ = [
     "Seam",
     "check_core",
     "is_replaced",
+    "moe_metrics",
     "replaced_rope",
 ]
 
@@ -230,6 +231,17 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     while getattr(function, "__globals__", {}).get("__name__", "").startswith("megagraph."):
         function = function.__wrapped__
     return getattr(function, "__module__", None) != seam.module
+
+
+def moe_metrics() -> Mapping[str, Tensor]:
+    """Megatron's metrics of experts as they are now, by name, each [layers]."""
+    try:
+        logging = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+    except ImportError:  # up to 0.16
+        utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        tracker = utils.get_moe_layer_wise_logging_tracker()
+        return {name: entry["values"] for name, entry in tracker.items()}
+    return {name: entry.values for name, entry in logging.get_moe_metrics_tracker().metrics.items()}
 
 
 def check_core() -> str:

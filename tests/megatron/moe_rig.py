@@ -15,6 +15,7 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
 EXPERTS = 4
@@ -85,6 +86,7 @@ def experts_on_cpu() -> Iterator[None]:
         if not torch.cuda.is_available():
             stream = _HostStream()
             stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream))
+            stack.enter_context(mock.patch.object(torch.cuda, "Stream", _HostStream))
             stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()))
         yield
 
@@ -144,20 +146,23 @@ class ExpertTrainer(Trainer):
 
 
 def metrics() -> dict[str, Tensor]:
-    """What Megatron's tracker holds, by name; empties it."""
+    """What Megatron's tracker holds, by name; empties it as Megatron's log does."""
+    found = {name: values.clone() for name, values in seams.moe_metrics().items()}
+    for values in seams.moe_metrics().values():
+        values.zero_()
+    return found
+
+
+def forget_metrics() -> None:
+    """Before a run: nothing has been recorded yet."""
     try:
         from megatron.core.transformer.moe import moe_logging
     except ImportError:  # 0.16
         from megatron.core.transformer.moe import moe_utils
 
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-        found = {name: entry["values"].clone() for name, entry in tracker.items()}
-        tracker.clear()
-        return found
-    entries = moe_logging.get_moe_metrics_tracker().metrics
-    found = {name: entry.values.clone() for name, entry in entries.items()}
-    moe_logging.destroy_moe_metrics_tracker()
-    return found
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()
 
 
 def expert_step(trainer: ExpertTrainer, micros: Sequence[Micro], **options: Any) -> ExpertStep:
@@ -205,8 +210,8 @@ def run(
     if config is not None:
         megagraph.install(config)
     try:
+        forget_metrics()
         trainer = ExpertTrainer(kinds, **changes)
-        metrics()
         found.steps = [expert_step(trainer, micros) for micros in steps]
         if config is not None:
             found.report = report_of(trainer)

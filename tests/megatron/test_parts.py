@@ -14,6 +14,7 @@ from worlds import World
 import megagraph
 from megagraph.config import MODULES, GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.scopes.plan import HALVES
 
 pytestmark = pytest.mark.megatron
@@ -201,4 +202,4 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 
 
 def test_every_option_has_a_half() -> None:
-    assert tuple(half.name for half in HALVES if half.why_eager is None) == MODULES
+    assert tuple(half.name for half in (*HALVES, ROUTER) if half.why_eager is None) == MODULES

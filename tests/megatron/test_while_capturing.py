@@ -156,7 +156,7 @@ def test_every_module_keeps_its_own_mode_and_gets_its_flag_of_the_first_micro_ba
     module[1][1].train()
     module[0].is_first_microbatch, module[1][1].is_first_microbatch = True, False
     modes = [child.training for child in module.modules()]
-    with pytest.raises(ArithmeticError), while_capturing.first_micro_batch_kept(module):
+    with pytest.raises(ArithmeticError), while_capturing.step_kept(module):
         assert [child.training for child in module.modules()] == modes
         module[0].is_first_microbatch, module[1][1].is_first_microbatch = False, True
         raise ArithmeticError("an injected failure")

@@ -50,7 +50,7 @@ class BlockBank:
 
     Attributes:
         chain: of the present bank.
-        layers: of the block.
+        layers, scopes: of the block; what of each layer is graphed, none for whole ones.
         watch: what its graphs rely on.
         device: where the model is.
         failures: what stays eager, in words.
@@ -68,8 +68,8 @@ class BlockBank:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor = peers, peers.tensor
         self._config, self._progress = config, progress
-        scopes = scopes_of(model.config, config.cuda_graph_modules)
-        self.layers = BlockLayers(self._model, scopes, peers.groups)
+        self.scopes = scopes_of(model.config, config.cuda_graph_modules)
+        self.layers = BlockLayers(self._model, self.scopes, peers.groups)
         self.num_sites = len(self.layers.specs)
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
@@ -279,7 +279,7 @@ class BlockBank:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             decoder = self._live().decoder  # looked up each time: variants must not keep it alive
-            with while_capturing.first_micro_batch_kept(decoder), self._latent_tables.answering(decoder, key):
+            with while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key):
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:

@@ -84,7 +84,7 @@ class ModelGraphs:
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self._failures: list[str] = []
-        self._refuse(refusal_of(model, ddp))
+        self._refuse(refusal_of(model, ddp, self.block.scopes))
         if self.refusal is None:
             for capacity in self._capacities.known:
                 self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
@@ -235,7 +235,7 @@ class ModelGraphs:
         self.block.adopt_ddp(ddp)
         self._kinds.forget_graphs()
         if self.refusal is None:
-            self._refuse(refusal_of(model, ddp))
+            self._refuse(refusal_of(model, ddp, self.block.scopes))
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""

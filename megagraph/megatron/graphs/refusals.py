@@ -10,7 +10,7 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.experts import why_not_experts
+from megagraph.megatron.graphs.experts import broken_rule, why_not_experts
 from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
@@ -98,8 +98,14 @@ def scopes_of(model_config: Any, ours: Collection[str]) -> Collection[str]:
     return ours
 
 
-def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
-    """The first thing in a model that graphs do not support yet, or None."""
+def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] = ()) -> Refusal | None:
+    """The first thing in a model that graphs do not support yet, or None.
+
+    Args:
+        model: the GPTModel or HybridModel.
+        ddp: Megatron's DDP around it, or None.
+        scopes: what of each layer is graphed; none for whole layers.
+    """
     config: Any = model.config
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
@@ -124,6 +130,9 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None) -> Refusal | None:
     experts = why_not_experts(config, block)
     if experts is not None:
         return _not_supported(experts)
+    broken = broken_rule(config, scopes)
+    if broken is not None:
+        return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=broken)
     if getattr(config, "recompute_granularity", None) == "full":
         return Refusal(
             reason=EagerReason.RECOMPUTING,

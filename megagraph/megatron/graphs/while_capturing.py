@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["block_context", "capturing", "first_micro_batch_kept", "held_workspaces", "rng_tracker_source"]
+from megagraph.megatron.scopes.metrics import new_metrics_are_empty
+
+__all__ = ["block_context", "capturing", "held_workspaces", "rng_tracker_source", "step_kept"]
 
 
 def rng_tracker_source() -> Callable[[], Any]:
@@ -67,12 +69,17 @@ def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
-def first_micro_batch_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back the flag by which Transformer Engine's modules know the first micro-batch of a step."""
+def step_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back what a step knows of itself and no layer does.
+
+    The flag by which Transformer Engine's modules know its first micro-batch, and metrics of experts that
+    nothing has been recorded in.
+    """
     first = "is_first_microbatch"
     flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
     try:
-        yield
+        with new_metrics_are_empty():
+            yield
     finally:
         for child, flag in flags:
             setattr(child, first, flag)

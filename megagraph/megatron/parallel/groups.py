@@ -29,6 +29,8 @@ __all__ = ["HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
 Ranks = frozenset[int]
 _COLLECTIONS = ("pg_collection", "_pg_collection")
 _USED_OF_COLLECTIONS = ("tp", "cp")
+# Of a router of experts, which has one loss that is reduced over data-parallel ranks.
+_OF_GLOBAL_LOSS = "tp_dp_cp_group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,18 @@ def ranks_of(group: object) -> Ranks:
         return frozenset()
 
 
+def _has_global_loss(owner: Any) -> bool:
+    """Whether a router of experts uses that group; any other owner is taken to use it."""
+    coefficient = getattr(owner, "get_aux_loss_coeff", None)
+    return coefficient is None or coefficient("global_aux_loss") > 0
+
+
 def _attributes(owner: object) -> Iterator[tuple[str, object]]:
     """What may be a group, of a module or parameter: by name, as seen from it."""
     for name, value in vars(owner).items():
         if isinstance(value, distributed.ProcessGroup):
-            yield name, value
+            if name != _OF_GLOBAL_LOSS or _has_global_loss(owner):
+                yield name, value
         elif name in _COLLECTIONS:
             for used in _USED_OF_COLLECTIONS:
                 yield f"{name}.{used}", getattr(value, used, None)

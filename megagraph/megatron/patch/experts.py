@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin
+from megagraph.megatron.scopes.moe import mark_unrouted, may_have_unrouted
 
 __all__ = ["ExpertWrappers"]
-
-_MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
 
 class ExpertWrappers:
@@ -56,7 +55,7 @@ class ExpertWrappers:
                 probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
             finally:
                 self._padding.reset(token)
-            setattr(routing_map, _MARK, True)
+            mark_unrouted(routing_map)
             return probs, routing_map
 
         return routing
@@ -89,7 +88,7 @@ class ExpertWrappers:
         def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
             counts = original(dispatcher, routing_map)
             is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
-            if hasattr(routing_map, _MARK) and is_constant and not dispatcher.drop_and_pad:
+            if may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
                 # As Megatron does where tokens are dropped.
                 dispatcher.num_out_tokens = routing_map.sum()
                 dispatcher._maybe_update_cuda_sync_point("before_permutation_1")

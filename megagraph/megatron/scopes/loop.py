@@ -135,4 +135,5 @@ class LayerLoop:
         mask = batch.canonical_mask()
         if mask is not None:
             canonical["padding_mask"] = mask
-        return step.run_eager(hidden_states, {**arguments, **canonical})
+        out: Tensor = step.run_eager(hidden_states, {**arguments, **canonical})
+        return out

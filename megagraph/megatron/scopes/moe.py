@@ -4,16 +4,36 @@
 | enters | runs | leaves |
 |---|---|---|
 | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
+
+With scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
+
+| enters | runs | leaves |
+|---|---|---|
+| what leaves the router | dispatch, experts, combine, shared experts added, residual | hidden states |
 """
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.mlp import run_mlp
 
-__all__ = ["EXPERTS", "experts_of"]
+__all__ = ["EXPERTS", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted"]
+
+_MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
+
+
+def mark_unrouted(routing_map: Tensor) -> None:
+    """Remembers of a map, bool [rows, experts], that it may route rows to no expert."""
+    setattr(routing_map, _MARK, True)
+
+
+def may_have_unrouted(routing_map: Tensor) -> bool:
+    """Whether that is remembered."""
+    return hasattr(routing_map, _MARK)
 
 
 def experts_of(layer: nn.Module) -> Any:
@@ -30,5 +50,45 @@ EXPERTS = Half(
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
     run=run_mlp,
     accepts=lambda layer: experts_of(layer) is not None,
-    why_eager="its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention",
+    why_eager=(
+        "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
+        "['attn', 'moe_router'] to graph its router too"
+    ),
+)
+
+
+@contextlib.contextmanager
+def _letting_go(dispatcher: Any) -> Iterator[None]:
+    """Around a dispatch and its combine: keeps the dispatcher from keeping tensors until its next call.
+
+    Those that leave a graph would keep their slot from the next micro-batch.
+    """
+    before = dict(vars(dispatcher))
+    try:
+        yield
+    finally:
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, Tensor) and value is not before.get(name):
+                vars(dispatcher)[name] = None
+
+
+def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    normed, probs, routing_map, *shared, residual = before
+    mixture = layer.mlp
+    mark_unrouted(routing_map)
+    with _letting_go(mixture.token_dispatcher):
+        hidden, probs = mixture.preprocess(normed, probs, routing_map)
+        hidden, probs = mixture.dispatch(hidden, probs)
+        hidden, bias = mixture.routed_experts_compute(hidden, probs)
+        hidden = mixture.postprocess(mixture.combine(hidden), shared[0] if shared else None)
+    out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
+    return out
+
+
+ROUTED = Half(
+    name="routed experts",
+    core="mlp",
+    children=("mlp", "mlp_bda"),
+    run=_run_routed,
+    accepts=EXPERTS.accepts,
 )

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
 from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS
+from megagraph.megatron.scopes.moe import EXPERTS, ROUTED
+from megagraph.megatron.scopes.moe_router import ROUTER
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
 HALVES: Sequence[Half] = (ATTENTION, MLP, EXPERTS)
+# What experts are where their router is graphed.
+_OF_EXPERTS: Sequence[Half] = (ROUTER, ROUTED)
 
-Run = Callable[[Any, Tensor, Mapping[str, Any]], Tensor]
+# From what the step before has handed on to what this one does.
+Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -49,11 +54,13 @@ class LayerStep:
         """Whether it may have graphs."""
         return isinstance(self.step, SiteSpec)
 
-    def run_eager(self, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Runs it on hidden states of a canonical pack, in a block."""
-        out = self.run(self.step.module, hidden_states, arguments)
+    def run_eager(self, before: Any, arguments: Mapping[str, Any]) -> Any:
+        """Runs it in a block, on what the step before has handed on for a canonical pack."""
+        out = self.run(self.step.module, before, arguments)
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
-        return out if torch.is_grad_enabled() else out.detach()
+        if torch.is_grad_enabled():
+            return out
+        return out.detach() if isinstance(out, Tensor) else [each.detach() for each in out]
 
 
 class BlockPlan:
@@ -138,6 +145,8 @@ class BlockPlan:
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         halves = [half for half in HALVES if half.is_in(layer)]
+        if ROUTER.name in scopes and EXPERTS in halves:
+            halves = [*halves[: halves.index(EXPERTS)], *_OF_EXPERTS]
         graphed = [half for half in halves if not scopes or half.name in scopes]
         stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
         if stays_eager is not None:
@@ -149,8 +158,8 @@ class BlockPlan:
         elif (why := _why_whole(layer)) is not None:
             self._keep_whole(index, layer, why)
         else:
-            for half in halves:
-                self._add_half(index, layer, half, is_site=half in graphed)
+            for is_site, neighbours in itertools.groupby(halves, key=lambda half: half in graphed):
+                self._add_halves(index, layer, [*neighbours], is_site=is_site)
 
     def _keep_whole(self, index: int, layer: nn.Module, why: str) -> None:
         """Adds a layer as a site that never has graphs."""
@@ -163,25 +172,49 @@ class BlockPlan:
         step = made(name=name, module=layer, forward=self._alone(run_layer))
         self.steps.append(LayerStep(step=step, layer=index, run=run_layer, is_whole=True))
 
-    def _add_half(self, index: int, layer: nn.Module, half: Half, *, is_site: bool) -> None:
-        name, forward = f"{half.name} of layer {index} ({type(layer).__name__})", self._alone(half.run)
+    def _add_halves(self, index: int, layer: nn.Module, halves: Sequence[Half], *, is_site: bool) -> None:
+        """Adds neighbours as one step. Only the last of them may hand out several tensors."""
+        names = " and ".join(half.name for half in halves)
+        name, run, last = f"{names} of layer {index} ({type(layer).__name__})", _in_turn(halves), halves[-1]
         step = (
-            SiteSpec(name=name, module=layer, forward=forward, parts=half.children_of(layer))
+            SiteSpec(
+                name=name,
+                module=layer,
+                forward=self._alone(run),
+                parts=[child for half in halves for child in half.children_of(layer)],
+                bypassed=[child for half in halves for child in half.bypassed],
+                transient=last.transient(layer),
+                state=last.state,
+            )
             if is_site
-            else EagerPart(name=name, module=layer, forward=forward)
+            else EagerPart(name=name, module=layer, forward=self._alone(run))
         )
-        self.steps.append(LayerStep(step=step, layer=index, run=half.run, is_whole=False))
+        self.steps.append(LayerStep(step=step, layer=index, run=run, is_whole=False))
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""
         context = self._context
 
         @functools.wraps(run)
-        def forward(layer: nn.Module, hidden_states: Tensor, **arguments: Any) -> Outputs:
+        def forward(layer: nn.Module, before: Any, **arguments: Any) -> Any:
             with context():
-                return run(layer, hidden_states, arguments)
+                return run(layer, before, arguments)
 
         return forward
+
+
+def _in_turn(halves: Sequence[Half]) -> Run:
+    """Runs some halves, each on what the one before hands on."""
+    if len(halves) == 1:
+        return halves[0].run
+
+    def run(layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
+        for half in halves:
+            before = half.run(layer, before, arguments)
+        out: Outputs = before
+        return out
+
+    return run
 
 
 def _why_whole(layer: nn.Module) -> str | None:

@@ -30,6 +30,7 @@ class AddressWatch:
         # Hashes of what graphs read: of the addresses, and of what requires a gradient.
         self._read: tuple[int, int] | None = None
         self._grads: int | None = None
+        self._state: set[int] = set()
         # What the last look found: why graphs must not be replayed, and whether main gradients that they
         # read have no memory now.
         self.change: EagerReason | None = None
@@ -40,7 +41,8 @@ class AddressWatch:
         return [param for spec in self._specs for param in spec.parameters()]
 
     def _read_by_graphs(self) -> list[Tensor]:
-        buffers = [buffer for spec in self._specs for buffer in spec.buffers()]
+        state = {id(tensor) for spec in self._specs for tensor in spec.further_state()}
+        buffers = [buffer for spec in self._specs for buffer in spec.buffers() if id(buffer) not in state]
         return [*self._parameters(), *buffers]
 
     def _main_grads(self) -> list[Tensor]:
@@ -54,8 +56,16 @@ class AddressWatch:
             grad: graphs read main gradients too.
         """
         self._read = _C.fingerprint(self._read_by_graphs())
+        self._state = self._state_of_now()
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
+
+    def _state_of_now(self) -> set[int]:
+        return {tensor.data_ptr() for spec in self._specs for tensor in spec.further_state()}
+
+    def has_other_state(self) -> bool:
+        """Whether a tensor that graphs write, and no module owns, is another one; further ones may come."""
+        return bool(self._state) and not self._state <= self._state_of_now()
 
     def forget_gradients(self) -> None:
         """No graph reads main gradients any more."""
@@ -82,7 +92,7 @@ class AddressWatch:
         differ = grads is not None and grads != _C.fingerprint(self._main_grads())[0]
         self.are_gradients_away = differ and not self.has_memory(grad=True)
         self.is_of_gradients_alone = False
-        if addresses != self._read[0]:
+        if addresses != self._read[0] or self.has_other_state():
             self.change = EagerReason.ADDRESS_MOVED
         elif flags != self._read[1]:
             self.change = EagerReason.PARAMETERS_CHANGED

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scope: what comes before the dispatch of a mixture of experts, which stays eager with the experts.
+
+| enters | runs | leaves |
+|---|---|---|
+| hidden states after attention; padding mask | norm, router, losses, counts, shared experts | see below |
+
+What leaves is, in this order: normed hidden states, probabilities [rows, experts], the routing map of their
+shape, the output of the shared experts if there are any, hidden states as they entered.
+
+Shared experts that overlap with the dispatch run there, and nothing of them leaves here. Where attention is
+graphed too, both are one site. Losses are added to Megatron's metrics, which no module owns.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megagraph.bank.sites import Outputs
+from megagraph.megatron.scopes.halves import Half
+from megagraph.megatron.scopes.metrics import read_by_routers
+from megagraph.megatron.scopes.moe import experts_of
+
+__all__ = ["ROUTER"]
+
+_SHARED = 3  # their place among what leaves
+
+
+def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Outputs:
+    mixture, mask = layer.mlp, arguments.get("padding_mask")
+    normed, residual = layer._forward_pre_mlp_layernorm(hidden_states), hidden_states
+    if isinstance(normed, tuple):  # a norm that adds, too
+        normed, residual = normed
+    if residual.is_leaf:  # the site's own input, which lies where the next micro-batch's will
+        residual = residual.clone()
+    shared = mixture.shared_experts_compute(normed)
+    probs, routing_map = mixture.route(normed, None if mask is None else mask.transpose(0, 1))
+    leaving = (normed, probs, routing_map, shared, residual)
+    return [tensor for tensor in leaving if tensor is not None]
+
+
+def _has_shared(layer: Any) -> bool:
+    mixture = layer.mlp
+    return bool(mixture.use_shared_expert and not mixture.shared_expert_overlap)
+
+
+def _transient(layer: Any) -> Sequence[int]:
+    return (_SHARED,) if _has_shared(layer) else ()
+
+
+ROUTER = Half(
+    name="moe_router",
+    core="mlp",
+    children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
+    run=_run,
+    bypassed=("mlp",),
+    transient=_transient,
+    state=read_by_routers,
+    accepts=lambda layer: experts_of(layer) is not None,
+)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of ranks that train models with experts, each on packs of its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import moe_rig
+import parallel_jobs
+from megatron_rig import graph_config
+from torch import distributed
+
+
+def train_pair(*, scopes: Sequence[str], num_steps: int = 8, **changes: Any) -> dict[str, Any]:
+    """Trains in mode `eager` and with graphs and compares every step's bits; returns the graphs' report."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    steps = parallel_jobs.steps_of(num_steps, seed=distributed.get_rank())
+    runs = []
+    with moe_rig.experts_on_cpu():
+        for mode in ("eager", "graph"):
+            model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+            config = graph_config(mode=mode, cuda_graph_modules=scopes)
+            runs.append(moe_rig.run(config, "E-", steps, **changes))
+    for index, (one, other) in enumerate(zip(runs[0].steps, runs[1].steps, strict=True)):
+        moe_rig.assert_same_step(one, other, f"step {index}:")
+    report: dict[str, Any] = runs[1].report
+    return report

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of experts in graphs, with attention or without; dispatch, experts and combine eager."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import moe_jobs
+import moe_rig
+import pytest
+import torch
+from megatron_rig import Micro, evaluate, graph_config, step
+from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from test_moe import PACK, PLACES, TAILS, assert_same_run, lose, steps_of
+from worlds import World
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.megatron import seams
+from megagraph.megatron.graphs.experts import RULES
+from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.scopes.moe_router import ROUTER
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+Config = dict[str, Any]
+BOTH = ("attn", "moe_router")
+BIAS = moe_rig.CASES["sigmoid, bias, groups"]
+# All but what recomputes the router with its experts.
+CASES = {name: case for name, case in moe_rig.CASES.items() if name != "recomputed"}
+CASES["shared experts, overlapped"] = {
+    **CASES["shared experts"],
+    "moe_shared_expert_overlap": True,
+}
+CASES["several losses"] = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
+    "moe_router_dtype": "fp32",
+}
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = BOTH, **changes: Any) -> Config:
+    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
+    eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
+    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
+    assert_same_run(eager, graphed)
+    return graphed.report
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits(case: str) -> None:
+    report = compare("EE", steps_of(20), **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+    assert report["layers"] == 2 and report["graphs"] == 2 * 2
+
+
+# What is named, sites of two layers of experts and two dense ones, and graphs of forwards.
+MIXED: dict[str, tuple[Any, int, int]] = {
+    "attention and routers": (BOTH, 4, 4),
+    "dense layers whole": ((*BOTH, "mlp"), 4, 4),
+    "routers alone": ("moe_router", 2, 2),
+    "routers and dense MLPs": (("mlp", "moe_router"), 4, 4),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_dense_layers_among_layers_of_experts(case: str) -> None:
+    scopes, sites, graphed = MIXED[case]
+    changes = CASES["gated shared experts, allgather"]
+    report = compare("E-E-", steps_of(6), scopes, **changes)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["layers"] == sites and report["graphs"] == 2 * graphed
+
+
+@pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
+def test_masks_of_the_users_too(case: str) -> None:
+    report = compare("EE", steps_of(6, masks=True), **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
+def test_shared_experts_that_recompute(scopes: Sequence[str]) -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "core_attn"]}
+    report = compare("EE", steps_of(5), scopes, **CASES["shared experts"], **recompute)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
+def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
+    trainer = ExpertTrainer(**CASES[case])
+    layer, rows = trainer.chunk.decoder.layers[0], 24
+    hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
+    mask = torch.arange(rows, device=trainer.device)[None] >= 20
+    for given in (hidden, hidden.clone().requires_grad_() * 1):
+        normed, probs, routing_map, *shared, residual = ROUTER.run(layer, given, {"padding_mask": mask})
+        assert normed.shape == residual.shape == hidden.shape and torch.equal(residual, hidden)
+        assert torch.equal(normed, layer.pre_mlp_layernorm(hidden))
+        assert probs.shape == routing_map.shape == (rows, moe_rig.EXPERTS) and probs.requires_grad
+        assert routing_map.dtype is torch.bool and not routing_map.requires_grad
+        if case == "shared experts":
+            assert torch.equal(shared[0], layer.mlp.shared_experts(normed))
+        else:
+            assert shared == []
+        # What entered a site lies where the next micro-batch's will.
+        assert (residual is given) == (not given.is_leaf)
+
+
+def test_evaluation_between_steps_records_and_counts_nothing(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    found: list[list[Any]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([])
+        for micros in steps_of(4):
+            found[-1].append(expert_step(trainer, micros, eager=is_eager))
+            found[-1].append(evaluate(trainer, micros, eager=is_eager))
+            counts = [router.local_tokens_per_expert.sum() for router in moe_rig.routers(trainer)]
+            assert not any(counts) and not any(map(torch.any, moe_rig.metrics().values()))
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, list):
+            assert all(map(torch.equal, one, other))
+        else:
+            assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
+
+
+@pytest.mark.parametrize("case", ["alltoall", "allgather", "drop", "drop and pad", "sigmoid, bias, groups"])
+def test_a_longer_tail_changes_nothing(install: Install, case: str) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**{**CASES[case], "moe_router_bias_update_rate": 0.0})
+    step(trainer, [PACK], update=False)
+    moe_rig.metrics()
+    found = []
+    for index, tail in enumerate(TAILS):
+        micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+        left = expert_step(trainer, [micro], update=False)
+        losses = [each[: sum(PACK.lengths)] for each in left.left.losses]
+        found.append(dataclasses.replace(left, left=dataclasses.replace(left.left, losses=losses)))
+    for other in found[1:]:
+        assert_same_step(found[0], other)
+    (report,) = megagraph.reports()
+    assert report["replays"] == 2 * len(TAILS)
+
+
+# -- state that no module owns -----------------------------------------------------------------------
+
+
+def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:
+    """Graphs would go on adding to tensors that nobody reads."""
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**CASES["several losses"]) for _ in range(2)]
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        found.append([])
+        for index, micros in enumerate(steps_of(8)):
+            if index in (3, 6):
+                moe_rig.forget_metrics()
+            found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    eager = megagraph.reports()[1]["eager"]
+    assert eager["ADDRESS_MOVED"] >= 3 * 2 and eager["WARMING_UP"] == 3 * 2
+    assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
+
+
+def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Install) -> None:
+    """Bug that might be: what the warm-up of a capture records would be in the first log."""
+    from megagraph.megatron.scopes.metrics import new_metrics_are_empty, read_by_routers
+
+    trainer = ExpertTrainer(**CASES["several losses"])
+    moe_rig.forget_metrics()
+    with new_metrics_are_empty():
+        expert_step(trainer, [Micro(lengths=(64,))])
+        for values in seams.moe_metrics().values():
+            values.add_(1)
+    assert len(seams.moe_metrics()) == 4
+    assert not any(values.any() for values in seams.moe_metrics().values())
+    held = read_by_routers(trainer.chunk.decoder.layers[0])
+    assert {id(values) for values in seams.moe_metrics().values()} < {id(tensor) for tensor in held}
+
+
+# -- what goes wrong, and what is around ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    first, *others = steps_of(5)
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
+        where = f"megatron.core.transformer.moe.{PLACES[place]}"
+        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+            step(trainer, others[1], eager=is_eager)
+        moe_rig.metrics()
+        for router in moe_rig.routers(trainer):
+            router.local_tokens_per_expert.zero_()
+        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    report = megagraph.reports()[1]
+    # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
+    assert report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("where", ["mlp", "mlp.router", "pre_mlp_layernorm"])
+def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(install: Install, where: str) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer() for _ in range(2)]
+    found: list[list[moe_rig.ExpertStep]] = []
+    seen: list[str] = []
+    for trainer in trainers:
+        moe_rig.metrics()
+        module = trainer.chunk.decoder.layers[1].get_submodule(where)
+        module.register_forward_hook(lambda *_: seen.append(where))
+        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps_of(4)])
+    for one, other in zip(*found, strict=True):
+        assert_same_step(one, other)
+    assert len(seen) == 2 * 4 * 3
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
+
+
+def test_a_hook_on_the_experts_runs_beside_the_graph(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer()
+    seen: list[str] = []
+    trainer.chunk.decoder.layers[1].mlp.experts.register_forward_hook(lambda *_: seen.append("experts"))
+    for micros in steps_of(4):
+        expert_step(trainer, micros)
+    assert len(seen) == 4 * 3
+    assert megagraph.reports()[0]["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def test_ranks_with_packs_of_their_own(world2: World) -> None:
+    """No collective of a router goes over them, but that of its global loss."""
+    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **BIAS):
+        assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []
+
+
+def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(world2: World) -> None:
+    changes = {"moe_router_load_balancing_type": "global_aux_loss"}
+    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **changes):
+        assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
+        assert "collectives of ranks that run other packs (tp_dp_cp, 2 ranks" in report["failures"][0]
+
+
+def _broken(trainer: ExpertTrainer, *scopes: str) -> str | None:
+    refusal = refusal_of(trainer.chunk, trainer.model, scopes)
+    return None if refusal is None else refusal.sentence
+
+
+def test_rule_9_no_experts(install: Install) -> None:
+    from megatron_rig import OPTIONS
+
+    from megagraph.demo.trainer import Trainer
+
+    install(cuda_graph_modules=BOTH)
+    trainer = Trainer(OPTIONS)
+    for _ in range(2):
+        step(trainer, [PACK])
+    (report,) = megagraph.reports()
+    assert report["replays"] == 0 and set(report["eager"]) == {"SCOPE_UNSUPPORTED"}
+    assert "names 'moe_router', and the model has no experts; leave it out" in report["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "words"),
+    [
+        ("15", moe_rig.CASES["recomputed"], "recompute_modules names 'moe'"),
+        (
+            "18",
+            {**moe_rig.CASES["recomputed"], "moe_input_jitter_eps": 0.1},
+            "which runs the router again",
+        ),
+        (
+            "19",
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "recompute_modules names 'layernorm'",
+        ),
+        ("ours", {"fp32_residual_connection": True}, "fp32_residual_connection=True"),
+    ],
+)
+def test_rules_of_routers_beside(rule: str, changes: Config, words: str) -> None:
+    trainer = ExpertTrainer(**changes)
+    sentence = _broken(trainer, *BOTH)
+    assert sentence is not None and words in sentence and "moe_router" in sentence
+    assert _broken(trainer, "attn") is None
+    assert len(RULES) == 4
+
+
+def test_rules_7_and_8_name_what_is_not_built() -> None:
+    """`moe` beside `moe_router`, and `moe_preprocess` without it: neither name is taken yet."""
+    for name in ("moe", "moe_preprocess"):
+        with pytest.raises(ValueError, match=f"'{name}' is not supported yet"):
+            GraphConfig(cuda_graph_modules=("moe_router", name))
