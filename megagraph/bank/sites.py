@@ -124,7 +124,7 @@ class SiteSpec(_OfModule):
         super().__init__(name, module)
         self._forward = forward
         self._parts = tuple(parts)
-        self._bypassed = tuple(bypassed)
+        self.bypassed = tuple(bypassed)
         self.transient = frozenset(transient)
         self._state = state
 
@@ -139,7 +139,7 @@ class SiteSpec(_OfModule):
             yield from module.named_modules()
             return
         yield "", module
-        for name in self._bypassed:
+        for name in self.bypassed:
             yield name, module.get_submodule(name)
         for part in self._parts:
             yield from module.get_submodule(part).named_modules(prefix=part)

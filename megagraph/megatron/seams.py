@@ -5,6 +5,7 @@ A seam is checked by its signature when the plugin is installed; what is missing
 then, not in the middle of a run.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,11 +23,13 @@ __all__ = [
     "DESTROY_PROCESS_GROUP",
     "EXPERT_BIAS",
     "EXPERT_CHOICE",
+    "EXPERT_FORWARD",
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
     "LATENT_ATTENTION",
     "LATENT_ROPE",
+    "MLP_FORWARD",
     "PACK_GROUPS",
     "PERMUTED_ROWS",
     "ROUTING",
@@ -164,6 +167,17 @@ EXPERT_BIAS = Seam(
 EXPERT_CHOICE = Seam(
     module=_ROUTER_MODULE, path="topk_routing_with_score_function", parameters=("logits", "topk")
 )
+# What is run in parts where a router is graphed.
+MLP_FORWARD = Seam(
+    module="megatron.core.transformer.transformer_layer",
+    path="TransformerLayer._forward_mlp",
+    parameters=("hidden_states", "padding_mask"),
+)
+EXPERT_FORWARD = Seam(
+    module="megatron.core.transformer.moe.moe_layer",
+    path="MoELayer.forward",
+    parameters=("hidden_states", "padding_mask"),
+)
 PERMUTED_ROWS = Seam(
     module="megatron.core.transformer.moe.token_dispatcher",
     path="MoEAlltoAllTokenDispatcher.preprocess",
@@ -189,7 +203,7 @@ PACK_GROUPS = {
 }
 # Called, not wrapped.
 _CALLED = (
-    LATENT_ATTENTION,
+    *(LATENT_ATTENTION, MLP_FORWARD, EXPERT_FORWARD),
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",
@@ -233,15 +247,21 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     return getattr(function, "__module__", None) != seam.module
 
 
+@functools.cache
+def _metrics_module() -> tuple[Any, bool]:
+    """Where the metrics of experts are, and whether the module is theirs alone, as in later releases."""
+    try:
+        return importlib.import_module("megatron.core.transformer.moe.moe_logging"), True
+    except ImportError:
+        return importlib.import_module("megatron.core.transformer.moe.moe_utils"), False
+
+
 def moe_metrics() -> Mapping[str, Tensor]:
     """Megatron's metrics of experts as they are now, by name, each [layers]."""
-    try:
-        logging = importlib.import_module("megatron.core.transformer.moe.moe_logging")
-    except ImportError:  # up to 0.16
-        utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        tracker = utils.get_moe_layer_wise_logging_tracker()
-        return {name: entry["values"] for name, entry in tracker.items()}
-    return {name: entry.values for name, entry in logging.get_moe_metrics_tracker().metrics.items()}
+    module, is_own = _metrics_module()
+    if not is_own:
+        return {name: found["values"] for name, found in module.get_moe_layer_wise_logging_tracker().items()}
+    return {name: found.values for name, found in module.get_moe_metrics_tracker().metrics.items()}
 
 
 def check_core() -> str:

@@ -10,11 +10,21 @@ from megatron_rig import graph_config
 from torch import distributed
 
 
-def train_pair(*, scopes: Sequence[str], num_steps: int = 8, **changes: Any) -> dict[str, Any]:
-    """Trains in mode `eager` and with graphs and compares every step's bits; returns the graphs' report."""
+def train_pair(
+    *, scopes: Sequence[str], num_steps: int = 8, misfits_on: int | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Trains in mode `eager` and with graphs and compares every step's bits; returns the graphs' report.
+
+    Args:
+        scopes: what is graphed.
+        num_steps: to train.
+        misfits_on: the rank some of whose packs fit no capacity.
+        changes: of the model's config.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    steps = parallel_jobs.steps_of(num_steps, seed=distributed.get_rank())
+    rank = distributed.get_rank()
+    steps = parallel_jobs.steps_of(num_steps, seed=rank, misfits=rank == misfits_on)
     runs = []
     with moe_rig.experts_on_cpu():
         for mode in ("eager", "graph"):
@@ -25,3 +35,12 @@ def train_pair(*, scopes: Sequence[str], num_steps: int = 8, **changes: Any) -> 
         moe_rig.assert_same_step(one, other, f"step {index}:")
     report: dict[str, Any] = runs[1].report
     return report
+
+
+def train_spread(**options: Any) -> dict[str, Any]:
+    """As `train_pair()`, with the experts spread over all ranks."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=distributed.get_world_size())
+    return train_pair(expert_model_parallel_size=distributed.get_world_size(), **options)

@@ -74,10 +74,15 @@ class _HostStream:
     def synchronize(self) -> None: ...
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, **_streams: Any) -> Any:
+    """What core copies to the host; there it lies already, and is handed on as the copy would be."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
 @contextlib.contextmanager
 def experts_on_cpu() -> Iterator[None]:
     """Lets core's experts run where there is neither a GPU nor Transformer Engine."""
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     with contextlib.ExitStack() as stack:
@@ -86,6 +91,7 @@ def experts_on_cpu() -> Iterator[None]:
         if not torch.cuda.is_available():
             stream = _HostStream()
             stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream))
+            stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
             stack.enter_context(mock.patch.object(torch.cuda, "Stream", _HostStream))
             stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()))
         yield

@@ -279,7 +279,7 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
 
 
 REFUSED = {
-    "expert_model_parallel_size": (2, "over several ranks"),
+    "expert_tensor_parallel_size": (2, "each over several ranks"),
     "tensor_model_parallel_size": (2, "with tensor parallelism"),
     "moe_enable_routing_replay": (True, "whose routing is replayed"),
     "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
@@ -333,6 +333,26 @@ def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
         assert_refused(trainer, f"{what} {of}")
         owner.__class__ = megatrons
     assert refusal_of(trainer.chunk, trainer.model) is None
+
+
+def test_experts_over_ranks_that_would_need_equal_rows_are_refused(
+    trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank pads its own pack to a capacity of its own, or not at all."""
+    config = trainer.chunk.config
+    monkeypatch.setattr(config, "expert_model_parallel_size", 2)
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", True)
+    what = "over several ranks that need equal rows"
+    assert_refused(trainer, f"{what} (moe_pad_expert_input_to_capacity=True)")
+    monkeypatch.setattr(config, "moe_token_dispatcher_type", "allgather")
+    assert_refused(trainer, f"{what} (moe_token_dispatcher_type='allgather')")
+
+
+def test_a_router_that_is_given_its_choices_is_refused_without_the_option_too(trainer: ExpertTrainer) -> None:
+    router = moe_rig.routers(trainer)[0]
+    router.router_replay = object()
+    assert_refused(trainer, "whose routing is replayed, in a router of class TopKRouter")
 
 
 def test_routing_that_was_patched_is_refused(trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

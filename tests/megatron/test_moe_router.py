@@ -13,6 +13,7 @@ import torch
 from megatron_rig import Micro, evaluate, graph_config, step
 from moe_rig import ExpertTrainer, assert_same_step, expert_step
 from test_moe import PACK, PLACES, TAILS, assert_same_run, lose, steps_of
+from torch import Tensor
 from worlds import World
 
 import megagraph
@@ -38,6 +39,25 @@ CASES["several losses"] = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
     "moe_router_dtype": "fp32",
+}
+CASES["one expert, before the choice, in doubles"] = {
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_router_dtype": "fp64",
+    "moe_router_topk_scaling_factor": 2.5,
+}
+CASES["groups, no losses"] = {
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+}
+CASES["jitter, drop, gated shared experts"] = {
+    **CASES["jitter"],
+    **moe_rig.DROPS,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
 }
 
 
@@ -82,6 +102,15 @@ def test_dense_layers_among_layers_of_experts(case: str) -> None:
     assert report["layers"] == sites and report["graphs"] == 2 * graphed
 
 
+@pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
+@pytest.mark.parametrize("bucket_size", [1000, 4000])
+def test_gradients_that_are_reduced_while_the_backward_runs(case: str, bucket_size: int) -> None:
+    """Bug that was: overlapped shared experts are no part of the graph, which reported their gradients."""
+    ddp = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
+    report = compare("EE", steps_of(4), ddp=ddp, **{**BIAS, **CASES[case]})
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
 @pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
 def test_masks_of_the_users_too(case: str) -> None:
     report = compare("EE", steps_of(6, masks=True), **CASES[case])
@@ -113,6 +142,45 @@ def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
             assert shared == []
         # What entered a site lies where the next micro-batch's will.
         assert (residual is given) == (not given.is_leaf)
+
+
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
+def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Sequence[str]) -> None:
+    """What enters a router alone is then what leaves it, too."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    install(cuda_graph_modules=scopes)
+    trainers = [ExpertTrainer(**CASES["shared experts"]) for _ in range(2)]
+    for trainer in trainers:
+        for layer in trainer.chunk.decoder.layers:
+            layer.pre_mlp_layernorm = IdentityOp()
+    compare_steps(trainers, steps_of(5))
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
+    """Trains the first of two models eager and the other one with graphs, with the same bits."""
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        moe_rig.metrics()
+        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps])
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+
+
+def test_steps_without_graphs_between(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        moe_rig.metrics()
+        found.append([])
+        for index, micros in enumerate(steps_of(6)):
+            is_eager = trainer is trainers[0] or index in (2, 4)
+            found[-1].append(expert_step(trainer, micros, eager=is_eager))
+    for one, other in zip(*found, strict=True):
+        assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "DISABLED": 2 * 3 * 2}
 
 
 def test_evaluation_between_steps_records_and_counts_nothing(install: Install) -> None:
@@ -175,6 +243,18 @@ def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -
     assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
 
 
+def test_metrics_that_are_watched_keep_their_memory(install: Install) -> None:
+    """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**CASES["several losses"])
+    for micros in steps_of(2):
+        expert_step(trainer, micros)
+    before = {values.data_ptr() for values in seams.moe_metrics().values()}
+    moe_rig.forget_metrics()
+    step(trainer, steps_of(1)[0], eager=True)
+    assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
+
+
 def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Install) -> None:
     """Bug that might be: what the warm-up of a capture records would be in the first log."""
     from megagraph.megatron.scopes.metrics import new_metrics_are_empty, read_by_routers
@@ -207,6 +287,7 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
         where = f"megatron.core.transformer.moe.{PLACES[place]}"
         with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
             step(trainer, others[1], eager=is_eager)
+        assert is_eager or not _tensors_of_calls(trainer)
         moe_rig.metrics()
         for router in moe_rig.routers(trainer):
             router.local_tokens_per_expert.zero_()
@@ -216,6 +297,30 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
     report = megagraph.reports()[1]
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
     assert report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def _tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
+    """What dispatchers and shared experts keep of their last call."""
+    owners = [layer.mlp.token_dispatcher for layer in trainer.chunk.decoder.layers]
+    owners += [layer.mlp.shared_experts for layer in trainer.chunk.decoder.layers]
+    return [
+        (owner, name)
+        for owner in owners
+        if owner is not None
+        for name, value in vars(owner).items()
+        if isinstance(value, Tensor) and not name.endswith("_by_local_experts")
+    ]
+
+
+def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**{**CASES["shared experts, overlapped"], "moe_shared_expert_gate": True})
+    for micros in steps_of(2):
+        step(trainer, micros)
+    where = f"megatron.core.transformer.moe.{PLACES['dispatch']}"
+    with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+        step(trainer, steps_of(3)[2])
+    assert _tensors_of_calls(trainer) == []
 
 
 @pytest.mark.parametrize("where", ["mlp", "mlp.router", "pre_mlp_layernorm"])
@@ -233,6 +338,27 @@ def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(install: Ins
         assert_same_step(one, other)
     assert len(seen) == 2 * 4 * 3
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
+
+
+@pytest.mark.parametrize("what", ["the layer's", "the experts'"])
+def test_a_forward_that_is_not_megatrons_keeps_its_layer_whole(install: Install, what: str) -> None:
+    """A router alone would pass over whatever else such a forward does."""
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer() for _ in range(2)]
+    for trainer in trainers:
+        layer = trainer.chunk.decoder.layers[1]
+        owner, name = (layer, "_forward_mlp") if what == "the layer's" else (layer.mlp, "forward")
+        megatrons = getattr(owner, name)
+
+        def doubled(*args: Any, _megatrons: Any = megatrons, **kwargs: Any) -> Any:
+            out = _megatrons(*args, **kwargs)
+            return out * 2 if what == "the layer's" else (out[0] * 2, out[1])
+
+        setattr(owner, name, doubled)
+    compare_steps(trainers, steps_of(4))
+    report = megagraph.reports()[1]
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 3}
+    assert "is not Megatron's, so that its router cannot run alone" in report["failures"][0]
 
 
 def test_a_hook_on_the_experts_runs_beside_the_graph(install: Install) -> None:
@@ -259,6 +385,26 @@ def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(
         assert "collectives of ranks that run other packs (tp_dp_cp, 2 ranks" in report["failures"][0]
 
 
+SPREAD: dict[str, Config] = {
+    "dropless, bias": BIAS,
+    "drop": CASES["drop"],
+    "shared experts": CASES["shared experts"],
+    "shared experts, overlapped": CASES["shared experts, overlapped"],
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
+    reports = world2.run(
+        moe_jobs.train_spread, scopes=(*BOTH, "mlp"), num_steps=6, misfits_on=1, **SPREAD[case]
+    )
+    for report in reports:
+        assert report["failures"] == []
+    assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": 3 * 2}
+
+
 def _broken(trainer: ExpertTrainer, *scopes: str) -> str | None:
     refusal = refusal_of(trainer.chunk, trainer.model, scopes)
     return None if refusal is None else refusal.sentence
@@ -275,7 +421,7 @@ def test_rule_9_no_experts(install: Install) -> None:
         step(trainer, [PACK])
     (report,) = megagraph.reports()
     assert report["replays"] == 0 and set(report["eager"]) == {"SCOPE_UNSUPPORTED"}
-    assert "names 'moe_router', and the model has no experts; leave it out" in report["failures"][0]
+    assert "names 'moe_router', and the model has no experts to choose from; leave" in report["failures"][0]
 
 
 @pytest.mark.parametrize(

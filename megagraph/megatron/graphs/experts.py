@@ -17,10 +17,15 @@ __all__ = ["RULES", "broken_rule", "has_experts", "rows_are_samples", "why_not_e
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
+# Over several ranks: what takes as many rows from each of them, while each pads its pack to its own capacity.
+_NEED_EQUAL_ROWS = (
+    ("moe_token_dispatcher_type", "allgather"),
+    ("moe_pad_expert_input_to_capacity", True),
+)
 # (config attribute, value that is fine, what it is called)
 _UNSUPPORTED = (
-    ("expert_model_parallel_size", 1, "over several ranks"),
     ("tensor_model_parallel_size", 1, "with tensor parallelism"),
+    ("expert_tensor_parallel_size", 1, "each over several ranks"),
     ("moe_enable_routing_replay", False, "whose routing is replayed"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
@@ -48,6 +53,9 @@ def why_not_experts(config: Any, block: Any) -> str | None:
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _in_words(name, attribute, config)
+    for attribute, value in _NEED_EQUAL_ROWS if config.expert_model_parallel_size > 1 else ():
+        if getattr(config, attribute) == value:
+            return _in_words("over several ranks that need equal rows", attribute, config)
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind in _LOOK_AT_ALL_ROWS:
@@ -80,9 +88,9 @@ def _recomputes(config: Any, name: str) -> bool:
 
 def _router_without_experts(config: Any, scopes: Collection[str]) -> str | None:
     """R9."""
-    if _ROUTER not in scopes or has_experts(config):
+    if _ROUTER not in scopes or (getattr(config, "num_moe_experts", None) or 0) > 1:
         return None
-    return "cuda_graph_modules names 'moe_router', and the model has no experts; leave it out"
+    return "cuda_graph_modules names 'moe_router', and the model has no experts to choose from; leave it out"
 
 
 def _router_recomputed_with_experts(config: Any, scopes: Collection[str]) -> str | None:
@@ -132,6 +140,8 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
         return _of_class("in a layer of class", layer)
     if type(layer.token_dispatcher) not in (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher):
         return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
+    if getattr(layer.router, "router_replay", None) is not None:
+        return _of_class("whose routing is replayed, in a router of class", layer.router)
     if is_replaced(layer.router, ROUTING):
         return _of_class("whose routing is not Megatron's, in a router of class", layer.router)
     return None

@@ -9,8 +9,9 @@ another group do is a matter of its ranks, and not of its name: expert paralleli
 parallelism, and go over data-parallel ranks in the next run.
 
 Nothing tells which of its groups a module will use. One that is an attribute of a module or parameter counts
-as used. A `ProcessGroupCollection` has every group of the job, of which any layer uses those of tensor and
-context parallelism; others count where a module has taken them out of it.
+as used, but of a module that a site bypasses, calling what is inside. A `ProcessGroupCollection` has every
+group of the job, of which any layer uses those of tensor and context parallelism; others count where a module
+has taken them out of it.
 """
 
 import weakref
@@ -141,7 +142,7 @@ class ModelGroups:
         """The groups of several ranks that modules and parameters of a site hold, each once."""
         groups: dict[int, tuple[str, object]] = {}
         for path, owner in (*site.named_modules(), *site.named_parameters()):
-            for name, group in _attributes(owner):
+            for name, group in () if path in site.bypassed else _attributes(owner):
                 groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
         return [
             HeldGroup(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The halves of a transformer layer that may be graphed apart: their modules, and how one runs alone."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
+from megagraph.megatron.seams import Seam, is_replaced
 
 __all__ = ["Half"]
 
@@ -22,7 +23,10 @@ class Half:
         children: all that it consists of.
         run: maps the layer, what the half before hands on and the layer's arguments to what it hands on:
             hidden states, or several tensors where the next half takes them.
+        elsewhere: those of its children that a layer runs in another half.
         bypassed: children of which it calls parts, and not the child itself.
+        in_parts: Megatron's methods of which it runs a part, by the child that has them; the layer's own
+            under an empty name. A layer with another method in their place is not split.
         transient: of several tensors those, by index, that the next half alone reads.
         state: tensors that no module owns and that it changes.
         accepts: tells layers whose `core` is of the half's kind from others.
@@ -33,7 +37,9 @@ class Half:
     core: str
     children: Sequence[str]
     run: Callable[[Any, Any, Mapping[str, Any]], Outputs]
+    elsewhere: Callable[[Any], Collection[str]] = lambda layer: ()
     bypassed: Sequence[str] = ()
+    in_parts: Mapping[str, Seam] = field(default_factory=dict)
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
     state: Callable[[Any], Sequence[Tensor]] = lambda layer: ()
     accepts: Callable[[nn.Module], bool] = lambda layer: True
@@ -45,8 +51,20 @@ class Half:
         return core is not None and not _is_identity(core) and self.accepts(layer)
 
     def children_of(self, layer: nn.Module) -> list[str]:
-        """Those that a layer has as modules; others are functions."""
-        return [name for name in self.children if isinstance(_child(layer, name), nn.Module)]
+        """Those that a layer has as modules and runs here; others are functions."""
+        elsewhere = self.elsewhere(layer)
+        return [
+            name
+            for name in self.children
+            if name not in elsewhere and isinstance(_child(layer, name), nn.Module)
+        ]
+
+    def why_not_in_parts(self, layer: nn.Module) -> str | None:
+        """Why a layer cannot run a part of itself here, or None."""
+        for path, seam in self.in_parts.items():
+            if is_replaced(layer.get_submodule(path), seam):
+                return f"its {seam.path} is not Megatron's, so that its router cannot run alone"
+        return None
 
 
 def _child(layer: Any, path: str) -> Any:

@@ -58,25 +58,28 @@ EXPERTS = Half(
 
 
 @contextlib.contextmanager
-def _letting_go(dispatcher: Any) -> Iterator[None]:
-    """Around a dispatch and its combine: keeps the dispatcher from keeping tensors until its next call.
+def _letting_go(mixture: Any) -> Iterator[None]:
+    """Around a dispatch and its combine: keeps whoever takes part from keeping tensors until the next call.
 
-    Those that leave a graph would keep their slot from the next micro-batch.
+    Those that leave a graph would keep their slot from the next micro-batch. That is what a dispatcher does,
+    and shared experts beside it where an error comes up.
     """
-    before = dict(vars(dispatcher))
+    takers = (taker for taker in (mixture.token_dispatcher, mixture.shared_experts) if taker is not None)
+    before = [(vars(taker), dict(vars(taker))) for taker in takers]
     try:
         yield
     finally:
-        for name, value in vars(dispatcher).items():
-            if isinstance(value, Tensor) and value is not before.get(name):
-                vars(dispatcher)[name] = None
+        for now, kept in before:
+            for name, value in now.items():
+                if isinstance(value, Tensor) and value is not kept.get(name):
+                    now[name] = None
 
 
 def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
     normed, probs, routing_map, *shared, residual = before
     mixture = layer.mlp
     mark_unrouted(routing_map)
-    with _letting_go(mixture.token_dispatcher):
+    with _letting_go(mixture):
         hidden, probs = mixture.preprocess(normed, probs, routing_map)
         hidden, probs = mixture.dispatch(hidden, probs)
         hidden, bias = mixture.routed_experts_compute(hidden, probs)

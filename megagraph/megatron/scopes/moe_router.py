@@ -21,6 +21,7 @@ from megagraph.bank.sites import Outputs
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.moe import experts_of
+from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD
 
 __all__ = ["ROUTER"]
 
@@ -32,21 +33,25 @@ def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Out
     normed, residual = layer._forward_pre_mlp_layernorm(hidden_states), hidden_states
     if isinstance(normed, tuple):  # a norm that adds, too
         normed, residual = normed
-    if residual.is_leaf:  # the site's own input, which lies where the next micro-batch's will
-        residual = residual.clone()
     shared = mixture.shared_experts_compute(normed)
     probs, routing_map = mixture.route(normed, None if mask is None else mask.transpose(0, 1))
     leaving = (normed, probs, routing_map, shared, residual)
-    return [tensor for tensor in leaving if tensor is not None]
-
-
-def _has_shared(layer: Any) -> bool:
-    mixture = layer.mlp
-    return bool(mixture.use_shared_expert and not mixture.shared_expert_overlap)
+    # The site's own input lies where the next micro-batch's will.
+    is_own = hidden_states.is_leaf
+    return [
+        tensor.clone() if is_own and tensor is hidden_states else tensor
+        for tensor in leaving
+        if tensor is not None
+    ]
 
 
 def _transient(layer: Any) -> Sequence[int]:
-    return (_SHARED,) if _has_shared(layer) else ()
+    mixture = layer.mlp
+    return (_SHARED,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
+
+
+def _elsewhere(layer: Any) -> Sequence[str]:
+    return ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else ()
 
 
 ROUTER = Half(
@@ -54,7 +59,9 @@ ROUTER = Half(
     core="mlp",
     children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
     run=_run,
+    elsewhere=_elsewhere,
     bypassed=("mlp",),
+    in_parts={"": MLP_FORWARD, "mlp": EXPERT_FORWARD},
     transient=_transient,
     state=read_by_routers,
     accepts=lambda layer: experts_of(layer) is not None,

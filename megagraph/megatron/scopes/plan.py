@@ -155,7 +155,7 @@ class BlockPlan:
             self._add_whole(index, layer, is_site=True)
         elif not graphed:
             self._add_whole(index, layer, is_site=False)
-        elif (why := _why_whole(layer)) is not None:
+        elif (why := _why_whole(layer, graphed)) is not None:
             self._keep_whole(index, layer, why)
         else:
             for is_site, neighbours in itertools.groupby(halves, key=lambda half: half in graphed):
@@ -217,12 +217,12 @@ def _in_turn(halves: Sequence[Half]) -> Run:
     return run
 
 
-def _why_whole(layer: nn.Module) -> str | None:
-    """Why a layer cannot be run in halves, or None."""
+def _why_whole(layer: nn.Module, halves: Sequence[Half]) -> str | None:
+    """Why a layer cannot be run in halves, some of them graphed, or None."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     forward = getattr(layer.forward, "__func__", layer.forward)
     if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return None
+        return next((why for half in halves if (why := half.why_not_in_parts(layer)) is not None), None)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"

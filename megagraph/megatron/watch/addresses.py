@@ -30,7 +30,9 @@ class AddressWatch:
         # Hashes of what graphs read: of the addresses, and of what requires a gradient.
         self._read: tuple[int, int] | None = None
         self._grads: int | None = None
-        self._state: set[int] = set()
+        # What graphs write that no module owns, by identity, and its address. Held, so that nobody else gets
+        # the memory while graphs may write there.
+        self._state: dict[int, tuple[Tensor, int]] = {}
         # What the last look found: why graphs must not be replayed, and whether main gradients that they
         # read have no memory now.
         self.change: EagerReason | None = None
@@ -60,12 +62,18 @@ class AddressWatch:
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
 
-    def _state_of_now(self) -> set[int]:
-        return {tensor.data_ptr() for spec in self._specs for tensor in spec.further_state()}
+    def _state_of_now(self) -> dict[int, tuple[Tensor, int]]:
+        tensors = (tensor for spec in self._specs for tensor in spec.further_state())
+        return {id(tensor): (tensor, tensor.data_ptr()) for tensor in tensors}
 
     def has_other_state(self) -> bool:
         """Whether a tensor that graphs write, and no module owns, is another one; further ones may come."""
-        return bool(self._state) and not self._state <= self._state_of_now()
+        if not self._state:
+            return False
+        now = self._state_of_now()
+        return any(
+            key not in now or now[key][1] != address for key, (_tensor, address) in self._state.items()
+        )
 
     def forget_gradients(self) -> None:
         """No graph reads main gradients any more."""
