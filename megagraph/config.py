@@ -27,7 +27,7 @@ MODES = ("graph", "eager", "off")
 MODULES = ("attn", "mlp", "moe_router")
 _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.
-_UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +298,7 @@ def _module(value: Any) -> str:
     name = getattr(value, "name", value)  # of Megatron's enum
     if name in MODULES:
         return str(name)
-    known = "supported yet" if name in _UPSTREAM_MODULES else f"one of {', '.join(_UPSTREAM_MODULES)}"
+    known = "supported yet" if name in UPSTREAM_MODULES else f"one of {', '.join(UPSTREAM_MODULES)}"
     raise ValueError(f"expected none (whole layers), or of {', '.join(MODULES)}; {name!r} is not {known}")
 
 

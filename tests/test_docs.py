@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megagraph.config import GraphConfig
+from megagraph.config import MODULES, UPSTREAM_MODULES, GraphConfig
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -83,7 +84,7 @@ def test_every_python_block_is_python(path: Path) -> None:
         compile(code, named(path), "exec")
 
 
-def _rows(path: Path, heading: str) -> dict[str, list[str]]:
+def rows_of(path: Path, heading: str) -> dict[str, list[str]]:
     """Rows of the first table whose first column is called `heading`: first cell to the others."""
     rows: dict[str, list[str]] = {}
     inside = False
@@ -100,7 +101,7 @@ def _rows(path: Path, heading: str) -> dict[str, list[str]]:
 
 def test_the_table_of_options_is_the_config_in_its_order() -> None:
     fields = {field.name: field for field in dataclasses.fields(GraphConfig)}
-    rows = _rows(ROOT / "docs" / "configuration.md", "key")
+    rows = rows_of(ROOT / "docs" / "configuration.md", "key")
     assert list(rows) == list(fields)
     for name, (variable, *_rest) in rows.items():
         assert variable == f"`MEGAGRAPH_{name.upper()}`"
@@ -108,7 +109,7 @@ def test_the_table_of_options_is_the_config_in_its_order() -> None:
 
 def test_the_table_of_options_tells_the_defaults() -> None:
     spelled = {(): "empty", None: "none", True: "true", False: "false"}
-    rows = _rows(ROOT / "docs" / "configuration.md", "key")
+    rows = rows_of(ROOT / "docs" / "configuration.md", "key")
     for field in dataclasses.fields(GraphConfig):
         default = getattr(field.default, "value", field.default)
         told = rows[field.name][2].strip("`")
@@ -125,7 +126,27 @@ def test_the_toml_examples_are_accepted(tmp_path: Path) -> None:
 
 
 def test_the_readme_explains_every_eager_reason_in_order() -> None:
-    assert list(_rows(ROOT / "README.md", "reason")) == [reason.name for reason in EagerReason]
+    assert list(rows_of(ROOT / "README.md", "reason")) == [reason.name for reason in EagerReason]
+
+
+SCOPES = ROOT / "docs" / "scopes.md"
+
+
+def test_the_page_of_scopes_says_which_are_built() -> None:
+    rows = rows_of(SCOPES, "scope")
+    assert list(rows) == [name for name in UPSTREAM_MODULES if not name.startswith("full")]
+    for name, (_layers, state) in rows.items():
+        assert state == ("built" if name in MODULES else "not built: refused by name"), name
+
+
+def test_the_page_of_scopes_has_every_rule_in_order() -> None:
+    rows = rows_of(SCOPES, "rule")
+    assert list(rows) == [rule.name for rule in RULES]
+    for rule in RULES:
+        reason = "" if rule.reason is EagerReason.SCOPE_UNSUPPORTED else f" (`{rule.reason.name}`)"
+        assert rows[rule.name][1] == f"the {rule.keeps}{reason}"
+    others = {name: told for name, (told,) in rows_of(SCOPES, "other rule").items()}
+    assert list(others.items()) == list(OF_OTHER_GRAPHS.items())
 
 
 def test_every_benchmark_that_a_page_names_exists() -> None:

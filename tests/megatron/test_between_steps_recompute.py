@@ -89,6 +89,9 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
     graphed, eager = _runs({**_selective(*modules), **common})
     assert recomputed.count("module") >= len(STEPS) * 2 * LAYERS * len(modules)
+    if dropout and "mlp" in modules:  # Megatron's rule R17, though the dropout lies behind the MLP
+        assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * LAYERS}
+        return
     _check_replays(graphed)
     assert_same_run(eager, train(graph_config(), STEPS, transformer=common, eager=True))
 

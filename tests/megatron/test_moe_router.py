@@ -19,8 +19,6 @@ from worlds import World
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.experts import RULES
-from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.scopes.moe_router import ROUTER
 
 pytestmark = pytest.mark.megatron
@@ -403,54 +401,3 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
         assert report["failures"] == []
     assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
     assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": 3 * 2}
-
-
-def _broken(trainer: ExpertTrainer, *scopes: str) -> str | None:
-    refusal = refusal_of(trainer.chunk, trainer.model, scopes)
-    return None if refusal is None else refusal.sentence
-
-
-def test_rule_9_no_experts(install: Install) -> None:
-    from megatron_rig import OPTIONS
-
-    from megagraph.demo.trainer import Trainer
-
-    install(cuda_graph_modules=BOTH)
-    trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [PACK])
-    (report,) = megagraph.reports()
-    assert report["replays"] == 0 and set(report["eager"]) == {"SCOPE_UNSUPPORTED"}
-    assert "names 'moe_router', and the model has no experts to choose from; leave" in report["failures"][0]
-
-
-@pytest.mark.parametrize(
-    ("rule", "changes", "words"),
-    [
-        ("15", moe_rig.CASES["recomputed"], "recompute_modules names 'moe'"),
-        (
-            "18",
-            {**moe_rig.CASES["recomputed"], "moe_input_jitter_eps": 0.1},
-            "which runs the router again",
-        ),
-        (
-            "19",
-            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-            "recompute_modules names 'layernorm'",
-        ),
-        ("ours", {"fp32_residual_connection": True}, "fp32_residual_connection=True"),
-    ],
-)
-def test_rules_of_routers_beside(rule: str, changes: Config, words: str) -> None:
-    trainer = ExpertTrainer(**changes)
-    sentence = _broken(trainer, *BOTH)
-    assert sentence is not None and words in sentence and "moe_router" in sentence
-    assert _broken(trainer, "attn") is None
-    assert len(RULES) == 4
-
-
-def test_rules_7_and_8_name_what_is_not_built() -> None:
-    """`moe` beside `moe_router`, and `moe_preprocess` without it: neither name is taken yet."""
-    for name in ("moe", "moe_preprocess"):
-        with pytest.raises(ValueError, match=f"'{name}' is not supported yet"):
-            GraphConfig(cuda_graph_modules=("moe_router", name))

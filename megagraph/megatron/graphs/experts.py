@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mixtures of experts run on canonical packs: those whose router lets rows past the pack's end go.
+"""Which mixtures of experts run on canonical packs: those whose router lets rows past the pack's end go."""
 
-And which of their parts may be in a graph together, by the rules that Megatron has for its own graphs; the
-numbers are those of docs/architecture.md.
-"""
-
-from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +8,7 @@ from torch import nn
 from megagraph.megatron.scopes.moe import experts_of
 from megagraph.megatron.seams import ROUTING, is_replaced
 
-__all__ = ["RULES", "broken_rule", "has_experts", "rows_are_samples", "why_not_experts"]
+__all__ = ["has_experts", "rows_are_samples", "why_not_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
@@ -64,69 +59,6 @@ def why_not_experts(config: Any, block: Any) -> str | None:
     if not layers:
         return _in_words("in layers of a foreign kind", "num_moe_experts", config)
     return next((why for layer in layers if (why := _why_not_layer(layer, config)) is not None), None)
-
-
-# -- rules ---------------------------------------------------------------------------------------
-
-_ROUTER = "moe_router"
-
-
-def broken_rule(config: Any, scopes: Collection[str]) -> str | None:
-    """The first rule that scopes of a model break, in a sentence that says what to write instead; or None.
-
-    Args:
-        config: of the model.
-        scopes: what of each layer is graphed.
-    """
-    return next((why for rule in RULES if (why := rule(config, scopes)) is not None), None)
-
-
-def _recomputes(config: Any, name: str) -> bool:
-    modules = getattr(config, "recompute_modules", None) or ()
-    return getattr(config, "recompute_granularity", None) == "selective" and name in modules
-
-
-def _router_without_experts(config: Any, scopes: Collection[str]) -> str | None:
-    """R9."""
-    if _ROUTER not in scopes or (getattr(config, "num_moe_experts", None) or 0) > 1:
-        return None
-    return "cuda_graph_modules names 'moe_router', and the model has no experts to choose from; leave it out"
-
-
-def _router_recomputed_with_experts(config: Any, scopes: Collection[str]) -> str | None:
-    """R15, and R18 with it: what recomputes experts runs their router again, outside of any graph."""
-    if _ROUTER not in scopes or not _recomputes(config, "moe"):
-        return None
-    return (
-        "recompute_modules names 'moe', which runs the router again in the backward pass, and "
-        "cuda_graph_modules 'moe_router'; leave one of them out"
-    )
-
-
-def _norm_recomputed(config: Any, scopes: Collection[str]) -> str | None:
-    """R19: the output of the norm leaves the graph and stays. Megatron switches recomputing off."""
-    if _ROUTER not in scopes or not _recomputes(config, "layernorm"):
-        return None
-    return (
-        "recompute_modules names 'layernorm', whose output leaves the graph of the router, and "
-        "cuda_graph_modules 'moe_router'; leave one of them out"
-    )
-
-
-def _wide_residuals(config: Any, scopes: Collection[str]) -> str | None:
-    """Ours: releases differ in where they widen them."""
-    if _ROUTER not in scopes or not getattr(config, "fp32_residual_connection", False):
-        return None
-    return "'moe_router' in cuda_graph_modules with fp32_residual_connection=True is not supported yet"
-
-
-Rule = Callable[[Any, Collection[str]], str | None]
-RULES: Sequence[Rule] = (
-    _router_without_experts,
-    _router_recomputed_with_experts,
-    _norm_recomputed,
-    _wide_residuals,
-)
 
 
 def _why_not_layer(layer: Any, config: Any) -> str | None:

@@ -10,7 +10,8 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.experts import broken_rule, why_not_experts
+from megagraph.megatron.graphs.experts import why_not_experts
+from megagraph.megatron.scopes.rules import Asked, broken_rule
 from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
@@ -130,15 +131,8 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
     experts = why_not_experts(config, block)
     if experts is not None:
         return _not_supported(experts)
-    broken = broken_rule(config, scopes)
-    if broken is not None:
-        return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=broken)
-    if getattr(config, "recompute_granularity", None) == "full":
-        return Refusal(
-            reason=EagerReason.RECOMPUTING,
-            sentence="full recompute runs each layer again in the backward pass, outside any graph",
-        )
-    return None
+    broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
+    return None if broken is None else Refusal(reason=broken.rule.reason, sentence=broken.sentence)
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which scopes may be named together, and with which options of a model. Reads; changes nothing.
+
+The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
+on. Ours are switched on elsewhere, so that each is checked here, when a model is first seen. They know all
+six names of scopes, also those that are not built yet. docs/scopes.md has them as a table.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.scopes.mlp import MLP
+from megagraph.megatron.scopes.moe import EXPERTS
+
+__all__ = ["OF_OTHER_GRAPHS", "RULES", "Asked", "Broken", "Rule", "broken_rule", "broken_rules"]
+
+# Rules of `cuda_graph_impl`, which must be `none`; an error says so (`check_graph_options()`).
+OF_OTHER_GRAPHS = {
+    "R1": "which values `cuda_graph_impl` takes",
+    "R2": "`enable_cuda_graph` and `external_cuda_graph`, its older names",
+    "R3": "`cuda_graph_scope` and `cuda_graph_modules` together, and names that have become values of it",
+    "R4": "graphs of whole iterations",
+    "R5": "`inference_cuda_graph_scope`",
+    "R6": "CPU offloading, which is refused by name here",
+    "R20": "shared experts that are recomputed in fp8, which is refused by name here",
+    "R21": "fine-grained offloading, which is refused by name here",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be graphed of which model.
+
+    Args:
+        config: Megatron's, of the model.
+        scopes: Megatron's names; none for whole layers.
+        layers: of its block.
+    """
+
+    config: Any
+    scopes: Collection[str]
+    layers: Sequence[nn.Module]
+
+    def graphs(self, scope: str) -> bool:
+        """Whether that is in a graph, alone or with its layer."""
+        return not self.scopes or scope in self.scopes
+
+    def recomputes(self, module: str) -> bool:
+        """Whether `recompute_modules` names it, and counts."""
+        named = getattr(self.config, "recompute_modules", None) or ()
+        return getattr(self.config, "recompute_granularity", None) == "selective" and module in named
+
+    @property
+    def experts(self) -> int:
+        """How many a layer may have; as in Megatron's rules, one alone is no mixture."""
+        return getattr(self.config, "num_moe_experts", None) or 0
+
+    @property
+    def drops_and_pads(self) -> bool:
+        """Whether each expert gets as many rows in each micro-batch."""
+        config = self.config
+        return config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One of them.
+
+    Args:
+        name: its number; M where Megatron has no such rule.
+        check: what breaks it and what to write instead, or None.
+        reason: under which calls are counted that run eager for it.
+        keeps: what stays eager where it is broken: the `model`, or a `layer`, which the plan leaves out.
+    """
+
+    name: str
+    check: Callable[[Asked], str | None]
+    reason: EagerReason = EagerReason.SCOPE_UNSUPPORTED
+    keeps: str = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A rule that is broken, and the sentence that says so."""
+
+    rule: Rule
+    sentence: str
+
+
+def broken_rules(asked: Asked) -> list[Broken]:
+    """All rules that are broken, in their order.
+
+    Args:
+        asked: what is to be graphed.
+    """
+    found = ((rule, rule.check(asked)) for rule in RULES)
+    return [Broken(rule=rule, sentence=f"{why} ({rule.name})") for rule, why in found if why is not None]
+
+
+def broken_rule(asked: Asked) -> Broken | None:
+    """The first one that keeps the whole model eager, or None.
+
+    Args:
+        asked: what is to be graphed.
+    """
+    return next((broken for broken in broken_rules(asked) if broken.rule.keeps == "model"), None)
+
+
+_NAMED = "cuda_graph_modules"
+_RECOMPUTED = "recompute_modules"
+
+
+def _experts_and_their_router(asked: Asked) -> str | None:
+    if not {"moe", "moe_router"} <= set(asked.scopes):
+        return None
+    return f"{_NAMED} names 'moe', and 'moe_router', which is a part of it; leave one of them out"
+
+
+def _preprocess_without_router(asked: Asked) -> str | None:
+    if "moe_preprocess" not in asked.scopes or "moe_router" in asked.scopes:
+        return None
+    return f"{_NAMED} names 'moe_preprocess' without 'moe_router', on which it goes on; add 'moe_router'"
+
+
+def _no_experts(asked: Asked) -> str | None:
+    named = [scope for scope in ("moe", "moe_router", "moe_preprocess") if scope in asked.scopes]
+    if not named or asked.experts > 1:
+        return None
+    return f"{_NAMED} names {named[0]!r}, and the model has no experts to choose from; leave it out"
+
+
+def _no_dense_layer(asked: Asked) -> str | None:
+    if "mlp" not in asked.scopes or asked.experts <= 1 or any(map(MLP.is_in, asked.layers)):
+        return None
+    often = getattr(asked.config, "moe_layer_freq", 1)
+    if not (often == 1 or (isinstance(often, list) and 0 not in often)):
+        return None  # some other stage of a pipeline may have one
+    return (
+        f"{_NAMED} names 'mlp', which is that of dense layers, and every layer has experts; leave it out, "
+        "and name 'attn', or 'attn' and 'moe_router'"
+    )
+
+
+def _experts_of_any_size(asked: Asked) -> str | None:
+    if "moe" not in asked.scopes or asked.experts <= 1 or asked.drops_and_pads:
+        return None
+    return (
+        f"{_NAMED} names 'moe', and how many rows an expert gets is another number in each micro-batch; set "
+        "moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or name 'moe_router' instead"
+    )
+
+
+def _counts_on_the_host(asked: Asked) -> str | None:
+    config = asked.config
+    if "moe_preprocess" not in asked.scopes or asked.experts <= 1 or asked.drops_and_pads:
+        return None
+    if config.moe_token_dispatcher_type != "alltoall":
+        return None
+    drops = config.moe_expert_capacity_factor is not None
+    if not drops and not getattr(config, "moe_router_padding_for_quantization", False):
+        return None
+    why = "moe_expert_capacity_factor" if drops else "moe_router_padding_for_quantization"
+    instead = ", or set moe_pad_expert_input_to_capacity=True" if drops else ""
+    return (
+        f"{_NAMED} names 'moe_preprocess', and with {why} the dispatcher 'alltoall' waits there for counts "
+        f"from the device; leave it out{instead}"
+    )
+
+
+def _whole_layer_of_experts(asked: Asked) -> str | None:
+    if asked.scopes or not any(map(EXPERTS.is_in, asked.layers)):
+        return None
+    return EXPERTS.why_eager
+
+
+def _full_recompute(asked: Asked) -> str | None:
+    if getattr(asked.config, "recompute_granularity", None) in (None, "selective"):
+        return None
+    return (
+        "full recompute runs each layer again in the backward pass, outside any graph; write "
+        "recompute_granularity='selective' with recompute_modules, or None"
+    )
+
+
+def _router_in_recomputed_experts(asked: Asked) -> str | None:
+    if "moe_router" not in asked.scopes or not asked.recomputes("moe"):
+        return None
+    return (
+        f"{_RECOMPUTED} names 'moe', which runs the router again in the backward pass, and {_NAMED} "
+        "'moe_router'; leave one of them out"
+    )
+
+
+def _graphed_and_recomputed(asked: Asked, scope: str, module: str, draws: str) -> str | None:
+    """Of what draws random numbers."""
+    if not asked.graphs(scope) or not asked.recomputes(module):
+        return None
+    where = f"names {scope!r}; leave one of them out"
+    if not asked.scopes:
+        where = f"no scope, so that whole layers are; leave {module!r} out, or name scopes without {scope!r}"
+    option = f"{draws}={getattr(asked.config, draws)!r}"
+    return f"{_RECOMPUTED} names {module!r}, which with {option} must be in no graph, and {_NAMED} {where}"
+
+
+def _dropout_of_recomputed_attention(asked: Asked) -> str | None:
+    if asked.config.attention_dropout == 0:
+        return None
+    return _graphed_and_recomputed(asked, "attn", "core_attn", "attention_dropout")
+
+
+def _dropout_of_recomputed_mlp(asked: Asked) -> str | None:
+    if asked.config.hidden_dropout == 0:
+        return None
+    both = (_graphed_and_recomputed(asked, scope, scope, "hidden_dropout") for scope in ("mlp", "moe"))
+    return next((why for why in both if why is not None), None)
+
+
+def _jitter_of_recomputed_experts(asked: Asked) -> str | None:
+    if getattr(asked.config, "moe_input_jitter_eps", None) is None:
+        return None
+    return _graphed_and_recomputed(asked, "moe", "moe", "moe_input_jitter_eps")
+
+
+def _norm_leaves_and_is_recomputed(asked: Asked) -> str | None:
+    """Megatron switches the recomputing off where the model's own config names the scope, with a warning."""
+    with_experts = filter(EXPERTS.is_in, asked.layers)
+    if "moe_router" not in asked.scopes or not any(map(_recomputes_norm, with_experts)):
+        return None
+    return (
+        f"{_RECOMPUTED} names 'layernorm', whose output leaves the graph of the router, and {_NAMED} "
+        "'moe_router'; leave one of them out, or name the scopes in the model's own config, as Megatron "
+        "then recomputes no norm of experts"
+    )
+
+
+def _recomputes_norm(layer: Any) -> bool:
+    return bool(getattr(layer, "recompute_pre_mlp_layernorm", False))
+
+
+def _wide_residuals(asked: Asked) -> str | None:
+    """Releases differ in where they widen them."""
+    if "moe_router" not in asked.scopes or not getattr(asked.config, "fp32_residual_connection", False):
+        return None
+    return f"'moe_router' in {_NAMED} with fp32_residual_connection=True is not supported yet; leave one out"
+
+
+RULES: Sequence[Rule] = (
+    Rule(name="R7", check=_experts_and_their_router),
+    Rule(name="R8", check=_preprocess_without_router),
+    Rule(name="R9", check=_no_experts),
+    Rule(name="R10", check=_no_dense_layer),
+    Rule(name="R11", check=_experts_of_any_size),
+    Rule(name="R12", check=_counts_on_the_host),
+    Rule(name="R13", check=_whole_layer_of_experts, keeps="layer"),
+    Rule(name="R14", check=_full_recompute, reason=EagerReason.RECOMPUTING),
+    Rule(name="R15", check=_router_in_recomputed_experts),
+    Rule(name="R16", check=_dropout_of_recomputed_attention),
+    Rule(name="R17", check=_dropout_of_recomputed_mlp),
+    Rule(name="R18", check=_jitter_of_recomputed_experts),
+    Rule(name="R19", check=_norm_leaves_and_is_recomputed),
+    Rule(name="M1", check=_wide_residuals),
+)

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of scopes, each by its number: what breaks it, what is to be written instead, what Megatron says."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import moe_rig
+import pytest
+from megatron_rig import OPTIONS, graph_config, step
+from moe_rig import ExpertTrainer
+from test_docs import SCOPES as SCOPES_PAGE
+from test_docs import read, rows_of
+from test_moe import assert_same_run, steps_of
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import gpt_model, transformer_config
+from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
+from megagraph.megatron.scopes.moe import EXPERTS
+from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES, Asked, broken_rule, broken_rules
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+Config = dict[str, Any]
+SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+PADS = {**moe_rig.DROPS, "moe_pad_expert_input_to_capacity": True}
+
+
+def recompute(*modules: str, **changes: Any) -> Config:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules), **changes}
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What breaks a rule, and what its sentence says to write instead.
+
+    Args:
+        rule: its name.
+        words: of the sentence.
+        scopes: what is named.
+        options: of the model's config.
+        instead: scopes and options that break no rule, one for each way out.
+        kinds: the model's layers: `E` with experts, `-` dense; no mixture at all where no `E` is among them.
+        megatron: its own words where its graphs are switched on; empty where it says nothing.
+    """
+
+    rule: str
+    words: str
+    scopes: Sequence[str]
+    options: Config = field(default_factory=dict)
+    instead: Sequence[tuple[Sequence[str], Config]]
+    kinds: str = "E-"
+    megatron: str = ""
+
+
+CASES = [
+    Case(
+        rule="R7",
+        words="names 'moe', and 'moe_router', which is a part of it; leave one of them out",
+        scopes=("attn", "moe", "moe_router"),
+        options=PADS,
+        instead=[(("attn", "moe"), PADS), (("attn", "moe_router"), PADS)],
+        megatron="must not contain both moe and moe_router",
+    ),
+    Case(
+        rule="R8",
+        words="names 'moe_preprocess' without 'moe_router', on which it goes on; add 'moe_router'",
+        scopes=("moe_preprocess",),
+        instead=[(("moe_router", "moe_preprocess"), {})],
+        megatron="moe_preprocess cuda graph is only supported with moe_router",
+    ),
+    *(
+        Case(
+            rule="R9",
+            words=f"names '{scopes[0]}', and the model has no experts to choose from; leave it out",
+            scopes=("attn", *scopes),
+            instead=[(("attn",), {})],
+            kinds="--",
+            megatron="moe cuda graph is only supported for MoE",
+        )
+        for scopes in (("moe",), ("moe_router",), ("moe_router", "moe_preprocess"))
+    ),
+    Case(
+        rule="R9",
+        words="names 'moe_router', and the model has no experts to choose from; leave it out",
+        scopes=("attn", "moe_router"),
+        options={"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        instead=[(("attn",), {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True})],
+        megatron="moe cuda graph is only supported for MoE",
+    ),
+    *(
+        Case(
+            rule="R10",
+            words="names 'mlp', which is that of dense layers, and every layer has experts; leave it out",
+            scopes=("attn", "mlp"),
+            options={"moe_layer_freq": often},
+            instead=[(("attn",), {}), (("attn", "moe_router"), {})],
+            kinds="EE",
+            megatron="mlp cuda graph is only supported for dense layers",
+        )
+        for often in (1, [1, 1])
+    ),
+    *(
+        Case(
+            rule="R11",
+            words="set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or name",
+            scopes=("attn", "moe"),
+            options=options,
+            instead=[(("attn", "moe"), PADS), (("attn", "moe_router"), options)],
+            megatron="moe cuda graph is only supported with drop-padding",
+        )
+        for options in ({}, moe_rig.DROPS)
+    ),
+    Case(
+        rule="R12",
+        words="with moe_expert_capacity_factor the dispatcher 'alltoall' waits there for counts",
+        scopes=("moe_router", "moe_preprocess"),
+        options=moe_rig.DROPS,
+        instead=[
+            (("moe_router",), moe_rig.DROPS),
+            (("moe_router", "moe_preprocess"), PADS),
+            (("moe_router", "moe_preprocess"), {**moe_rig.DROPS, "moe_token_dispatcher_type": "allgather"}),
+        ],
+        megatron="DtoH copies and synchronizations in the preprocess step",
+    ),
+    Case(
+        rule="R14",
+        words="write recompute_granularity='selective' with recompute_modules, or None",
+        scopes=("attn",),
+        options=FULL,
+        instead=[(("attn",), recompute("core_attn")), (("attn",), {})],
+        megatron="full recompute is only supported with full iteration",
+    ),
+    Case(
+        rule="R15",
+        words="names 'moe', which runs the router again in the backward pass, and cuda_graph_modules",
+        scopes=("attn", "moe_router"),
+        options=recompute("moe"),
+        instead=[(("attn",), recompute("moe")), (("attn", "moe_router"), recompute("core_attn"))],
+        megatron="moe recompute is not supported with moe_router",
+    ),
+    *(
+        Case(
+            rule="R16",
+            words=f"names 'core_attn', which with attention_dropout=0.1 must be in no graph, and {words}",
+            scopes=scopes,
+            options=recompute("core_attn", attention_dropout=0.1),
+            instead=[
+                (scopes, recompute("core_attn")),
+                (scopes, recompute("mlp", attention_dropout=0.1)),
+                (("mlp",), recompute("core_attn", attention_dropout=0.1)),
+            ],
+            kinds="--",
+            megatron="attention dropout is not supported with graphed attention",
+        )
+        for scopes, words in (
+            (("attn", "mlp"), "cuda_graph_modules names 'attn'; leave one of them out"),
+            ((), "cuda_graph_modules no scope, so that whole layers are; leave 'core_attn' out, or name"),
+        )
+    ),
+    *(
+        Case(
+            rule="R17",
+            words=f"names '{module}', which with hidden_dropout=0.1 must be in no graph",
+            scopes=scopes,
+            options=recompute(module, hidden_dropout=0.1, **PADS),
+            instead=[
+                (("attn",), recompute(module, hidden_dropout=0.1, **PADS)),
+                (("mlp", "moe"), recompute("core_attn", hidden_dropout=0.1, **PADS)),
+            ],
+            megatron="hidden dropout is not supported with graphed MLP/MoE",
+        )
+        for module, scopes in (("mlp", ("mlp",)), ("moe", ("moe",)), ("mlp", ()), ("moe", ()))
+    ),
+    *(
+        Case(
+            rule="R18",
+            words="names 'moe', which with moe_input_jitter_eps=0.1 must be in no graph",
+            scopes=scopes,
+            options=recompute("moe", moe_input_jitter_eps=0.1, **PADS),
+            instead=[
+                (("attn", "mlp"), recompute("moe", moe_input_jitter_eps=0.1, **PADS)),
+                (("moe",), recompute("core_attn", moe_input_jitter_eps=0.1, **PADS)),
+            ],
+            megatron="moe_input_jitter_eps is not supported with graphed moe",
+        )
+        for scopes in (("moe",), ())
+    ),
+    *(
+        Case(
+            rule="R19",
+            words="names 'layernorm', whose output leaves the graph of the router, and cuda_graph_modules",
+            scopes=scopes,
+            options=recompute("layernorm"),
+            instead=[(("attn",), recompute("layernorm")), (scopes, recompute("core_attn"))],
+        )
+        for scopes in (("attn", "moe_router"), ("moe_router", "moe_preprocess"))
+    ),
+    Case(
+        rule="M1",
+        words="'moe_router' in cuda_graph_modules with fp32_residual_connection=True is not supported yet",
+        scopes=("attn", "moe_router"),
+        options={"fp32_residual_connection": True},
+        instead=[(("attn",), {"fp32_residual_connection": True}), (("attn", "moe_router"), {})],
+    ),
+]
+IDS = [f"{case.rule} {' '.join(case.scopes) or 'whole'} {index}" for index, case in enumerate(CASES)]
+
+
+def base_of(case: Case) -> Config:
+    """Options of the model's layers."""
+    often = {"E-": [1, 0], "EE": 1}
+    return {**moe_rig.BASE, "moe_layer_freq": often[case.kinds]} if "E" in case.kinds else {}
+
+
+def config_of(case: Case, options: Config) -> Any:
+    """A real config of Megatron's, as its own checks leave it."""
+    return transformer_config(OPTIONS, **{**base_of(case), **options})
+
+
+def model_of(config: Any, kinds: str = "E-") -> Any:
+    with moe_rig.experts_on_cpu():
+        return gpt_model(OPTIONS, config, moe_rig.block_spec(kinds))
+
+
+@pytest.fixture(scope="module")
+def models(megatron: None) -> dict[str, Any]:
+    made = {kinds: model_of(transformer_config(OPTIONS, **moe_rig.BASE), kinds) for kinds in ("E-", "EE")}
+    return {**made, "--": gpt_model(OPTIONS, transformer_config(OPTIONS))}
+
+
+def test_every_rule_that_keeps_a_model_eager_has_a_case() -> None:
+    by_model = [rule.name for rule in RULES if rule.keeps == "model"]
+    assert list(dict.fromkeys(case.rule for case in CASES)) == by_model
+    numbers = [rule.name for rule in RULES if rule.name.startswith("R")]
+    assert numbers == [f"R{number}" for number in range(7, 20)]
+    assert sorted({*numbers, *OF_OTHER_GRAPHS}) == sorted(f"R{number}" for number in range(1, 22))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_rule_refuses_the_model_and_says_what_to_write(
+    case: Case, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.rule == "R19":  # which asks the layers
+        models = {case.kinds: model_of(config_of(case, case.options), case.kinds)}
+    model = models[case.kinds]
+    monkeypatch.setattr(model, "config", config_of(case, case.options))
+    refusal = refusal_of(model, None, case.scopes)
+    assert refusal is not None and case.words in refusal.sentence
+    assert refusal.sentence.endswith(f" ({case.rule})")
+    is_recompute = case.rule == "R14"
+    assert refusal.reason is (EagerReason.RECOMPUTING if is_recompute else EagerReason.SCOPE_UNSUPPORTED)
+    for scopes, options in case.instead:
+        config = config_of(case, options)
+        model = model_of(config, case.kinds) if case.rule == "R19" else model
+        monkeypatch.setattr(model, "config", config)
+        assert refusal_of(model, None, scopes) is None, (scopes, options)
+
+
+def with_graphs(scopes: Sequence[str], options: Config) -> Any:
+    """A config under which Megatron makes graphs of its own, or what its checks raise."""
+    from megatron.core.transformer import TransformerConfig
+
+    name = "cuda_graph_modules"
+    if not hasattr(TransformerConfig, name):  # up to 0.17
+        name = "cuda_graph_scope"
+    options = {"cuda_graph_impl": "transformer_engine", name: list(scopes) or "full", **options}
+    return transformer_config(OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    "index", [index for index, case in enumerate(CASES) if case.megatron], ids=IDS.__getitem__
+)
+def test_megatron_says_the_same_of_graphs_of_its_own(index: int) -> None:
+    case = CASES[index]
+    with pytest.raises(AssertionError, match=case.megatron):
+        with_graphs(case.scopes, {**base_of(case), **case.options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"moe_token_dispatcher_type": "allgather"},
+        {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
+    ],
+    ids=str,
+)
+def test_rule_19_is_where_megatron_switches_recomputing_off(options: Config) -> None:
+    """For scopes in its own config, whoever makes the graphs. With ours the layers do recompute."""
+    scopes = ("attn", "moe_router")
+    options = {**moe_rig.BASE, **recompute("layernorm", **options)}
+    plain, theirs = model_of(transformer_config(OPTIONS, **options)), model_of(with_graphs(scopes, options))
+    with_names = model_of(with_graphs(scopes, {**options, "cuda_graph_impl": "none"}))
+    assert plain.decoder.layers[0].recompute_pre_mlp_layernorm
+    assert not theirs.decoder.layers[0].recompute_pre_mlp_layernorm
+    refusal = refusal_of(plain, None, scopes)
+    assert refusal is not None and refusal.sentence.endswith("(R19)")
+    assert set(scopes_of(with_names.config, ())) == set(scopes)
+    assert refusal_of(with_names, None, scopes) is None
+
+
+# Options of which each rule asks some, every one with every other and every set of scopes.
+GRID: Sequence[Sequence[Config]] = (
+    (
+        {},
+        moe_rig.BASE,
+        {**moe_rig.BASE, **moe_rig.DROPS},
+        {**moe_rig.BASE, **PADS},
+        {**moe_rig.BASE, **moe_rig.DROPS, "moe_token_dispatcher_type": "allgather", "moe_layer_freq": [0, 1]},
+    ),
+    ({}, FULL, *(recompute(module) for module in ("core_attn", "mlp", "moe"))),
+    ({}, {"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"moe_input_jitter_eps": 0.1}),
+)
+
+
+def test_all_combinations_are_refused_that_megatron_refuses_and_no_others() -> None:
+    """Without layers at hand, since Megatron asks its config alone which of them have experts."""
+    subsets = [scopes for count in range(7) for scopes in itertools.combinations(SCOPES, count)]
+    seen = {True: 0, False: 0}
+    for chosen in itertools.product(*GRID):
+        options = {name: value for part in chosen for name, value in part.items()}
+        plain = transformer_config(OPTIONS, **options)
+        for scopes in subsets:
+            broken = broken_rule(Asked(config=plain, scopes=scopes, layers=[]))
+            try:
+                with_graphs(scopes, options)
+            except AssertionError as error:
+                assert broken is not None, (scopes, options, error)
+            else:
+                assert broken is None, (scopes, options, broken.sentence)
+            seen[broken is None] += 1
+    assert min(seen.values()) > 500
+
+
+def test_rule_12_of_rows_that_are_padded_for_narrow_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Megatron asks by the option's older name only. It comes with fp8 alone, which is refused."""
+    config = transformer_config(OPTIONS, **moe_rig.BASE)
+    monkeypatch.setattr(config, "moe_router_padding_for_quantization", True)
+    broken = broken_rule(Asked(config=config, scopes=("moe_router", "moe_preprocess"), layers=[]))
+    assert broken is not None and broken.rule.name == "R12"
+    assert broken.sentence.endswith("counts from the device; leave it out (R12)")
+    assert broken_rule(Asked(config=config, scopes=("moe_router",), layers=[])) is None
+
+
+def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
+    install: Install, models: dict[str, Any]
+) -> None:
+    """Megatron checks it nowhere, and fails in the capture."""
+    model = models["E-"]
+    (broken,) = broken_rules(Asked(config=model.config, scopes=(), layers=model.decoder.layers))
+    assert broken.rule.name == "R13" and broken.sentence == f"{EXPERTS.why_eager} (R13)"
+    assert broken_rules(Asked(config=model.config, scopes=("attn",), layers=model.decoder.layers)) == []
+    assert refusal_of(model, None) is None
+    with_graphs((), moe_rig.BASE)  # raises nothing
+    install()
+    with moe_rig.experts_on_cpu():
+        trainer = ExpertTrainer("E-")
+        for micros in steps_of(3):
+            step(trainer, micros)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
+    (failure,) = report["failures"]
+    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS.why_eager}"
+
+
+def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:
+    """A config may say that all layers have experts while a spec, or a hybrid's pattern, says otherwise."""
+    for kinds, is_broken in (("E-", False), ("EE", True)):
+        model = models[kinds]
+        assert model.config.moe_layer_freq == 1
+        assert (refusal_of(model, None, ("attn", "mlp")) is not None) == is_broken
+    stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
+    asked = Asked(config=stage, scopes=("attn", "mlp"), layers=models["EE"].decoder.layers)
+    assert broken_rules(asked) == []
+
+
+def test_a_model_that_breaks_a_rule_trains_as_megatron_alone_and_its_calls_count() -> None:
+    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3)]
+    with moe_rig.experts_on_cpu():
+        ours = moe_rig.run(graph_config(cuda_graph_modules="mlp"), "EE", steps)
+        assert_same_run(ours, moe_rig.run(None, "EE", steps))
+    assert ours.report["replays"] == 0 and ours.report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
+    (failure,) = ours.report["failures"]
+    assert failure.startswith("GPTModel stays eager (SCOPE_UNSUPPORTED): cuda_graph_modules names 'mlp'")
+    assert failure.endswith("(R10)")
+
+
+# -- docs/scopes.md ------------------------------------------------------------------------------
+
+KINDS_OF_EXPERTS: dict[str, Config] = {
+    "dropless": {},
+    "dropped, `alltoall`": moe_rig.DROPS,
+    "dropped, `allgather`": {**moe_rig.DROPS, "moe_token_dispatcher_type": "allgather"},
+    "dropped and padded": PADS,
+}
+
+
+def test_the_page_of_scopes_has_the_combinations_that_break_no_rule() -> None:
+    told = rows_of(SCOPES_PAGE, "of experts")
+    assert f"| of experts | {' | '.join(KINDS_OF_EXPERTS)} |" in read(SCOPES_PAGE)
+    assert len(told) == 2**3
+    for names, cells in told.items():
+        scopes = () if names == "none of the three" else tuple(names.split())
+        assert set(scopes) <= {"moe", "moe_router", "moe_preprocess"}
+        for (kind, options), cell in zip(KINDS_OF_EXPERTS.items(), cells, strict=True):
+            config = transformer_config(OPTIONS, **{**moe_rig.BASE, **options})
+            broken = broken_rule(Asked(config=config, scopes=("attn", *scopes), layers=[]))
+            assert cell == ("yes" if broken is None else broken.rule.name), (names, kind)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS.__getitem__)
+def test_the_page_of_scopes_quotes_the_sentences(index: int, models: dict[str, Any]) -> None:
+    case = CASES[index]
+    config = config_of(case, case.options)
+    model = model_of(config, case.kinds) if case.rule == "R19" else models[case.kinds]
+    broken = broken_rule(Asked(config=config, scopes=case.scopes, layers=model.decoder.layers))
+    assert broken is not None
+    *_rest, told = rows_of(SCOPES_PAGE, "rule")[case.rule]
+    assert told.strip('"') in broken.sentence
+
+
+def test_names_that_are_not_built_are_an_error_before_any_rule() -> None:
+    for name in set(SCOPES) - set(megagraph.config.MODULES):
+        with pytest.raises(ValueError, match=f"'{name}' is not supported yet"):
+            graph_config(cuda_graph_modules=("moe_router", name))
