@@ -134,11 +134,13 @@ def routers(trainer: Trainer) -> list[Any]:
 class ExpertTrainer(Trainer):
     """A model with experts. Keeps what they counted."""
 
-    def __init__(self, kinds: str = "EE", ddp: dict[str, Any] | None = None, **changes: Any) -> None:
+    def __init__(
+        self, kinds: str = "EE", ddp: dict[str, Any] | None = None, spec: Any = None, **changes: Any
+    ) -> None:
         self.counts: list[Tensor] = []
         config = {**BASE, "finalize_model_grads_func": self._finalize, **changes}
         options = dataclasses.replace(OPTIONS, layers=len(kinds))
-        super().__init__(options, config=config, ddp=ddp, spec=block_spec(kinds))
+        super().__init__(options, config=config, ddp=ddp, spec=block_spec(kinds) if spec is None else spec)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -210,7 +212,7 @@ def run(
         config: installed for this run alone; None for Megatron alone.
         kinds: of its layers.
         steps: the micro-batches of each.
-        changes: of its config; `ddp` of its DDP's.
+        changes: of its config; `ddp` of its DDP's; `spec` of its block.
     """
     found = ExpertRun()
     if config is not None:
