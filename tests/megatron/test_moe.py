@@ -284,6 +284,7 @@ REFUSED = {
     "expert_tensor_parallel_size": (2, "each over several ranks"),
     "tensor_model_parallel_size": (2, "with tensor parallelism"),
     "moe_enable_routing_replay": (True, "whose routing is replayed"),
+    "moe_router_fusion": (True, "whose router is fused, and takes no padding mask"),
     "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
     "moe_router_load_balancing_type": ("sinkhorn", "whose routing looks at all rows"),
 }

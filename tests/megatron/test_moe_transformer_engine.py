@@ -34,11 +34,7 @@ CASES: dict[str, Config] = {
         **SHARED,
     },
     "grouped, drop and pad": {"moe_grouped_gemm": True, **moe_rig.CASES["drop and pad"]},
-    "fused router and permutation": {
-        "moe_grouped_gemm": True,
-        "moe_router_fusion": True,
-        "moe_permute_fusion": True,
-    },
+    "fused permutation": {"moe_grouped_gemm": True, "moe_permute_fusion": True},
 }
 
 

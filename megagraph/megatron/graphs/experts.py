@@ -22,6 +22,7 @@ _UNSUPPORTED = (
     ("tensor_model_parallel_size", 1, "with tensor parallelism"),
     ("expert_tensor_parallel_size", 1, "each over several ranks"),
     ("moe_enable_routing_replay", False, "whose routing is replayed"),
+    ("moe_router_fusion", False, "whose router is fused, and takes no padding mask"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
 

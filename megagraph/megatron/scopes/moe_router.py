@@ -26,11 +26,16 @@ from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD
 __all__ = ["ROUTER"]
 
 _SHARED = 3  # their place among what leaves
+# Of later releases: offloads the norm's input after the experts, which is refused. It would keep hidden
+# states of a graph, and with them its memory, until the next call.
+_OFFLOADS = "mlp_norm_manager"
 
 
 def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Outputs:
     mixture, mask = layer.mlp, arguments.get("padding_mask")
     normed, residual = layer._forward_pre_mlp_layernorm(hidden_states), hidden_states
+    if hasattr(layer, _OFFLOADS):
+        setattr(layer, _OFFLOADS, None)
     if isinstance(normed, tuple):  # a norm that adds, too
         normed, residual = normed
     shared = mixture.shared_experts_compute(normed)
