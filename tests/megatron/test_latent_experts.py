@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of multi-latent attention with experts, with each set of scopes that they may have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import moe_rig
+import pytest
+from latent_rig import OPTIONS, LatentTrainer, latent_config
+from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from test_moe import steps_of
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+Install = Callable[..., GraphConfig]
+STEPS = 20
+# How many sites a layer with experts and a dense one have together.
+SITES = {
+    ("attn",): 2,
+    ("moe_router",): 1,
+    ("attn", "moe_router"): 2,
+    ("attn", "mlp", "moe_router"): 2,
+    ("mlp",): 1,
+}
+
+
+class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
+    """A model of a layer with experts and a dense one, both with multi-latent attention."""
+
+    def __init__(self, kind: str, **changes: Any) -> None:
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        config = {
+            **moe_rig.BASE,
+            **latent_config(kind),
+            "finalize_model_grads_func": self._finalize,
+            **changes,
+        }
+        self.counts = []
+        attention: dict[str, Any] = {
+            "multi_latent_attention": True,
+            "qk_layernorm": config.get("qk_layernorm", False),
+            "normalization": "RMSNorm",
+        }
+        layers = [
+            get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False, **attention),
+            get_gpt_layer_varlen_spec(**attention),
+        ]
+        norm = layers[0].submodules.input_layernorm
+        spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+        Trainer.__init__(self, OPTIONS, config=config, spec=spec)
+
+
+CELLS = [(scopes, "plain, RoPE") for scopes in SITES]
+CELLS += [(("attn", "moe_router"), "low rank, YaRN")]
+
+
+@pytest.mark.parametrize(("scopes", "kind"), CELLS, ids=str)
+def test_bits(install: Install, scopes: Sequence[str], kind: str) -> None:
+    install(cuda_graph_modules=scopes)
+    options = {
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    }
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        eager, graphed = (LatentExpertTrainer(kind, **options) for _ in range(2))
+        for index, micros in enumerate(steps_of(STEPS)):
+            expected = expert_step(eager, micros, eager=True)
+            assert_same_step(expert_step(graphed, micros), expected, f"step {index}:")
+    report = megagraph.reports()[1]
+    sites = SITES[tuple(scopes)]
+    assert report["eager"] == {"WARMING_UP": 3 * sites} and report["failures"] == []
+    assert report["replays"] == (STEPS - 1) * 3 * sites
