@@ -126,7 +126,7 @@ class SiteSpec(_OfModule):
         self._parts = tuple(parts)
         self.bypassed = tuple(bypassed)
         self.transient = frozenset(transient)
-        self._state = state
+        self.state = state
 
     def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
         """Runs the module eagerly."""
@@ -166,7 +166,7 @@ class SiteSpec(_OfModule):
 
     def further_state(self) -> Sequence[Tensor]:
         """The further tensors that the call changes."""
-        return self._state(self.module)
+        return self.state(self.module)
 
     def buffers(self) -> list[Tensor]:
         """The buffers that the call uses, and further tensors that it changes, each once."""

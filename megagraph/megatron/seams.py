@@ -21,9 +21,11 @@ __all__ = [
     "BLOCK_FORWARD",
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
+    "DISPATCH_PREPROCESS",
     "EXPERT_BIAS",
     "EXPERT_CHOICE",
     "EXPERT_FORWARD",
+    "EXPERT_PREPROCESS",
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
@@ -31,6 +33,7 @@ __all__ = [
     "LATENT_ROPE",
     "MLP_FORWARD",
     "PACK_GROUPS",
+    "PERMUTATION",
     "PERMUTED_ROWS",
     "ROUTING",
     "SCHEDULES",
@@ -39,6 +42,7 @@ __all__ = [
     "check_core",
     "is_replaced",
     "moe_metrics",
+    "permutation_sorts",
     "replaced_rope",
 ]
 
@@ -178,10 +182,26 @@ EXPERT_FORWARD = Seam(
     path="MoELayer.forward",
     parameters=("hidden_states", "padding_mask"),
 )
+EXPERT_PREPROCESS = Seam(
+    module=EXPERT_FORWARD.module,
+    path="MoELayer.preprocess",
+    parameters=("hidden_states", "probs", "routing_map"),
+)
+_DISPATCHER_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+DISPATCH_PREPROCESS = Seam(
+    module=_DISPATCHER_MODULE,
+    path="MoEAlltoAllTokenDispatcher.dispatch_preprocess",
+    parameters=("hidden_states", "routing_map", "probs"),
+)
 PERMUTED_ROWS = Seam(
-    module="megatron.core.transformer.moe.token_dispatcher",
+    module=_DISPATCHER_MODULE,
     path="MoEAlltoAllTokenDispatcher.preprocess",
     parameters=("routing_map",),
+)
+PERMUTATION = Seam(
+    module=_DISPATCHER_MODULE,
+    path="permute",
+    parameters=("tokens", "routing_map", "probs", "num_out_tokens", "fused", "drop_and_pad"),
 )
 # NCCL waits for ever for a communicator whose operations a living graph holds.
 DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_group", parameters=("group",))
@@ -203,7 +223,7 @@ PACK_GROUPS = {
 }
 # Called, not wrapped.
 _CALLED = (
-    *(LATENT_ATTENTION, MLP_FORWARD, EXPERT_FORWARD),
+    *(LATENT_ATTENTION, MLP_FORWARD, EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",
@@ -247,6 +267,14 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     return getattr(function, "__module__", None) != seam.module
 
 
+def permutation_sorts() -> bool:
+    """Whether Megatron permutes rows by sorting, and returns five values; up to 0.16 they are three.
+
+    Before, it selected the routed ones by a mask, whose shape waits for the device.
+    """
+    return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
+
+
 @functools.cache
 def _metrics_module() -> tuple[Any, bool]:
     """Where the metrics of experts are, and whether the module is theirs alone, as in later releases."""
@@ -283,7 +311,7 @@ def check_core() -> str:
     hybrid = (HYBRID_FORWARD, HYBRID_STACK_FORWARD) if HYBRID_FORWARD.is_present() else ()
     seams = (
         *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
-        *(ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS),
+        *(ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
         *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED, *hybrid),
     )
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]

@@ -17,6 +17,8 @@ from torch import Tensor
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import mark_unrouted, may_have_unrouted
+from megagraph.megatron.scopes.moe_preprocess import take_permuted
+from megagraph.megatron.seams import permutation_sorts
 
 __all__ = ["ExpertWrappers"]
 
@@ -95,3 +97,15 @@ class ExpertWrappers:
             return counts
 
         return preprocess
+
+    def permutation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `permute`: hands out what a graph has permuted, as many rows as are routed."""
+        further = (None, None) if permutation_sorts() else ()
+
+        def permute(*args: Any, num_out_tokens: Any = None, **options: Any) -> Any:
+            permuted = take_permuted()
+            if permuted is None:
+                return original(*args, num_out_tokens=num_out_tokens, **options)
+            return *permuted.first(int(num_out_tokens)), *further
+
+        return permute

@@ -53,6 +53,7 @@ class _Installation:
         self._wrap(seams.EXPERT_CHOICE, experts.choice)
         self._wrap(seams.EXPERT_BIAS, experts.expert_bias)
         self._wrap(seams.PERMUTED_ROWS, experts.permuted_rows)
+        self._wrap(seams.PERMUTATION, experts.permutation)
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 

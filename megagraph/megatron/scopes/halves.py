@@ -28,8 +28,9 @@ class Half:
         in_parts: Megatron's methods of which it runs a part, by the child that has them; the layer's own
             under an empty name. A layer with another method in their place is not split.
         transient: of several tensors those, by index, that the next half alone reads.
-        state: tensors that no module owns and that it changes.
+        state: tensors that no module owns and that it changes, the same for all layers; None for none.
         accepts: tells layers whose `core` is of the half's kind from others.
+        why_not: why it cannot be in a graph in some layer, and what to write instead, or None.
         why_eager: why it is never in a graph, and what to write instead; None where it may be.
     """
 
@@ -41,8 +42,9 @@ class Half:
     bypassed: Sequence[str] = ()
     in_parts: Mapping[str, Seam] = field(default_factory=dict)
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
-    state: Callable[[Any], Sequence[Tensor]] = lambda layer: ()
+    state: Callable[[Any], Sequence[Tensor]] | None = None
     accepts: Callable[[nn.Module], bool] = lambda layer: True
+    why_not: Callable[[Any], str | None] = lambda layer: None
     why_eager: str | None = None
 
     def is_in(self, layer: nn.Module) -> bool:
@@ -59,12 +61,12 @@ class Half:
             if name not in elsewhere and isinstance(_child(layer, name), nn.Module)
         ]
 
-    def why_not_in_parts(self, layer: nn.Module) -> str | None:
-        """Why a layer cannot run a part of itself here, or None."""
+    def why_not_of(self, layer: nn.Module) -> str | None:
+        """Why a layer cannot run it in a graph, or None."""
         for path, seam in self.in_parts.items():
             if is_replaced(layer.get_submodule(path), seam):
                 return f"its {seam.path} is not Megatron's, so that its router cannot run alone"
-        return None
+        return self.why_not(layer)
 
 
 def _child(layer: Any, path: str) -> Any:

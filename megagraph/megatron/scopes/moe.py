@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.mlp import run_mlp
 
-__all__ = ["EXPERTS", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted"]
+__all__ = ["EXPERTS", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted", "run_experts"]
 
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
@@ -75,17 +75,38 @@ def _letting_go(mixture: Any) -> Iterator[None]:
                     now[name] = None
 
 
-def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    normed, probs, routing_map, *shared, residual = before
+def run_experts(
+    layer: Any,
+    routed: tuple[Tensor, Tensor, Tensor],
+    shared: Tensor | None,
+    residual: Tensor,
+    preprocessing: contextlib.AbstractContextManager[None],
+) -> Tensor:
+    """All of a layer that comes behind its router.
+
+    Args:
+        layer: a TransformerLayer with experts.
+        routed: normed hidden states, probabilities and the routing map.
+        shared: the output of the shared experts, or None.
+        residual: hidden states as they entered the norm.
+        preprocessing: entered around what comes before the dispatch.
+    """
     mixture = layer.mlp
-    mark_unrouted(routing_map)
+    mark_unrouted(routed[2])
     with _letting_go(mixture):
-        hidden, probs = mixture.preprocess(normed, probs, routing_map)
+        with preprocessing:
+            hidden, probs = mixture.preprocess(*routed)
         hidden, probs = mixture.dispatch(hidden, probs)
         hidden, bias = mixture.routed_experts_compute(hidden, probs)
-        hidden = mixture.postprocess(mixture.combine(hidden), shared[0] if shared else None)
+        hidden = mixture.postprocess(mixture.combine(hidden), shared)
     out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
     return out
+
+
+def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    normed, probs, routing_map, *shared, residual = before
+    routed = normed, probs, routing_map
+    return run_experts(layer, routed, shared[0] if shared else None, residual, contextlib.nullcontext())
 
 
 ROUTED = Half(

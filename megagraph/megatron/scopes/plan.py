@@ -20,13 +20,12 @@ from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
 from megagraph.megatron.scopes.mlp import MLP
 from megagraph.megatron.scopes.moe import EXPERTS, ROUTED
+from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
 HALVES: Sequence[Half] = (ATTENTION, MLP, EXPERTS)
-# What experts are where their router is graphed.
-_OF_EXPERTS: Sequence[Half] = (ROUTER, ROUTED)
 
 # From what the step before has handed on to what this one does.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
@@ -145,8 +144,8 @@ class BlockPlan:
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         halves = [half for half in HALVES if half.is_in(layer)]
-        if ROUTER.name in scopes and EXPERTS in halves:
-            halves = [*halves[: halves.index(EXPERTS)], *_OF_EXPERTS]
+        if EXPERTS in halves:
+            halves = [*halves[: halves.index(EXPERTS)], *_parts_of_experts(layer, scopes)]
         graphed = [half for half in halves if not scopes or half.name in scopes]
         stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
         if stays_eager is not None:
@@ -176,6 +175,7 @@ class BlockPlan:
         """Adds neighbours as one step. Only the last of them may hand out several tensors."""
         names = " and ".join(half.name for half in halves)
         name, run, last = f"{names} of layer {index} ({type(layer).__name__})", _in_turn(halves), halves[-1]
+        states = (half.state for half in halves if half.state is not None)
         step = (
             SiteSpec(
                 name=name,
@@ -184,7 +184,7 @@ class BlockPlan:
                 parts=[child for half in halves for child in half.children_of(layer)],
                 bypassed=[child for half in halves for child in half.bypassed],
                 transient=last.transient(layer),
-                state=last.state,
+                state=next(states, _no_state),
             )
             if is_site
             else EagerPart(name=name, module=layer, forward=self._alone(run))
@@ -201,6 +201,20 @@ class BlockPlan:
                 return run(layer, before, arguments)
 
         return forward
+
+
+def _no_state(layer: Any) -> Sequence[Tensor]:
+    return ()
+
+
+def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Half]:
+    """What the experts of a layer are, by what of them is graphed."""
+    if ROUTER.name not in scopes:
+        return (EXPERTS,)
+    # Other dispatchers have nothing to do before they dispatch.
+    if PREPROCESS.name in scopes and PREPROCESS.is_in(layer):
+        return ROUTER, PREPROCESS, PERMUTED
+    return ROUTER, ROUTED
 
 
 def _in_turn(halves: Sequence[Half]) -> Run:
@@ -223,6 +237,6 @@ def _why_whole(layer: nn.Module, halves: Sequence[Half]) -> str | None:
 
     forward = getattr(layer.forward, "__func__", layer.forward)
     if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return next((why for half in halves if (why := half.why_not_in_parts(layer)) is not None), None)
+        return next((why for half in halves if (why := half.why_not_of(layer)) is not None), None)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"

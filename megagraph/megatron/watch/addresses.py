@@ -33,6 +33,9 @@ class AddressWatch:
         # What graphs write that no module owns, by identity, and its address. Held, so that nobody else gets
         # the memory while graphs may write there.
         self._state: dict[int, tuple[Tensor, int]] = {}
+        # Scopes name the same tensors for all of their sites.
+        self._with_state = [*{spec.state: spec for spec in specs}.values()]
+        self.holds_state = False  # there is any
         # What the last look found: why graphs must not be replayed, and whether main gradients that they
         # read have no memory now.
         self.change: EagerReason | None = None
@@ -43,7 +46,7 @@ class AddressWatch:
         return [param for spec in self._specs for param in spec.parameters()]
 
     def _read_by_graphs(self) -> list[Tensor]:
-        state = {id(tensor) for spec in self._specs for tensor in spec.further_state()}
+        state = {id(tensor) for spec in self._with_state for tensor in spec.further_state()}
         buffers = [buffer for spec in self._specs for buffer in spec.buffers() if id(buffer) not in state]
         return [*self._parameters(), *buffers]
 
@@ -59,17 +62,16 @@ class AddressWatch:
         """
         self._read = _C.fingerprint(self._read_by_graphs())
         self._state = self._state_of_now()
+        self.holds_state = bool(self._state)
         if grad:
             self._grads, _flags = _C.fingerprint(self._main_grads())
 
     def _state_of_now(self) -> dict[int, tuple[Tensor, int]]:
-        tensors = (tensor for spec in self._specs for tensor in spec.further_state())
+        tensors = (tensor for spec in self._with_state for tensor in spec.further_state())
         return {id(tensor): (tensor, tensor.data_ptr()) for tensor in tensors}
 
     def has_other_state(self) -> bool:
         """Whether a tensor that graphs write, and no module owns, is another one; further ones may come."""
-        if not self._state:
-            return False
         now = self._state_of_now()
         return any(
             key not in now or now[key][1] != address for key, (_tensor, address) in self._state.items()

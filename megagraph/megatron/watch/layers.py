@@ -180,7 +180,9 @@ class LayerWatch:
             self.follow_modules()  # whose state makes a kind
             return None
         is_as_it_was = self._memory.fingerprint() == self._fingerprint
-        is_as_it_was = is_as_it_was and not self._addresses.has_other_state()
+        addresses = self._addresses
+        if addresses.holds_state:
+            is_as_it_was = is_as_it_was and not addresses.has_other_state()
         self.have_other_grads = self._memory.have_other_grads
         if is_as_it_was:
             return None

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows permuted to their experts inside of the router's graph; counts, dispatch and experts eager."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import moe_jobs
+import moe_rig
+import pytest
+import torch
+from megatron_rig import evaluate, step
+from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from test_moe import PACK, PLACES, TAILS, lose, steps_of
+from test_moe_router import BIAS, compare
+from test_moe_router import CASES as ROUTER_CASES
+from torch import Tensor
+from worlds import World
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
+from megagraph.megatron.scopes.moe_router import ROUTER
+from megagraph.megatron.seams import permutation_sorts
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+Config = dict[str, Any]
+ROUTER_TOO = ("moe_router", "moe_preprocess")
+ALL = ("attn", *ROUTER_TOO)
+# But what drops tokens before it permutes (R12).
+DROPS = ("drop", "jitter, drop, gated shared experts")
+CASES = {name: case for name, case in ROUTER_CASES.items() if name not in DROPS}
+CASES["drop and pad, shared experts"] = {**CASES["drop and pad"], **CASES["shared experts"]}
+PADDED = ("drop and pad", "drop and pad, shared experts")
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def _is_built(case: str) -> bool:
+    """Whether the release can permute inside of a graph."""
+    return permutation_sorts() or case in PADDED or "allgather" in case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits(case: str) -> None:
+    if not _is_built(case):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    report = compare("EE", steps_of(20), ALL, **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+    assert report["layers"] == 2 and report["graphs"] == 2 * 2
+
+
+@pytest.mark.parametrize("case", ["shared experts", "drop and pad"])
+def test_routers_alone_among_dense_layers(case: str) -> None:
+    if not _is_built(case):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    report = compare("E-E-", steps_of(5), ("mlp", *ROUTER_TOO), **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 4}
+
+
+@pytest.mark.skipif("permutation_sorts()")
+def test_a_release_that_permutes_by_a_mask_is_named(install: Install) -> None:
+    install(cuda_graph_modules=ALL)
+    trainer = ExpertTrainer()
+    for micros in steps_of(3):
+        step(trainer, micros)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3 * 2}
+    assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
+
+
+def test_ranks_whose_experts_are_spread_and_packs_their_own(world2: World) -> None:
+    """Counts are gathered over the ranks in the eager part, and a pack of one rank may fit no capacity."""
+    if not permutation_sorts():
+        pytest.skip("this release permutes into shapes that only the device knows")
+    changes = {**BIAS, **CASES["shared experts"], "moe_router_load_balancing_type": "aux_loss"}
+    reports = world2.run(moe_jobs.train_spread, scopes=(*ALL, "mlp"), num_steps=6, misfits_on=1, **changes)
+    for report in reports:
+        assert report["failures"] == []
+    assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": 3 * 2}
+
+
+@pytest.mark.parametrize("case", ("alltoall", "shared experts", *PADDED))
+def test_what_leaves_and_in_which_order(case: str) -> None:
+    if not _is_built(case):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    trainer = ExpertTrainer(**CASES[case])
+    layer, rows, end = trainer.chunk.decoder.layers[0], 24, 20
+    hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
+    mask = torch.arange(rows, device=trainer.device)[None] >= end
+    routed: Any = ROUTER.run(layer, hidden, {"padding_mask": mask})
+    normed, all_probs, routing_map, *shared, residual = routed
+    out: Any = PREPROCESS.run(layer, routed, {})
+    permuted, probs, places, constant, same_map, *same_shared, same_residual = out
+    most = moe_rig.EXPERTS * 12 if case in PADDED else rows * 2
+    assert permuted.shape == (most, 32) and probs.shape == places.shape == (most,)
+    assert torch.equal(permuted, normed.view(rows, 32)[places]) and probs.requires_grad
+    assert torch.equal(constant, all_probs) and not constant.requires_grad
+    assert same_map is routing_map and same_residual is residual
+    assert len(same_shared) == len(shared) and all(a is b for a, b in zip(same_shared, shared, strict=True))
+    if case not in PADDED:
+        routed_rows = int(routing_map.sum())
+        assert routed_rows <= 2 * rows and not probs[routed_rows:].any()
+    of_shared = (5,) if shared else ()
+    assert PREPROCESS.transient(layer) == (of_shared if case in PADDED else (0, 1, *of_shared))
+
+
+@pytest.mark.parametrize("case", ["sigmoid, bias, groups", "shared experts", "drop and pad"])
+def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> None:
+    if not _is_built(case):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    install(cuda_graph_modules=ALL)
+    trainers = [ExpertTrainer(**CASES[case]) for _ in range(2)]
+    found: list[list[Any]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([])
+        for index, tail in enumerate(TAILS):
+            micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+            found[-1].append(expert_step(trainer, [micro, PACK], eager=is_eager))
+            found[-1].append(evaluate(trainer, [PACK, micro], eager=is_eager))
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, list):
+            assert all(map(torch.equal, one, other))
+        else:
+            assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
+    install(cuda_graph_modules=ALL)
+    case = {**BIAS, **CASES["drop and pad"]}
+    trainers = [ExpertTrainer(**case) for _ in range(2)]
+    first, *others = steps_of(5)
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
+        where = f"megatron.core.transformer.moe.{PLACES[place]}"
+        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+            step(trainer, others[1], eager=is_eager)
+        moe_rig.metrics()
+        for router in moe_rig.routers(trainer):
+            router.local_tokens_per_expert.zero_()
+        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def test_a_permutation_of_somebody_elses_is_an_error(install: Install) -> None:
+    """It would permute what stands for the rows in the eager part, where nobody reads it."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    install(cuda_graph_modules=ALL)
+    trainer = ExpertTrainer(**CASES["drop and pad"])
+    for micros in steps_of(2):
+        expert_step(trainer, micros)
+    ours: Any = token_dispatcher.permute
+    with (
+        mock.patch.object(token_dispatcher, "permute", ours.__wrapped__),
+        pytest.raises(RuntimeError, match="has permuted rows by another function than Megatron's"),
+    ):
+        step(trainer, steps_of(1)[0])
+
+
+UNBUILT: dict[str, Any] = {
+    "moe_permute_fusion": True,
+    "moe_latent_size": 16,
+    "moe_router_padding_for_quantization": True,
+}
+
+
+@pytest.mark.parametrize("option", UNBUILT)
+def test_an_option_is_refused_by_name(option: str) -> None:
+    trainer = ExpertTrainer(**CASES["drop and pad"])
+    layer = trainer.chunk.decoder.layers[0]
+    assert PREPROCESS.why_not_of(layer) is None
+    with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
+        why = PREPROCESS.why_not_of(layer)
+    assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
+
+
+def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
+    layer = ExpertTrainer(**CASES["drop and pad"]).chunk.decoder.layers[0]
+    dispatcher = layer.mlp.token_dispatcher
+
+    def dispatch_preprocess(*args: Tensor) -> Any:
+        return type(dispatcher).dispatch_preprocess(dispatcher, *args)
+
+    dispatcher.dispatch_preprocess = dispatch_preprocess
+    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.why_not_of(layer))
