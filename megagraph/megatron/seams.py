@@ -264,7 +264,8 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     function = getattr(method, "__func__", method)
     while getattr(function, "__globals__", {}).get("__name__", "").startswith("megagraph."):
         function = function.__wrapped__
-    return getattr(function, "__module__", None) != seam.module
+    # Not `__module__`, which decorators copy.
+    return getattr(function, "__globals__", {}).get("__name__") != seam.module
 
 
 def permutation_sorts() -> bool:

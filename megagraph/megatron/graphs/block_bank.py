@@ -181,7 +181,7 @@ class BlockBank:
             False where what was captured before had to be dropped.
         """
         has_kept = True
-        if self.watch.is_watching and self.layers.hold_other_groups(self._peers.exchange):
+        if self.watch.is_watching and self.layers.are_kept_out_otherwise(self._peers.exchange):
             has_kept = False
             self.reset()
         if not self.watch.is_watching:

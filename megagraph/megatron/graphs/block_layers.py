@@ -40,7 +40,8 @@ class BlockLayers:
         self._model = model
         self._scopes = scopes
         self._groups = groups
-        self._kept_out: Mapping[int, tuple[EagerReason, str]] = {}  # of graphs, for their groups
+        # Of graphs, for what may be another thing at the next capture.
+        self._kept_out: Mapping[int, tuple[EagerReason, str]] = {}
         self._seen: list[weakref.ref[nn.Module]] = []
         self.follow()
 
@@ -102,7 +103,10 @@ class BlockLayers:
             is_expected_hook=is_ddp_hook,
             accumulator_hooks=accumulator_hooks(ddp),
         )
-        return {**found, **self.plan.refused(), **self._groups.refused(self.specs)}
+        return {**found, **self.plan.refused(), **self._kept_out_now()}
+
+    def _kept_out_now(self) -> Mapping[int, tuple[EagerReason, str]]:
+        return {**self.plan.no_longer_split(), **self._groups.refused(self.specs)}
 
     def ineligible_in_group(
         self, ddp: nn.Module | None, exchange: Exchange
@@ -114,16 +118,18 @@ class BlockLayers:
             exchange: asks the ranks.
         """
         here = self.find_ineligible(ddp)
-        self._kept_out = self._groups.refused(self.specs)
+        self._kept_out = self._kept_out_now()
         anywhere = exchange([int(index in here) for index in range(len(self.specs))])
         disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
         return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
 
-    def hold_other_groups(self, exchange: Exchange) -> bool:
-        """Whether other layers hold groups that must not be in a graph than before the first capture.
+    def are_kept_out_otherwise(self, exchange: Exchange) -> bool:
+        """Whether other layers than before the first capture must not be in a graph, or not be split.
+
+        For groups that they hold, or forwards that a host has set.
 
         Args:
             exchange: asks the ranks.
         """
-        (somebodys,) = exchange([int(self._groups.refused(self.specs) != self._kept_out)])
+        (somebodys,) = exchange([int(self._kept_out_now() != self._kept_out)])
         return bool(somebodys)

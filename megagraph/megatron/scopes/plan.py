@@ -80,6 +80,7 @@ class BlockPlan:
         self._context = context
         self.steps: list[LayerStep] = []
         self._refused: dict[int, str] = {}  # why, by the index of a layer's site
+        self._split: dict[int, Sequence[Half]] = {}  # what is graphed of layers that run in parts
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not any(step.is_site for step in self.steps):
@@ -128,6 +129,16 @@ class BlockPlan:
         """Sites that stay eager for what their layer is, or is not to be split into, by index: why."""
         return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._refused.items()}
 
+    def no_longer_split(self) -> Mapping[int, tuple[EagerReason, str]]:
+        """Sites of layers that must not be split any more, by index: why. Hosts set forwards at any time."""
+        found = {}
+        for index, halves in self._split.items():
+            layer = self._layers[index]()
+            if layer is not None and (why := _why_whole(layer, halves)) is not None:
+                sites = (site for site, _step in self.steps_of(index) if site >= 0)
+                found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
+        return found
+
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
         in_sites = {id(module) for spec in self.specs for module in spec.modules()}
@@ -157,6 +168,7 @@ class BlockPlan:
         elif (why := _why_whole(layer, graphed)) is not None:
             self._keep_whole(index, layer, why)
         else:
+            self._split[index] = graphed
             for is_site, neighbours in itertools.groupby(halves, key=lambda half: half in graphed):
                 self._add_halves(index, layer, [*neighbours], is_site=is_site)
 

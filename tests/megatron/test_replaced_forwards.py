@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards that a host sets, at first or later: no layer is split where one would be passed over."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import moe_rig
+import pytest
+from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from test_moe import steps_of
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.megatron.graphs.refusals import refusal_of
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+BOTH = ("attn", "moe_router")
+# What is graphed, and which forward is set, by the child that has it and its name.
+CASES = [
+    (("attn",), "", "forward"),
+    (BOTH, "", "forward"),
+    (BOTH, "", "_forward_mlp"),
+    (BOTH, "mlp", "forward"),
+]
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def replaced(trainer: ExpertTrainer, child: str, name: str, *, wraps: bool) -> Callable[[], None]:
+    """Sets a forward of the second layer that doubles what Megatron's makes. Returns what takes it away."""
+    owner = trainer.chunk.decoder.layers[1].get_submodule(child)
+    megatrons = getattr(owner, name)
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = megatrons(*args, **kwargs)
+        return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
+
+    setattr(owner, name, functools.wraps(megatrons)(doubled) if wraps else doubled)
+    return functools.partial(delattr, owner, name)
+
+
+def train(trainer: ExpertTrainer, changes: dict[int, Callable[[], Any]], **options: Any) -> list[Any]:
+    moe_rig.metrics()
+    found = []
+    for index, micros in enumerate(steps_of(8)):
+        changes.get(index, lambda: None)()
+        found.append(expert_step(trainer, micros, **options))
+    return found
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "by functools.wraps"])
+@pytest.mark.parametrize(("scopes", "child", "name"), CASES)
+def test_from_the_beginning(
+    install: Install, scopes: Sequence[str], child: str, name: str, wraps: bool
+) -> None:
+    """Bug that was: a wrapper was taken for Megatron's, whose name and module it has."""
+    install(cuda_graph_modules=scopes)
+    trainers = [ExpertTrainer() for _ in range(2)]
+    for trainer in trainers:
+        replaced(trainer, child, name, wraps=wraps)
+    for one, other in zip(train(trainers[0], {}, eager=True), train(trainers[1], {}), strict=True):
+        assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
+
+
+@pytest.mark.parametrize(("scopes", "child", "name"), CASES)
+def test_after_captures_and_away_again(
+    install: Install, scopes: Sequence[str], child: str, name: str
+) -> None:
+    """Bug that was: the next capture split the layer as before, and passed over the new forward."""
+    install(cuda_graph_modules=scopes)
+    trainers = [ExpertTrainer() for _ in range(2)]
+    found = []
+    for trainer in trainers:
+        takers: list[Callable[[], None]] = []
+
+        def put(trainer: ExpertTrainer = trainer, takers: list[Callable[[], None]] = takers) -> None:
+            takers.append(replaced(trainer, child, name, wraps=True))
+
+        def take(takers: list[Callable[[], None]] = takers) -> None:
+            takers.pop()()
+
+        found.append(train(trainer, {3: put, 6: take}, eager=trainer is trainers[0]))
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    report = megagraph.reports()[1]
+    assert report["eager"].get("SCOPE_UNSUPPORTED", 0) >= 2 * 3 and report["replays"] >= 2 * 3 * 2 + 2 * 3
+    assert set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED", "SCOPE_UNSUPPORTED"}
+
+
+def test_routing_by_a_wrapper_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    trainer = ExpertTrainer()
+    assert refusal_of(trainer.chunk, None, BOTH) is None
+    megatrons = TopKRouter.routing
+    monkeypatch.setattr(TopKRouter, "routing", functools.wraps(megatrons)(lambda *args: megatrons(*args)))
+    refusal = refusal_of(trainer.chunk, None, BOTH)
+    assert refusal is not None and "whose routing is not Megatron's" in refusal.sentence
