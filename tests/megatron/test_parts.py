@@ -14,6 +14,7 @@ from worlds import World
 import megagraph
 from megagraph.config import MODULES, GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.scopes.moe import MOE
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.scopes.plan import HALVES
@@ -203,5 +204,5 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 
 
 def test_every_option_has_a_half() -> None:
-    halves = (*HALVES, ROUTER, PREPROCESS)
+    halves = (*HALVES, MOE, ROUTER, PREPROCESS)
     assert tuple(half.name for half in halves if half.why_eager is None) == MODULES

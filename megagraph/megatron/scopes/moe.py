@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scope: the experts of a layer with their router, norm and residual. They stay eager.
+"""Scope: the experts of a layer with their router, norm and residual.
 
 | enters | runs | leaves |
 |---|---|---|
 | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
 
-With scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
+They are in a graph where each expert gets as many rows in each micro-batch (`moe`), and else stay eager. With
+scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
 
 | enters | runs | leaves |
 |---|---|---|
@@ -19,9 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megagraph.megatron.scopes.halves import Half
+from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import run_mlp
 
-__all__ = ["EXPERTS", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted", "run_experts"]
+__all__ = ["EXPERTS", "MOE", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted", "run_experts"]
 
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
@@ -73,6 +75,32 @@ def _letting_go(mixture: Any) -> Iterator[None]:
             for name, value in now.items():
                 if isinstance(value, Tensor) and value is not kept.get(name):
                     now[name] = None
+
+
+def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    with _letting_go(layer.mlp):
+        return run_mlp(layer, hidden_states, arguments)
+
+
+def _why_not_whole(layer: Any) -> str | None:
+    config, dispatcher = layer.config, layer.config.moe_token_dispatcher_type
+    instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
+    if dispatcher != "alltoall":
+        return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
+    if config.moe_shared_expert_overlap:
+        return f"'moe' with moe_shared_expert_overlap=True is not supported yet; leave that out, {instead}"
+    return None
+
+
+MOE = Half(
+    name="moe",
+    core="mlp",
+    children=EXPERTS.children,
+    run=_run_whole,
+    state=read_by_routers,
+    accepts=EXPERTS.accepts,
+    why_not=_why_not_whole,
+)
 
 
 def run_experts(

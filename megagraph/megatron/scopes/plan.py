@@ -19,7 +19,7 @@ from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
 from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS, ROUTED
+from megagraph.megatron.scopes.moe import EXPERTS, MOE, ROUTED
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 
@@ -161,7 +161,7 @@ class BlockPlan:
         stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
         if stays_eager is not None:
             self._keep_whole(index, layer, stays_eager)
-        elif not scopes or (graphed and len(graphed) == len(halves)):
+        elif not scopes or (graphed and len(graphed) == len(halves) and MOE not in halves):
             self._add_whole(index, layer, is_site=True)
         elif not graphed:
             self._add_whole(index, layer, is_site=False)
@@ -221,6 +221,8 @@ def _no_state(layer: Any) -> Sequence[Tensor]:
 
 def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Half]:
     """What the experts of a layer are, by what of them is graphed."""
+    if MOE.name in scopes:
+        return (MOE,)
     if ROUTER.name not in scopes:
         return (EXPERTS,)
     # Other dispatchers have nothing to do before they dispatch.

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole layers of experts that are padded to a capacity in graphs: router, dispatch, experts and combine."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import moe_rig
+import pytest
+import torch
+from megatron_rig import evaluate, step
+from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from test_moe import PACK, TAILS, steps_of
+from test_moe_router import CASES as ROUTER_CASES
+from test_moe_router import compare, compare_steps
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.megatron.scopes.moe import MOE
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+Config = dict[str, Any]
+BOTH = ("attn", "moe")
+PADDED: Config = moe_rig.CASES["drop and pad"]
+BIAS: Config = {**moe_rig.CASES["sigmoid, bias, groups"], **PADDED}
+CASES: dict[str, Config] = {
+    "padded": PADDED,
+    "by position": {**PADDED, "moe_token_drop_policy": "position"},
+    "room for all": {**PADDED, "moe_expert_capacity_factor": 2.0},
+    "sigmoid, bias, groups": BIAS,
+    "several losses": {**ROUTER_CASES["several losses"], **PADDED},
+    "jitter": {**moe_rig.CASES["jitter"], **PADDED},
+    "gated shared experts": {
+        **PADDED,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
+    "recomputed": {
+        **BIAS,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe", "core_attn"],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits(case: str) -> None:
+    report = compare("EE", steps_of(20), BOTH, **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+    assert report["layers"] == 2 and report["graphs"] == 2 * 2
+
+
+@pytest.mark.parametrize(("scopes", "sites"), [(BOTH, 4), ((*BOTH, "mlp"), 4), (("moe",), 2)], ids=str)
+def test_dense_layers_among_layers_of_experts(scopes: Sequence[str], sites: int) -> None:
+    report = compare("E-E-", steps_of(5), scopes, **BIAS)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["layers"] == sites and report["graphs"] == 2 * sites
+
+
+def test_gradients_that_are_reduced_while_the_backward_runs() -> None:
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
+    report = compare("EE", steps_of(4), BOTH, ddp=ddp, **BIAS)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def test_evaluation_between_and_a_longer_tail(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
+    found: list[list[Any]] = []
+    for trainer in trainers:
+        is_eager = trainer is trainers[0]
+        moe_rig.metrics()
+        found.append([])
+        for index, tail in enumerate(TAILS):
+            micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+            found[-1].append(expert_step(trainer, [micro, PACK], eager=is_eager))
+            found[-1].append(evaluate(trainer, [PACK, micro], eager=is_eager))
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, list):
+            assert all(map(torch.equal, one, other))
+        else:
+            assert_same_step(one, other)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
+
+
+def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**BIAS)
+    for index, micros in enumerate(steps_of(5)):
+        if index == 3:
+            moe_rig.forget_metrics()
+        expert_step(trainer, micros)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "ADDRESS_MOVED": 3 * 2}
+
+
+def test_a_hook_on_the_experts_keeps_them_eager(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer(**PADDED) for _ in range(2)]
+    seen: list[str] = []
+    for trainer in trainers:
+        trainer.chunk.decoder.layers[1].mlp.experts.register_forward_hook(lambda *_: seen.append("experts"))
+    compare_steps(trainers, steps_of(4))
+    assert len(seen) == 2 * 4 * 3
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
+
+
+def test_a_dispatcher_keeps_nothing_of_a_capture(install: Install) -> None:
+    """Its tensors would take their memory out of the slot's pool."""
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**PADDED)
+    for micros in steps_of(3):
+        step(trainer, micros)
+    for layer in trainer.chunk.decoder.layers:
+        dispatcher = layer.mlp.token_dispatcher
+        assert dispatcher.probs is None and dispatcher.routing_map is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher 'allgather' counts rows on the host"),
+        (
+            {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
+            "moe_shared_expert_overlap=True is not supported yet",
+        ),
+    ],
+)
+def test_what_waits_or_forks_is_refused_by_name(install: Install, changes: Config, words: str) -> None:
+    install(cuda_graph_modules=BOTH)
+    trainer = ExpertTrainer(**{**PADDED, **changes})
+    assert words in str(MOE.why_not_of(trainer.chunk.decoder.layers[0]))
+    for micros in steps_of(2):
+        step(trainer, micros)
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
+    assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
