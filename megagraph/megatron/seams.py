@@ -262,10 +262,18 @@ def is_replaced(module: Any, seam: Seam) -> bool:
     """Whether a module runs another method than Megatron's, or ours around it, under a seam's name."""
     method: Any = getattr(module, seam.name, None)
     function = getattr(method, "__func__", method)
-    while getattr(function, "__globals__", {}).get("__name__", "").startswith("megagraph."):
+    while (owner := _module_of(function)) != seam.module:
+        # Ours, and Megatron's own decorators.
+        if not owner.startswith(("megagraph.", "megatron.core.")) or not hasattr(function, "__wrapped__"):
+            return True
         function = function.__wrapped__
-    # Not `__module__`, which decorators copy.
-    return getattr(function, "__globals__", {}).get("__name__") != seam.module
+    return False
+
+
+def _module_of(function: Any) -> str:
+    """Where it is defined. Not `__module__`, which decorators copy."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name
 
 
 def permutation_sorts() -> bool:
