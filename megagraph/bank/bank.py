@@ -295,6 +295,12 @@ class Bank:
             RuntimeError: where the variant cannot run it, with the reason.
             KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
         """
+        verification = self._verify_once(chain, key, example)
+        if verification.is_doubtful:
+            verification.keep_what_recurs(self._verify_once(chain, key, example))
+        return verification
+
+    def _verify_once(self, chain: Chain, key: Any, example: Example) -> Verification:
         before = self.core.counters()
         verification = Verification(chain, key, self.backend, self.rng, example)
         try:

@@ -172,6 +172,31 @@ def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(de
         assert held
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: int) -> None:
+    class Scatters(nn.Module):
+        """Its calls differ a little, and those of its graph sometimes by much more."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.far = [1.0] * times
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if Baked.is_captured:
+                return hidden * (5.0 if is_verified and self.far and self.far.pop() else 1.5)
+            return hidden * random.uniform(1.4, 1.6)
+
+    random.seed(3)
+    is_verified = False
+    layer = Scatters()
+    bank, chain = captured([layer], "cpu", training=False)
+    is_verified = True
+    verified = bank.verify(chain, "it", example("cpu"))
+    assert [found.tensor for found in verified.differences] == ["output"] * (times - 1)
+    assert verified.within_spread == ({0} if times == 1 else set()) and layer.far == []
+
+
 def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
     class Raises(Block):
         """Its eager calls raise in the backward, once it was captured."""
