@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings of layers with experts, more and more of them in graphs: steps, peaks, whose kernels lie where."""
+"""Layers with experts, more and more of them in graphs: steps, peaks, whose kernels lie where."""
 
 import re
 from collections.abc import Mapping
