@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's local specs with a core attention that takes packs, and a norm that takes sequence parallel.
 
+Beside them, experts that never wait for the device, for these specs and for those of Transformer Engine.
+
 None of them needs Transformer Engine or the plugin: models are built before or after `install()`.
 """
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
 
+from megagraph.megatron.grouped_experts import grouped_experts, grouped_layer
 from megagraph.modules import Norm, VarlenAttention
 
-__all__ = ["get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"]
+__all__ = [
+    "get_gpt_block_varlen_spec",
+    "get_gpt_layer_varlen_spec",
+    "get_hybrid_stack_varlen_spec",
+    "with_grouped_experts",
+]
 
 # How Megatron's distributed checkpoints call the norms that Transformer Engine fuses into a linear layer.
 _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -68,6 +77,47 @@ def get_gpt_block_varlen_spec(
     return TransformerBlockSubmodules(
         layer_specs=[layer] * num_layers, layer_norm=layer.submodules.input_layernorm
     )
+
+
+def with_grouped_experts(spec: Any) -> Any:
+    """A copy of a spec in which every `MoELayer` runs its experts in two grouped products, without a wait.
+
+    Such a layer is dropless, and its experts lie on one rank. The plugin graphs it whole: with scope `moe`,
+    or with the rest of its layer where no scope is named.
+
+    Args:
+        spec: of a layer, a block or a stack, of core's layers or Transformer Engine's, however it names its
+            experts. megatron-core 0.16 builds the layer with the process groups that it keeps itself.
+
+    Raises:
+        ValueError: if there is no `MoELayer` in it.
+    """
+    found = _grouped(spec)
+    if found is spec:
+        raise ValueError("with_grouped_experts: expected a spec with a MoELayer, got one without")
+    return found
+
+
+def _grouped(spec: Any) -> Any:
+    """The very object, where it holds no experts."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+
+    if spec is MoELayer:
+        return grouped_layer()
+    if isinstance(spec, MoESubmodules):
+        return dataclasses.replace(spec, experts=grouped_experts())
+    if isinstance(spec, functools.partial):
+        func, options = _grouped(spec.func), {name: _grouped(value) for name, value in spec.keywords.items()}
+        is_same = func is spec.func and all(value is spec.keywords[name] for name, value in options.items())
+        return spec if is_same else functools.partial(func, *spec.args, **options)
+    if isinstance(spec, list):
+        items = [_grouped(item) for item in spec]
+        return spec if all(map(lambda one, other: one is other, items, spec)) else items
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+    changed = {name: new for name, old in fields.items() if (new := _grouped(old)) is not old}
+    return dataclasses.replace(spec, **changed) if changed else spec
 
 
 def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 """What Megatron lacks for packs without Transformer Engine."""
 
 from megagraph.modules.attention import VarlenAttention
+from megagraph.modules.experts import GroupedLinear, SortedRows
 from megagraph.modules.norm import Norm
 from megagraph.modules.rotary import RotaryTables
 
-__all__ = ["Norm", "RotaryTables", "VarlenAttention"]
+__all__ = ["GroupedLinear", "Norm", "RotaryTables", "SortedRows", "VarlenAttention"]

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.scopes.moe import experts_of
 from megagraph.megatron.seams import ROUTING, is_replaced
 
@@ -69,9 +70,10 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
         MoEAlltoAllTokenDispatcher,
     )
 
-    if type(layer) is not MoELayer:
+    if type(layer) is not MoELayer and not is_grouped(layer):
         return _of_class("in a layer of class", layer)
-    if type(layer.token_dispatcher) not in (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher):
+    known = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, SortingDispatcher)
+    if type(layer.token_dispatcher) not in known:
         return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
     if getattr(layer.router, "router_replay", None) is not None:
         return _of_class("whose routing is replayed, in a router of class", layer.router)

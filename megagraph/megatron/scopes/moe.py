@@ -5,8 +5,8 @@
 |---|---|---|
 | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
 
-They are in a graph where each expert gets as many rows in each micro-batch (`moe`), and else stay eager. With
-scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
+They are in a graph, as scope `moe`, where each expert gets as many rows in each micro-batch, and where they do
+not wait for the device (megagraph/megatron/grouped_experts.py); else they stay eager. With scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
 
 | enters | runs | leaves |
 |---|---|---|
@@ -19,11 +19,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import run_mlp
 
-__all__ = ["EXPERTS", "MOE", "ROUTED", "experts_of", "mark_unrouted", "may_have_unrouted", "run_experts"]
+__all__ = [
+    "EXPERTS",
+    "GROUPED",
+    "MOE",
+    "ROUTED",
+    "experts_of",
+    "mark_unrouted",
+    "may_have_unrouted",
+    "run_experts",
+]
 
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
@@ -56,6 +66,14 @@ EXPERTS = Half(
         "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
         "['attn', 'moe_router'] to graph its router too"
     ),
+)
+GROUPED = Half(
+    name="moe",
+    core="mlp",
+    children=EXPERTS.children,
+    run=run_mlp,
+    state=read_by_routers,
+    accepts=lambda layer: is_grouped(experts_of(layer)),
 )
 
 

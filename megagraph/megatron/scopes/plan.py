@@ -18,8 +18,9 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
+from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS, MOE, ROUTED
+from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 
@@ -179,8 +180,11 @@ class BlockPlan:
 
     def _add_whole(self, index: int, layer: nn.Module, *, is_site: bool) -> None:
         name = f"layer {index} ({type(layer).__name__})"
-        made = SiteSpec if is_site else EagerPart
-        step = made(name=name, module=layer, forward=self._alone(run_layer))
+        forward = self._alone(run_layer)
+        step: SiteSpec | EagerPart = EagerPart(name=name, module=layer, forward=forward)
+        if is_site:
+            state = read_by_routers if GROUPED.is_in(layer) else _no_state
+            step = SiteSpec(name=name, module=layer, forward=forward, state=state)
         self.steps.append(LayerStep(step=step, layer=index, run=run_layer, is_whole=True))
 
     def _add_halves(self, index: int, layer: nn.Module, halves: Sequence[Half], *, is_site: bool) -> None:
@@ -221,6 +225,8 @@ def _no_state(layer: Any) -> Sequence[Tensor]:
 
 def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Half]:
     """What the experts of a layer are, by what of them is graphed."""
+    if GROUPED.is_in(layer) and ROUTER.name not in scopes:
+        return (GROUPED,)
     if MOE.name in scopes:
         return (MOE,)
     if ROUTER.name not in scopes:

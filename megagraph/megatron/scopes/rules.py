@@ -14,7 +14,7 @@ from torch import nn
 
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS
+from megagraph.megatron.scopes.moe import EXPERTS, GROUPED
 
 __all__ = ["OF_OTHER_GRAPHS", "RULES", "Asked", "Broken", "Rule", "broken_rule", "broken_rules"]
 
@@ -148,10 +148,16 @@ def _no_dense_layer(asked: Asked) -> str | None:
 def _experts_of_any_size(asked: Asked) -> str | None:
     if "moe" not in asked.scopes or asked.experts <= 1 or asked.drops_and_pads:
         return None
+    if any(map(GROUPED.is_in, asked.layers)) and not any(map(_waits_for_counts, asked.layers)):
+        return None
     return (
         f"{_NAMED} names 'moe', and how many rows an expert gets is another number in each micro-batch; set "
         "moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or name 'moe_router' instead"
     )
+
+
+def _waits_for_counts(layer: nn.Module) -> bool:
+    return EXPERTS.is_in(layer) and not GROUPED.is_in(layer)
 
 
 def _counts_on_the_host(asked: Asked) -> str | None:
@@ -172,7 +178,7 @@ def _counts_on_the_host(asked: Asked) -> str | None:
 
 
 def _whole_layer_of_experts(asked: Asked) -> str | None:
-    if asked.scopes or not any(map(EXPERTS.is_in, asked.layers)):
+    if asked.scopes or not any(map(_waits_for_counts, asked.layers)):
         return None
     return EXPERTS.why_eager
 

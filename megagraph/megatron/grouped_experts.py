@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dropless mixture of experts on one rank that never waits for the device, for Megatron's specs.
+
+It is Megatron's `MoELayer` with another dispatcher and other experts: router, losses, metrics, the experts'
+bias, shared experts and recomputing are Megatron's. Needs neither Transformer Engine nor the plugin.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megagraph.modules.experts import GroupedLinear, SortedRows
+
+__all__ = ["SortingDispatcher", "grouped_experts", "grouped_layer", "is_grouped"]
+
+# Options that are not served, and their values that are. Older releases lack some.
+_SERVED: Mapping[str, Any] = {
+    "expert_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "add_bias_linear": False,
+    "moe_expert_capacity_factor": None,
+    "moe_shared_expert_overlap": False,
+    "moe_latent_size": None,
+    "moe_mlp_glu_interleave_size": None,
+    "delay_wgrad_compute": False,
+    "use_te_activation_func": False,
+    "fp8": None,
+    "fp4": None,
+}
+_PROJECTIONS = ("linear_fc1", "linear_fc2")
+
+
+def _check(config: Any) -> None:
+    for option, served in _SERVED.items():
+        value = getattr(config, option, served)
+        if value != served and not (served == 1 and value is None):
+            raise ValueError(f"grouped experts: expected {option} {served}, got {value!r}")
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        raise ValueError(
+            "grouped experts: expected moe_router_topk 1 with moe_apply_probs_on_input, "
+            f"got {config.moe_router_topk}"
+        )
+    modules = getattr(config, "recompute_modules", None) or ()
+    if config.recompute_granularity == "selective" and "moe_act" in modules:
+        raise ValueError("grouped experts: expected recompute_modules without 'moe_act'")
+    if config.params_dtype is torch.bfloat16:
+        for option in ("hidden_size", "moe_ffn_hidden_size"):
+            if (value := getattr(config, option)) % 8:
+                raise ValueError(f"grouped experts: expected {option} a multiple of 8, got {value}")
+
+
+class SortingDispatcher:
+    """Sorts rows by expert and back; has the methods that Megatron's layer calls.
+
+    Between dispatch and combine it holds where rows lie, and nothing outside of a call.
+
+    Args:
+        topk: experts of each row.
+    """
+
+    shared_experts = None
+
+    def __init__(self, topk: int) -> None:
+        self._topk = topk
+        self._rows: SortedRows | None = None
+        self._shape: torch.Size | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [..., H] and probabilities [T, experts] to [T * topk, H] and [T * topk], sorted by expert."""
+        self._shape = hidden_states.shape
+        self._rows = SortedRows.of(routing_map, self._topk)
+        hidden_states = hidden_states.reshape(-1, hidden_states.size(-1))
+        return self._rows.permute(hidden_states), self._rows.permute_probs(probs)
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing: all experts are here."""
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What experts take: rows, where those of each end (and not how many there are), probabilities."""
+        assert self._rows is not None
+        return hidden_states, self._rows.offsets, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Nothing."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Nothing."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T * topk, H] back to the rows that came in; zeros for those of no expert."""
+        assert self._rows is not None and self._shape is not None
+        out = self._rows.combine(hidden_states).view(self._shape)
+        self._rows = self._shape = None
+        return out
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """None: experts allocate what they hand out."""
+        return None, None
+
+
+def _weighted_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a config wants between the projections: of [rows, F or 2F], with weights [rows, 1]."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    activation, is_gated = config.activation_func, config.gated_linear_unit
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    in_fp8 = config.activation_func_fp8_input_store
+    if config.bias_activation_fusion:
+        if is_gated and activation is F.silu:
+            return lambda x, weights: weighted_bias_swiglu_impl(x, None, weights, in_fp8)
+        if is_gated and activation is quick_gelu:
+            return lambda x, weights: weighted_bias_quick_geglu_impl(x, None, weights, in_fp8, offset, clamp)
+        raise ValueError(
+            "grouped experts: expected bias_activation_fusion False where the activation is neither SwiGLU "
+            "nor quick GEGLU"
+        )
+
+    def gated(x: Tensor) -> Tensor:
+        gate, linear = torch.chunk(x, 2, dim=-1)
+        if clamp is not None:
+            gate, linear = gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)
+        out: Tensor = activation(gate) * (linear + offset)
+        return out
+
+    def weighted(x: Tensor, weights: Tensor) -> Tensor:
+        return ((gated(x) if is_gated else activation(x)) * weights).to(x.dtype)
+
+    return weighted
+
+
+def _of_other_modules(state_dict: Mapping[str, Tensor], experts: int, hidden: int) -> dict[str, Tensor]:
+    """Weights of both projections, [experts, out, in], from the keys of Megatron's modules of experts.
+
+    Args:
+        state_dict: of one such module, without its prefix.
+        experts: how many.
+        hidden: columns of hidden states.
+    """
+    found: dict[str, Tensor] = {}
+    for index, projection in enumerate(_PROJECTIONS, start=1):
+        for pattern in ("local_experts.{}." + projection + ".weight", projection + ".weight{}"):
+            names = [pattern.format(expert) for expert in range(experts)]
+            if all(name in state_dict for name in names):
+                found[projection] = torch.stack([state_dict[name] for name in names])
+        if (legacy := state_dict.get(f"weight{index}")) is not None:
+            shape = (experts, hidden, -1) if index == 1 else (experts, -1, hidden)
+            found[projection] = legacy.view(shape).transpose(1, 2)
+    return found
+
+
+def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_loading: Any) -> None:
+    """Before a state is loaded: weights of Megatron's modules of experts take our names."""
+    own = {key[len(prefix) :]: key for key in state_dict if key.startswith(prefix)}
+    tensors = {name: state_dict[key] for name, key in own.items() if isinstance(state_dict[key], Tensor)}
+    found = _of_other_modules(tensors, module.num_local_experts, module.config.hidden_size)
+    if not found:
+        return
+    for key in own.values():
+        del state_dict[key]
+    for projection, weight in found.items():
+        state_dict[f"{prefix}{projection}.weight"] = weight
+
+
+@functools.cache
+def grouped_experts() -> type[Any]:
+    """Megatron's kind of module for experts, of all of them in two grouped products."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class GroupedExperts(MegatronModule):  # type: ignore[misc]  # of an untyped package
+        """Gated or plain MLPs without biases; each row is weighted in the activation, as Megatron does.
+
+        Weights of all experts are one parameter for each projection, [experts, out, in]: one by one they
+        would have to be copied together in each call. Seeds give the weights that they give `SequentialMLP`.
+
+        Args:
+            num_local_experts: all experts of the layer.
+            config: Megatron's `TransformerConfig`; for the GPU `params_dtype=torch.bfloat16`.
+            submodules: not read.
+            pg_collection: Megatron's process groups.
+            name: not read.
+
+        Raises:
+            ValueError: naming the option of the config that is not served.
+        """
+
+        def __init__(
+            self,
+            num_local_experts: int,
+            config: Any,
+            submodules: Any = None,
+            pg_collection: Any = None,
+            name: str | None = None,
+        ) -> None:
+            _check(config)
+            super().__init__(config=config)
+            self.num_local_experts = num_local_experts
+            self.dp_group = getattr(pg_collection, "expt_dp", None)
+            self.activation = _weighted_activation(config)
+            hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
+            on_host = config.use_cpu_initialization
+            place: Any = {
+                "dtype": config.params_dtype,
+                "device": "cpu" if on_host else torch.cuda.current_device(),
+            }
+            columns = 2 * inner if config.gated_linear_unit else inner
+            self.linear_fc1 = GroupedLinear(num_local_experts, hidden, columns, **place)
+            self.linear_fc2 = GroupedLinear(num_local_experts, inner, hidden, **place)
+            for param in self.parameters():
+                # As Megatron's DDP asks: all ranks that share the data share these experts.
+                param.allreduce = True
+            if config.perform_initialization:
+                self._initialize(on_host)
+            self._register_load_state_dict_pre_hook(_adopt, with_module=True)
+
+        @torch.no_grad()
+        def _initialize(self, on_host: bool) -> None:
+            """Draws expert by expert, as Megatron does where each is a module."""
+            from megatron.core.tensor_parallel.random import (
+                get_cuda_rng_tracker,
+                get_expert_parallel_rng_tracker_name,
+            )
+
+            config = self.config
+            for expert in range(self.num_local_experts):
+                for linear, init in (
+                    (self.linear_fc1, config.init_method),
+                    (self.linear_fc2, config.output_layer_init_method),
+                ):
+                    weight = linear.weight[expert]
+                    if on_host:
+                        drawn = torch.empty(weight.shape, dtype=torch.float)
+                        init(drawn)
+                        weight.copy_(drawn)
+                    else:
+                        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                            init(weight)
+
+        def forward(
+            self, permuted_local_hidden_states: Tensor, offsets: Tensor, permuted_probs: Tensor
+        ) -> tuple[Tensor, None]:
+            """Runs each row through its expert.
+
+            Args:
+                permuted_local_hidden_states: [R, H], sorted by expert.
+                offsets: int32 [experts], where the rows of each end.
+                permuted_probs: [R].
+
+            Returns:
+                [R, H], of which rows at or past the last offset hold anything; and no bias.
+            """
+            hidden, weights = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+            if self.config.moe_apply_probs_on_input:
+                hidden = (weights * hidden).to(hidden.dtype)
+                weights = torch.ones_like(weights)
+            inner = self.activation(self.linear_fc1(hidden, offsets), weights)
+            return self.linear_fc2(inner, offsets), None
+
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> dict[str, Any]:
+            """For Megatron's distributed checkpoints; the tensors are those of its own modules of experts.
+
+            Raises:
+                ValueError: if the checkpoint is to name each expert.
+            """
+            from megatron.core.dist_checkpointing import ShardedTensor
+
+            if (metadata or {}).get("singleton_local_shards", False):
+                raise ValueError("grouped experts: expected singleton_local_shards False, got True")
+            rank = 0 if self.dp_group is None else self.dp_group.rank()
+            return {
+                f"{prefix}{projection}.weight": ShardedTensor.from_rank_offsets(
+                    f"{prefix}experts.{projection}.weight",
+                    getattr(self, projection).weight,
+                    *sharded_offsets,
+                    replica_id=(0, 0, rank),
+                    prepend_axis_num=len(sharded_offsets),
+                )
+                for projection in _PROJECTIONS
+            }
+
+    return GroupedExperts
+
+
+@functools.cache
+def grouped_layer() -> type[Any]:
+    """Megatron's layer of experts, with a `SortingDispatcher`."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    class GroupedMoELayer(MoELayer):  # type: ignore[misc]  # of an untyped package
+        """Takes what Megatron's takes; `moe_token_dispatcher_type` is not read.
+
+        Raises:
+            ValueError: naming the option of the config that is not served.
+        """
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            _check(config)
+            super().__init__(config, *args, **kwargs)
+            self.token_dispatcher = SortingDispatcher(config.moe_router_topk)
+
+    return GroupedMoELayer
+
+
+def is_grouped(mixture: Any) -> bool:
+    """Whether a layer of experts is such a one, and nothing derived from it."""
+    return isinstance(mixture, torch.nn.Module) and type(mixture) is grouped_layer()
