@@ -1,22 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped experts: whole layers of experts in graphs, and what they compute beside Megatron's own."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Micro, graph_config
-from test_moe import assert_same_run, steps_of
+from megatron_rig import Micro, graph_config, schedule, step
+from moe_rig import ExpertTrainer
+from test_moe import PACK, TAILS, assert_same_run, steps_of
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+import megagraph
 from megagraph.config import GraphConfig
-from megagraph.megatron.specs import with_grouped_experts
+from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.grouped_experts import is_grouped
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 pytestmark = pytest.mark.megatron
 
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
+BIAS = moe_rig.CASES["sigmoid, bias, groups"]
+TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+CASES: dict[str, Config] = {
+    "top 1": TOP_1,
+    "top 2": {},
+    "top 4 of 4": {"moe_router_topk": 4},
+    "swiglu": SWIGLU,
+    "on the input": {**TOP_1, "moe_apply_probs_on_input": True},
+    **{name: moe_rig.CASES[name] for name in ("shared experts", "gated shared experts, allgather")},
+    **{name: moe_rig.CASES[name] for name in ("global loss, per token", "jitter")},
+    "sigmoid, bias, groups": BIAS,
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "gradients of their own": {"gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"},
+}
+FUSED = {**SWIGLU, "bias_activation_fusion": True}  # compiled, for which the CPU takes minutes
+ON_GPU = pytest.param("fused swiglu", marks=pytest.mark.gpu)
+
+
+def case_of(name: str) -> Config:
+    return FUSED if name == "fused swiglu" else CASES[name]
 
 
 @pytest.fixture(autouse=True)
@@ -26,35 +54,338 @@ def experts() -> Iterator[None]:
         yield
 
 
+def grouped_spec(kinds: str) -> Any:
+    return with_grouped_experts(moe_rig.block_spec(kinds))
+
+
 def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = (), **changes: Any) -> Config:
     """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    spec = with_grouped_experts(moe_rig.block_spec(kinds))
-    eager = moe_rig.run(
-        graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, spec=spec, **changes
-    )
-    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, spec=spec, **changes)
+    changes["spec"] = grouped_spec(kinds)
+    eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
+    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
     assert_same_run(eager, graphed)
     return graphed.report
 
 
-SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-CASES: dict[str, Config] = {
-    "top 1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "top 2": {},
-    "top 4 of 4": {"moe_router_topk": 4},
-    "swiglu": SWIGLU,
-    "fused swiglu": {**SWIGLU, "bias_activation_fusion": True},
-    "on the input": {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
-    **{name: moe_rig.CASES[name] for name in ("shared experts", "gated shared experts, allgather")},
-    **{name: moe_rig.CASES[name] for name in ("sigmoid, bias, groups", "global loss, per token", "jitter")},
-    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}
+# -- in graphs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, ON_GPU])
 def test_bits(case: str) -> None:
-    report = compare("EE", steps_of(20), **CASES[case])
+    report = compare("EE", steps_of(20), **case_of(case))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
     assert report["replays"] == report["calls"] - 3 * 2
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
     assert report["layers"] == 2 and report["graphs"] == 2 * 2
+
+
+# What is named, and sites of two layers of experts and two dense ones.
+SCOPES: dict[str, tuple[Any, int]] = {
+    "whole layers": ((), 4),
+    "experts alone": ("moe", 2),
+    "everything by name": (("attn", "mlp", "moe"), 4),
+    "experts and dense MLPs": (("mlp", "moe"), 4),
+    "attention": ("attn", 4),
+    "attention and routers": (("attn", "moe_router"), 4),
+}
+
+
+@pytest.mark.parametrize("case", SCOPES)
+def test_dense_layers_among_layers_of_experts(case: str) -> None:
+    scopes, sites = SCOPES[case]
+    report = compare("E-E-", steps_of(6), scopes, **moe_rig.CASES["shared experts"])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["layers"] == sites and report["graphs"] == 2 * sites
+
+
+@pytest.mark.parametrize("case", ["top 2", "sigmoid, bias, groups"])
+def test_masks_of_the_users_too(case: str) -> None:
+    report = compare("EE", steps_of(6, masks=True), **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def test_gradients_that_are_reduced_while_the_backward_runs() -> None:
+    report = compare("EE", steps_of(5), ddp={"overlap_grad_reduce": True, "bucket_size": 4000}, **BIAS)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
+    install(mode=mode)
+    trainer = ExpertTrainer(spec=grouped_spec("EE"), **{**BIAS, "moe_router_bias_update_rate": 0.0})
+    step(trainer, [PACK], update=False)
+    moe_rig.metrics()
+    end, found = sum(PACK.lengths), []
+    for index, tail in enumerate(TAILS):
+        micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+        left = moe_rig.expert_step(trainer, [micro], update=False)
+        assert all(int(counts.sum()) == 2 * end for counts in left.counts)
+        if not torch.cuda.is_available():  # where the output layer takes another kernel for other rows
+            left.left.losses[:] = [each[:end] for each in left.left.losses]
+            found.append(left)
+    for other in found[1:]:
+        moe_rig.assert_same_step(found[0], other)
+
+
+@pytest.mark.gpu
+def test_a_hundred_steps() -> None:
+    report = compare(
+        "E-E", steps_of(100, masks=True), **{**FUSED, **BIAS}, moe_shared_expert_intermediate_size=24
+    )
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 3}
+
+
+@pytest.mark.gpu
+def test_a_step_copies_nothing_to_the_host(install: Install) -> None:
+    install()
+    trainer = ExpertTrainer(spec=grouped_spec("EE"), **BIAS)
+    for micros in steps_of(3):
+        step(trainer, micros)
+    replays, micros = megagraph.reports()[0]["replays"], steps_of(1)[0]
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
+        schedule(trainer.model, micros, len(micros), trainer.device)
+        torch.cuda.synchronize()
+    assert megagraph.reports()[0]["replays"] == replays + 3 * 2
+    assert [event.name for event in trace.events() if "DtoH" in event.name] == []
+
+
+# -- beside Megatron's own -------------------------------------------------------------------------
+
+
+def _rows(trainer: ExpertTrainer, count: int) -> Tensor:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    rows = torch.randn(count, 1, 32, generator=torch.Generator().manual_seed(3))
+    return rows.to(trainer.device, dtype).requires_grad_()
+
+
+# Of sums in another order; in bfloat16 Megatron rounds after each expert, and here once.
+BOUND = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-6}
+
+
+def both(**changes: Any) -> tuple[ExpertTrainer, ExpertTrainer]:
+    """A model with Megatron's `SequentialMLP` and one with grouped experts, with the same weights."""
+    ours, theirs = ExpertTrainer("E", spec=grouped_spec("E"), **changes), ExpertTrainer("E", **changes)
+    return ours, theirs
+
+
+def run_mixture(mixture: Any, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of a layer of experts, those of Megatron's experts stacked."""
+    out, bias = mixture(rows, padding_mask=mask)
+    assert bias is None
+    grad = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
+    named = dict(mixture.named_parameters())
+    found = torch.autograd.grad(out, [rows, *named.values()], grad)
+    grads = dict(zip(("rows", *named), found, strict=True))
+    for projection in ("linear_fc1", "linear_fc2"):
+        names = [f"experts.local_experts.{index}.{projection}.weight" for index in range(moe_rig.EXPERTS)]
+        if names[0] in grads:
+            grads[f"experts.{projection}.weight"] = torch.stack([grads.pop(name) for name in names])
+    return out, grads
+
+
+def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
+    (one, one_grads), (other, other_grads) = run_mixture(ours, rows), run_mixture(theirs, rows)
+    torch.testing.assert_close(one, other, **BOUND)
+    assert one_grads.keys() == other_grads.keys()
+    for name, grad in one_grads.items():
+        torch.testing.assert_close(
+            grad, other_grads[name], **BOUND, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in ("jitter", "recomputed")), ON_GPU])
+def test_agrees_with_sequential_experts(case: str) -> None:
+    ours, theirs = both(**case_of(case))
+    mine, its = ours.chunk.decoder.layers[0].mlp, theirs.chunk.decoder.layers[0].mlp
+    assert is_grouped(mine) and not is_grouped(its)
+    assert_agree(mine, its, _rows(ours, 40))
+
+
+def choosing(experts: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What takes the place of a layer's `route()`: chooses these experts for its rows."""
+
+    def route(mixture: Any, rows: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+        chosen = torch.zeros(len(experts), moe_rig.EXPERTS, dtype=torch.bool)
+        for row, numbers in enumerate(experts):
+            chosen[row, list(numbers)] = True
+        chosen = chosen.to(rows.device)
+        scores = rows.flatten(1)[:, : moe_rig.EXPERTS].float().sigmoid()
+        return scores.masked_fill(~chosen, 0), chosen
+
+    return route
+
+
+CHOICES = {
+    "one expert gets all": [[2]] * 12,
+    "two get none": [[0], [3]] * 6,
+    "all of one, and one of another": [[1]] * 11 + [[0]],
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_experts_without_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = both(**TOP_1)
+    rows, found = _rows(ours, 12), []
+    for mixture in (trainer.chunk.decoder.layers[0].mlp for trainer in (ours, theirs)):
+        monkeypatch.setattr(type(mixture), "route", choosing(CHOICES[case]))
+        out, _bias = mixture(rows)
+        weights = list(mixture.experts.parameters())
+        found.append(
+            (out, torch.autograd.grad(out, [rows, *weights], torch.ones_like(out), allow_unused=True))
+        )
+    (out, grads), (other, other_grads) = found
+    torch.testing.assert_close(out, other, **BOUND)
+    torch.testing.assert_close(grads[0], other_grads[0], **BOUND)
+    used = {expert for chosen in CHOICES[case] for expert in chosen}
+    for weight in grads[1:]:
+        for expert in range(moe_rig.EXPERTS):
+            assert bool(weight[expert].any()) == (expert in used)
+
+
+def test_rows_of_no_expert_are_zero_and_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is NaN here, and products leave what lies past the last offset as it is."""
+    ours, _theirs = both()
+    mixture = ours.chunk.decoder.layers[0].mlp
+    chosen = [[0, 2], [1, 2], [], [0, 3], [], []]
+    monkeypatch.setattr(type(mixture), "route", choosing(chosen))
+    rows = _rows(ours, len(chosen))
+    with torch.no_grad():
+        rows[2] = torch.inf
+    weights = list(mixture.experts.parameters())
+    out, _bias = mixture(rows)
+    grads = torch.autograd.grad(out, [rows, *weights], torch.full_like(out, 0.5))
+    assert not out[[2, 4, 5]].any() and not grads[0][[4, 5]].any()
+    assert torch.isfinite(out).all() and all(torch.isfinite(grad).all() for grad in grads[1:])
+
+    valid = [index for index, of in enumerate(chosen) if of]
+    monkeypatch.setattr(type(mixture), "route", choosing([chosen[index] for index in valid]))
+    alone = rows.detach()[valid].requires_grad_()
+    expected, _bias = mixture(alone)
+    assert torch.equal(out[valid], expected)
+    of_alone = torch.autograd.grad(expected, [alone, *weights], torch.full_like(expected, 0.5))
+    for one, other in zip(grads[1:], of_alone[1:], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(grads[0][valid], of_alone[0])
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def _stacked(module: Any) -> dict[str, Tensor]:
+    names = ("linear_fc1", "linear_fc2")
+    return {
+        f"{name}.weight": torch.stack(
+            [getattr(expert, name).weight.detach() for expert in module.local_experts]
+        )
+        for name in names
+    }
+
+
+def _as_grouped_by_transformer_engine(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {
+        f"{name}{index}": weight for name, all_of in stacked.items() for index, weight in enumerate(all_of)
+    }
+    return {**found, "linear_fc1._extra_state": torch.empty(0)}
+
+
+def _as_legacy(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
+    one, two = (stacked[f"linear_fc{index}.weight"].transpose(1, 2) for index in (1, 2))
+    hidden = one.size(1)
+    return {"weight1": one.reshape(hidden, -1), "weight2": two.reshape(-1, hidden)}
+
+
+def test_a_seed_gives_the_weights_of_sequential_experts() -> None:
+    ours, theirs = both(**SWIGLU)
+    stacked = _stacked(theirs.chunk.decoder.layers[0].mlp.experts)
+    for name, param in ours.chunk.decoder.layers[0].mlp.experts.named_parameters():
+        assert torch.equal(param, stacked[name])
+        assert param.allreduce is True
+
+
+@pytest.mark.parametrize("kind", ["sequential", "Transformer Engine's", "legacy", "our own"])
+def test_weights_of_megatrons_modules_are_taken(kind: str) -> None:
+    ours, theirs = both(**SWIGLU)
+    module, other = (trainer.chunk.decoder.layers[0].mlp.experts for trainer in (ours, theirs))
+    with torch.no_grad():
+        for param in other.parameters():
+            param.normal_()
+    stacked = _stacked(other)
+    state = {
+        "sequential": other.state_dict(),
+        "Transformer Engine's": _as_grouped_by_transformer_engine(stacked),
+        "legacy": _as_legacy(stacked),
+        "our own": stacked,
+    }[kind]
+    module.load_state_dict(state)
+    assert module.state_dict().keys() == stacked.keys()
+    for name, param in module.named_parameters():
+        assert torch.equal(param, stacked[name])
+
+
+@pytest.mark.parametrize("sharded_offsets", [(), ((0, 1, 3),)], ids=str)
+def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_offsets: Any) -> None:
+    ours, theirs = both(**SWIGLU)
+    module, other = (trainer.chunk.decoder.layers[0].mlp.experts for trainer in (ours, theirs))
+    mine = module.sharded_state_dict("mlp.experts.", sharded_offsets)
+    found: dict[str, tuple[Any, ...]] = {}
+    for sharded in other.sharded_state_dict("mlp.experts.", sharded_offsets).values():
+        parts = sharded.build() if hasattr(sharded, "build") else sharded
+        for part in parts if isinstance(parts, list) else [parts]:
+            if hasattr(part, "global_shape"):
+                found[part.key] = part.global_shape
+    assert {part.key: part.global_shape for part in mine.values()} == found
+    assert mine.keys() == {f"mlp.experts.{name}" for name in module.state_dict()}
+    with pytest.raises(ValueError, match="singleton_local_shards"):
+        module.sharded_state_dict("mlp.experts.", metadata={"singleton_local_shards": True})
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+UNSERVED: dict[str, Config] = {
+    "moe_expert_capacity_factor": moe_rig.DROPS,
+    "moe_shared_expert_overlap": {
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_overlap": True,
+    },
+    "add_bias_linear": {"add_bias_linear": True},
+    "moe_router_topk": {"moe_apply_probs_on_input": True},
+    "bias_activation_fusion": {"bias_activation_fusion": True, "gated_linear_unit": True},
+}
+
+
+@pytest.mark.parametrize("option", UNSERVED)
+def test_an_option_that_is_not_served_is_named(option: str) -> None:
+    with pytest.raises(ValueError, match=f"grouped experts: expected {option}"):
+        ExpertTrainer("E", spec=grouped_spec("E"), **UNSERVED[option])
+
+
+def test_a_spec_without_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="without"):
+        with_grouped_experts(get_gpt_layer_varlen_spec())
+
+
+def test_a_spec_stays_as_it_was() -> None:
+    spec = get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False)
+    before = dataclasses.replace(spec)
+    assert with_grouped_experts(spec) is not spec
+    assert spec == before and not is_grouped(ExpertTrainer("E").chunk.decoder.layers[0].mlp)
+
+
+def test_a_layer_derived_from_ours_is_refused() -> None:
+    trainer = ExpertTrainer(spec=grouped_spec("EE"))
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    layer = trainer.chunk.decoder.layers[1].mlp
+    layer.__class__ = type("Own", (type(layer),), {})
+    refusal = refusal_of(trainer.chunk, trainer.model)
+    assert (
+        refusal is not None
+        and refusal.sentence == "mixture of experts in a layer of class Own is not supported yet"
+    )
+
+
+def test_experts_that_wait_keep_the_model_eager_under_the_scope_of_whole_ones(install: Install) -> None:
+    install(cuda_graph_modules="moe")
+    trainer = ExpertTrainer()
+    step(trainer, [PACK], update=False)
+    (report,) = megagraph.reports()
+    assert set(report["eager"]) == {"SCOPE_UNSUPPORTED"}

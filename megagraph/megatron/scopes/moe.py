@@ -5,8 +5,9 @@
 |---|---|---|
 | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
 
-They are in a graph, as scope `moe`, where each expert gets as many rows in each micro-batch, and where they do
-not wait for the device (megagraph/megatron/grouped_experts.py); else they stay eager. With scope `moe_router` (megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
+They are in a graph, as scope `moe`, where each expert gets as many rows in each micro-batch, and where they
+do not wait for the device (megagraph/megatron/grouped_experts.py); else they stay eager. With `moe_router`
+(megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
 
 | enters | runs | leaves |
 |---|---|---|
