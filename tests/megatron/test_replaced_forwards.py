@@ -105,3 +105,39 @@ def test_routing_by_a_wrapper_is_refused(install: Install, monkeypatch: pytest.M
     monkeypatch.setattr(TopKRouter, "routing", functools.wraps(megatrons)(lambda *args: megatrons(*args)))
     refusal = refusal_of(trainer.chunk, None, BOTH)
     assert refusal is not None and "whose routing is not Megatron's" in refusal.sentence
+
+
+@pytest.mark.parametrize("how", ["a patch of the class", "its own choices"])
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe")], ids=str)
+def test_routing_that_is_replayed_from_some_step_on(
+    install: Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class Replay:
+        def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:
+            return choose(scores.flip(1), topk)
+
+    install(cuda_graph_modules=(*scopes, "mlp"))
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    trainers = [ExpertTrainer("E-", **padded) for _ in range(2)]
+    found = []
+    routing = TopKRouter.routing
+    for trainer in trainers:
+
+        def tell(trainer: ExpertTrainer = trainer) -> None:
+            if how == "its own choices":
+                for router in moe_rig.routers(trainer):
+                    router.router_replay = Replay()
+                return
+            flipped = functools.wraps(routing)(lambda router, it, **how: routing(router, it.flip(-1), **how))
+            monkeypatch.setattr(TopKRouter, "routing", flipped)
+
+        found.append(train(trainer, {4: tell}, eager=trainer is trainers[0]))
+        monkeypatch.undo()
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    report = megagraph.reports()[1]
+    assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 3 * 3}
+    assert "may be told what to choose" in report["failures"][0]

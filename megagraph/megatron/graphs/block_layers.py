@@ -76,7 +76,7 @@ class BlockLayers:
         return LayerWatch(
             self.specs,
             self._live().decoder,
-            keys=lambda: keys_of(live) if (live := model()) is not None else [],
+            keys=lambda: [*keys_of(live), *self.plan.keys()] if (live := model()) is not None else [],
             is_expected_hook=is_ddp_hook,
             left_out=LEFT_OUT,
             stay_eager=stay_eager,

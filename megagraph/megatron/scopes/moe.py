@@ -24,6 +24,7 @@ from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import run_mlp
+from megagraph.megatron.seams import ROUTING, is_replaced
 
 __all__ = [
     "EXPERTS",
@@ -34,6 +35,7 @@ __all__ = [
     "mark_unrouted",
     "may_have_unrouted",
     "run_experts",
+    "why_not_routed",
 ]
 
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
@@ -101,7 +103,17 @@ def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) 
         return run_mlp(layer, hidden_states, arguments)
 
 
+def why_not_routed(layer: Any) -> str | None:
+    """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
+    router = layer.mlp.router
+    if getattr(router, "router_replay", None) is None and not is_replaced(router, ROUTING):
+        return None
+    return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
+
+
 def _why_not_whole(layer: Any) -> str | None:
+    if (why := why_not_routed(layer)) is not None:
+        return why
     config, dispatcher = layer.config, layer.config.moe_token_dispatcher_type
     instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
     if dispatcher != "alltoall":

@@ -20,7 +20,7 @@ from torch import Tensor
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.metrics import read_by_routers
-from megagraph.megatron.scopes.moe import experts_of
+from megagraph.megatron.scopes.moe import experts_of, why_not_routed
 from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD
 
 __all__ = ["ROUTER"]
@@ -70,4 +70,5 @@ ROUTER = Half(
     transient=_transient,
     state=read_by_routers,
     accepts=lambda layer: experts_of(layer) is not None,
+    why_not=why_not_routed,
 )

@@ -23,6 +23,7 @@ from megagraph.megatron.scopes.mlp import MLP
 from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
+from megagraph.megatron.seams import ROUTING
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
@@ -139,6 +140,14 @@ class BlockPlan:
                 sites = (site for site, _step in self.steps_of(index) if site >= 0)
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
+
+    def keys(self) -> list[Callable[[], Any]]:
+        """Functions whose results are part of the state that graphs are captured in.
+
+        Of methods that hosts set on a class of Megatron's to tell routers what to choose.
+        """
+        routes = any(half in (ROUTER, MOE) for halves in self._split.values() for half in halves)
+        return [ROUTING.function] if routes else []
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
