@@ -43,6 +43,7 @@ __all__ = [
     "is_replaced",
     "moe_metrics",
     "permutation_sorts",
+    "replaced_choice",
     "replaced_rope",
 ]
 
@@ -168,6 +169,7 @@ EXPERT_BIAS = Seam(
     path="TopKRouter._apply_expert_bias",
     parameters=("routing_map", "padding_mask"),
 )
+_CHOICE_MODULE = "megatron.core.transformer.moe.moe_utils"  # where routers have it from
 EXPERT_CHOICE = Seam(
     module=_ROUTER_MODULE, path="topk_routing_with_score_function", parameters=("logits", "topk")
 )
@@ -242,38 +244,51 @@ def has_latent_attention(model: nn.Module) -> bool:
     return any(isinstance(module, latent) for module in model.modules())
 
 
+def _below_ours(function: Any) -> Any:
+    """What a function of ours is wrapped around; any other function itself."""
+    while _made_in(function).startswith("megagraph."):
+        function = function.__wrapped__
+    return function
+
+
+def _made_in(function: Any) -> str:
+    """The module that a function's code is of. Its `__module__` says less: decorators copy it."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _called(function: Any) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
 def replaced_rope(seam: Seam) -> str | None:
     """The name of a function that a host has put in place of one of Megatron's unfused RoPE, or None.
 
     Args:
         seam: where the model's attention calls it.
     """
-    attention: Any = seam.function()
-    while getattr(attention, "__globals__", {}).get("__name__", "").startswith("megagraph."):
-        attention = attention.__wrapped__
     own = vars(importlib.import_module(_ROPE_MODULE))
-    for function in (attention, *(own[name] for name in _ROPE_PARTS if name in own)):
+    for function in (_below_ours(seam.function()), *(own[name] for name in _ROPE_PARTS if name in own)):
         if getattr(function, "__globals__", None) is not own:
-            return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+            return _called(function)
     return None
+
+
+def replaced_choice() -> str | None:
+    """The name of a function that a host has put in place of Megatron's choice of experts, or None."""
+    function = _below_ours(EXPERT_CHOICE.function())
+    return None if _made_in(function) == _CHOICE_MODULE else _called(function)
 
 
 def is_replaced(module: Any, seam: Seam) -> bool:
     """Whether a module runs another method than Megatron's, or ours around it, under a seam's name."""
     method: Any = getattr(module, seam.name, None)
     function = getattr(method, "__func__", method)
-    while (owner := _module_of(function)) != seam.module:
+    while (owner := _made_in(function)) != seam.module:
         # Ours, and Megatron's own decorators.
         if not owner.startswith(("megagraph.", "megatron.core.")) or not hasattr(function, "__wrapped__"):
             return True
         function = function.__wrapped__
     return False
-
-
-def _module_of(function: Any) -> str:
-    """Where it is defined. Not `__module__`, which decorators copy."""
-    name: str = getattr(function, "__globals__", {}).get("__name__", "")
-    return name
 
 
 def permutation_sorts() -> bool:

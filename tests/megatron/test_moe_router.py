@@ -247,6 +247,28 @@ def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -
     assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
 
 
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_a_scale_of_losses_that_is_replaced_between_steps(install: Install, scale: float | None) -> None:
+    """Bug that was: where there was none, a capture's warm-up made one that no schedule could set."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    install(cuda_graph_modules=BOTH)
+    trainers = [ExpertTrainer() for _ in range(2)]
+    found: list[list[moe_rig.ExpertStep]] = []
+    for trainer in trainers:
+        moe_rig.metrics()
+        found.append([])
+        for index, micros in enumerate(steps_of(7)):
+            if index in (3, 5):
+                MoEAuxLossAutoScaler.main_loss_backward_scale = (
+                    None if scale is None else torch.full((1,), scale, device=trainer.device)
+                )
+            found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
+    for index, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same_step(one, other, f"step {index}:")
+    assert set(megagraph.reports()[1]["eager"]) == {"ADDRESS_MOVED", "WARMING_UP"}
+
+
 def test_metrics_that_are_watched_keep_their_memory(install: Install) -> None:
     """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
     install(cuda_graph_modules=BOTH)

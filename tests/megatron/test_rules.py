@@ -2,6 +2,7 @@
 """Rules of scopes, each by its number: what breaks it, what is to be written instead, what Megatron says."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -238,7 +239,7 @@ def models(megatron: None) -> dict[str, Any]:
 
 
 def test_every_rule_that_keeps_a_model_eager_has_a_case() -> None:
-    by_model = [rule.name for rule in RULES if rule.keeps == "model"]
+    by_model = [rule.name for rule in RULES if rule.keeps == "model" and rule.name != "M2"]
     assert list(dict.fromkeys(case.rule for case in CASES)) == by_model
     numbers = [rule.name for rule in RULES if rule.name.startswith("R")]
     assert numbers == [f"R{number}" for number in range(7, 20)]
@@ -370,6 +371,30 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
     (failure,) = report["failures"]
     assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS.why_eager}"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rule_m2_refuses_a_choice_of_experts_by_a_host(
+    when: str, install: Install, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a graph it would choose as in the micro-batch of the capture, whatever it looks at."""
+    from megatron.core.transformer.moe import router
+
+    if when == "after":
+        install()
+    assert refusal_of(models["E-"], None, ("attn", "moe_router")) is None
+    megatrons = router.topk_routing_with_score_function
+    chosen = functools.wraps(megatrons)(lambda *args, **kwargs: megatrons(*args, **kwargs))
+    with monkeypatch.context() as patched:
+        patched.setattr(router, "topk_routing_with_score_function", chosen)
+        if when == "before":
+            install()
+        for scopes in (("attn", "moe_router"), ("moe_router",)):
+            refusal = refusal_of(models["E-"], None, scopes)
+            assert refusal is not None and refusal.sentence.endswith("(M2)")
+            assert "in place of Megatron; leave 'moe' and 'moe_router' out" in refusal.sentence
+        assert refusal_of(models["E-"], None, ("attn", "mlp")) is None
+        megagraph.uninstall()
 
 
 def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.megatron.scopes.metrics import new_metrics_are_empty
+from megagraph.megatron.scopes.metrics import make_scale, new_metrics_are_empty
 
 __all__ = ["block_context", "capturing", "held_workspaces", "rng_tracker_source", "step_kept"]
 
@@ -77,6 +77,7 @@ def step_kept(module: nn.Module) -> Iterator[None]:
     """
     first = "is_first_microbatch"
     flags = [(child, getattr(child, first)) for child in module.modules() if hasattr(child, first)]
+    make_scale(module)
     try:
         with new_metrics_are_empty():
             yield

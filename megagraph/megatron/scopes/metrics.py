@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megagraph.megatron.seams import moe_metrics
 
-__all__ = ["new_metrics_are_empty", "read_by_routers"]
+__all__ = ["make_scale", "new_metrics_are_empty", "read_by_routers"]
 
 
 def read_by_routers(layer: Any) -> Sequence[Tensor]:
@@ -18,6 +19,19 @@ def read_by_routers(layer: Any) -> Sequence[Tensor]:
 
     scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     return [*moe_metrics().values(), *(() if scale is None else (scale,))]
+
+
+def make_scale(block: nn.Module) -> None:
+    """Sets the scale of routers' losses to one where nobody has, in the shape that schedules copy to it.
+
+    A backward would make one without dimensions, to which they cannot.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import Router
+
+    router: Any = next((module for module in block.modules() if isinstance(module, Router)), None)
+    if router is not None and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device=router.weight.device)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.mlp import MLP
 from megagraph.megatron.scopes.moe import EXPERTS, GROUPED
+from megagraph.megatron.seams import replaced_choice
 
 __all__ = ["OF_OTHER_GRAPHS", "RULES", "Asked", "Broken", "Rule", "broken_rule", "broken_rules"]
 
@@ -254,6 +255,17 @@ def _wide_residuals(asked: Asked) -> str | None:
     return f"'moe_router' in {_NAMED} with fp32_residual_connection=True is not supported yet; leave one out"
 
 
+def _choice_of_a_host(asked: Asked) -> str | None:
+    """What it looks at beside its arguments is no part of a graph: experts to choose again, say."""
+    replaced = replaced_choice() if "moe_router" in asked.scopes or "moe" in asked.scopes else None
+    if replaced is None:
+        return None
+    return (
+        f"{_NAMED} names what chooses experts, and {replaced} does so in place of Megatron; leave 'moe' and "
+        "'moe_router' out"
+    )
+
+
 RULES: Sequence[Rule] = (
     Rule(name="R7", check=_experts_and_their_router),
     Rule(name="R8", check=_preprocess_without_router),
@@ -269,4 +281,5 @@ RULES: Sequence[Rule] = (
     Rule(name="R18", check=_jitter_of_recomputed_experts),
     Rule(name="R19", check=_norm_leaves_and_is_recomputed),
     Rule(name="M1", check=_wide_residuals),
+    Rule(name="M2", check=_choice_of_a_host),
 )
