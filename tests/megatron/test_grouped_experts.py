@@ -331,7 +331,7 @@ def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_
     for sharded in other.sharded_state_dict("mlp.experts.", sharded_offsets).values():
         parts = sharded.build() if hasattr(sharded, "build") else sharded
         for part in parts if isinstance(parts, list) else [parts]:
-            if hasattr(part, "global_shape"):
+            if not part.key.endswith("_extra_state"):  # which core's linear layers leave empty
                 found[part.key] = part.global_shape
     assert {part.key: part.global_shape for part in mine.values()} == found
     assert mine.keys() == {f"mlp.experts.{name}" for name in module.state_dict()}
