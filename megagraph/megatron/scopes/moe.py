@@ -118,6 +118,10 @@ def _why_not_whole(layer: Any) -> str | None:
     instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
     if dispatcher != "alltoall":
         return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
+    recomputes = getattr(config, "recompute_granularity", None) == "selective"
+    if recomputes and "moe" in (config.recompute_modules or ()):
+        # What runs the experts again leaves tensors of the graph in their dispatcher.
+        return f"'moe' with 'moe' in recompute_modules is not supported yet; leave that out, {instead}"
     if config.moe_shared_expert_overlap:
         return f"'moe' with moe_shared_expert_overlap=True is not supported yet; leave that out, {instead}"
     return None
