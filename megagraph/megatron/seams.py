@@ -25,6 +25,7 @@ __all__ = [
     "EXPERT_BIAS",
     "EXPERT_CHOICE",
     "EXPERT_FORWARD",
+    "EXPERT_MODULE",
     "EXPERT_PREPROCESS",
     "GPT_FORWARD",
     "HYBRID_FORWARD",
@@ -36,6 +37,7 @@ __all__ = [
     "PERMUTATION",
     "PERMUTED_ROWS",
     "ROUTING",
+    "SAVING_GROUP",
     "SCHEDULES",
     "SUPPORTED",
     "Seam",
@@ -184,6 +186,9 @@ EXPERT_FORWARD = Seam(
     path="MoELayer.forward",
     parameters=("hidden_states", "padding_mask"),
 )
+# Of Megatron's experts: a group that their shards are saved over, and no forward uses.
+EXPERT_MODULE = "megatron.core.transformer.moe.experts"
+SAVING_GROUP = "dp_group"
 EXPERT_PREPROCESS = Seam(
     module=EXPERT_FORWARD.module,
     path="MoELayer.preprocess",

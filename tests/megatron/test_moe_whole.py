@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import moe_jobs
 import moe_rig
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moe_rig import ExpertTrainer, assert_same_step, expert_step
 from test_moe import PACK, TAILS, steps_of
 from test_moe_router import CASES as ROUTER_CASES
 from test_moe_router import compare, compare_steps
+from worlds import World
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -149,3 +151,9 @@ def test_what_waits_or_forks_is_refused_by_name(install: Install, changes: Confi
     (report,) = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
+
+
+def test_ranks_with_packs_of_their_own(world2: World) -> None:
+    """Bug that was: experts have the group that saves their shards over ranks, and no forward uses it."""
+    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), num_steps=5, **PADDED):
+        assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []

@@ -9,9 +9,10 @@ another group do is a matter of its ranks, and not of its name: expert paralleli
 parallelism, and go over data-parallel ranks in the next run.
 
 Nothing tells which of its groups a module will use. One that is an attribute of a module or parameter counts
-as used, but of a module that a site bypasses, calling what is inside. A `ProcessGroupCollection` has every
-group of the job, of which any layer uses those of tensor and context parallelism; others count where a module
-has taken them out of it.
+as used, but of a module that a site bypasses, calling what is inside; but a router's for a loss that it does
+not have, and the one over which experts are saved. A `ProcessGroupCollection` has every group of the job, of
+which any layer uses those of tensor and context parallelism; others count where a module has taken them out
+of it.
 """
 
 import weakref
@@ -23,7 +24,7 @@ from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.seams import PACK_GROUPS
+from megagraph.megatron.seams import EXPERT_MODULE, PACK_GROUPS, SAVING_GROUP
 
 __all__ = ["HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
 
@@ -69,11 +70,18 @@ def _has_global_loss(owner: Any) -> bool:
     return coefficient is None or coefficient("global_aux_loss") > 0
 
 
+def _is_used(name: str, owner: object) -> bool:
+    """Whether a module or parameter is taken to use a group that it has as an attribute."""
+    if name == _OF_GLOBAL_LOSS:
+        return _has_global_loss(owner)
+    return name != SAVING_GROUP or type(owner).__module__ != EXPERT_MODULE
+
+
 def _attributes(owner: object) -> Iterator[tuple[str, object]]:
     """What may be a group, of a module or parameter: by name, as seen from it."""
     for name, value in vars(owner).items():
         if isinstance(value, distributed.ProcessGroup):
-            if name != _OF_GLOBAL_LOSS or _has_global_loss(owner):
+            if _is_used(name, owner):
                 yield name, value
         elif name in _COLLECTIONS:
             for used in _USED_OF_COLLECTIONS:
