@@ -13,6 +13,7 @@ from test_moe import steps_of
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = pytest.mark.megatron
 
@@ -108,20 +109,25 @@ def test_routing_by_a_wrapper_is_refused(install: Install, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("how", ["a patch of the class", "its own choices"])
-@pytest.mark.parametrize("scopes", [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe")], ids=str)
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router", "moe_preprocess"), ("attn", "moe"), ()], ids=str)
 def test_routing_that_is_replayed_from_some_step_on(
     install: Install, scopes: Sequence[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to."""
+    """Bug that might be: graphs go on choosing, or choose for ever what some micro-batch was told to.
+
+    Where no scope is named, experts are grouped, and layers with them graphed whole.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     class Replay:
         def get_replay_topk(self, scores: Any, topk: int, groups: Any, of_groups: Any, choose: Any) -> Any:
             return choose(scores.flip(1), topk)
 
-    install(cuda_graph_modules=(*scopes, "mlp"))
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    trainers = [ExpertTrainer("E-", **padded) for _ in range(2)]
+    install(cuda_graph_modules=(*scopes, "mlp") if scopes else ())
+    changes: dict[str, Any] = {"spec": with_grouped_experts(moe_rig.block_spec("E-"))}
+    if scopes:
+        changes = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    trainers = [ExpertTrainer("E-", **changes) for _ in range(2)]
     found = []
     routing = TopKRouter.routing
     for trainer in trainers:

@@ -106,7 +106,7 @@ class BlockLayers:
         return {**found, **self.plan.refused(), **self._kept_out_now()}
 
     def _kept_out_now(self) -> Mapping[int, tuple[EagerReason, str]]:
-        return {**self.plan.no_longer_split(), **self._groups.refused(self.specs)}
+        return {**self.plan.no_longer_graphed(), **self._groups.refused(self.specs)}
 
     def ineligible_in_group(
         self, ddp: nn.Module | None, exchange: Exchange

@@ -70,6 +70,16 @@ EXPERTS = Half(
         "['attn', 'moe_router'] to graph its router too"
     ),
 )
+
+
+def why_not_routed(layer: Any) -> str | None:
+    """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
+    router = layer.mlp.router
+    if getattr(router, "router_replay", None) is None and not is_replaced(router, ROUTING):
+        return None
+    return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
+
+
 GROUPED = Half(
     name="moe",
     core="mlp",
@@ -77,6 +87,7 @@ GROUPED = Half(
     run=run_mlp,
     state=read_by_routers,
     accepts=lambda layer: is_grouped(experts_of(layer)),
+    why_not=why_not_routed,
 )
 
 
@@ -101,14 +112,6 @@ def _letting_go(mixture: Any) -> Iterator[None]:
 def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     with _letting_go(layer.mlp):
         return run_mlp(layer, hidden_states, arguments)
-
-
-def why_not_routed(layer: Any) -> str | None:
-    """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
-    router = layer.mlp.router
-    if getattr(router, "router_replay", None) is None and not is_replaced(router, ROUTING):
-        return None
-    return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 
 
 def _why_not_whole(layer: Any) -> str | None:

@@ -82,7 +82,9 @@ class BlockPlan:
         self._context = context
         self.steps: list[LayerStep] = []
         self._refused: dict[int, str] = {}  # why, by the index of a layer's site
-        self._split: dict[int, Sequence[Half]] = {}  # what is graphed of layers that run in parts
+        # What is graphed of layers that run in parts, and of others as far as it may be another day's not.
+        self._split: dict[int, Sequence[Half]] = {}
+        self._whole: dict[int, Sequence[Half]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not any(step.is_site for step in self.steps):
@@ -131,12 +133,17 @@ class BlockPlan:
         """Sites that stay eager for what their layer is, or is not to be split into, by index: why."""
         return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._refused.items()}
 
-    def no_longer_split(self) -> Mapping[int, tuple[EagerReason, str]]:
-        """Sites of layers that must not be split any more, by index: why. Hosts set forwards at any time."""
+    def no_longer_graphed(self) -> Mapping[int, tuple[EagerReason, str]]:
+        """Sites of layers that must not be split or graphed any more, by index: why.
+
+        Hosts set forwards at any time, and tell routers what to choose.
+        """
         found = {}
-        for index, halves in self._split.items():
+        checks = [(index, halves, _why_whole) for index, halves in self._split.items()]
+        checks += [(index, halves, _why_not) for index, halves in self._whole.items()]
+        for index, halves, check in checks:
             layer = self._layers[index]()
-            if layer is not None and (why := _why_whole(layer, halves)) is not None:
+            if layer is not None and (why := check(layer, halves)) is not None:
                 sites = (site for site, _step in self.steps_of(index) if site >= 0)
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
@@ -146,7 +153,8 @@ class BlockPlan:
 
         Of methods that hosts set on a class of Megatron's to tell routers what to choose.
         """
-        routes = any(half in (ROUTER, MOE) for halves in self._split.values() for half in halves)
+        graphed = itertools.chain.from_iterable((*self._split.values(), *self._whole.values()))
+        routes = any(half in (ROUTER, MOE, GROUPED) for half in graphed)
         return [ROUTING.function] if routes else []
 
     def eager_modules(self) -> list[nn.Module]:
@@ -172,7 +180,11 @@ class BlockPlan:
         if stays_eager is not None:
             self._keep_whole(index, layer, stays_eager)
         elif not scopes or (graphed and len(graphed) == len(halves) and MOE not in halves):
-            self._add_whole(index, layer, is_site=True)
+            if (why := _why_not(layer, graphed)) is not None:
+                self._keep_whole(index, layer, why)
+            else:
+                self._whole[index] = graphed
+                self._add_whole(index, layer, is_site=True)
         elif not graphed:
             self._add_whole(index, layer, is_site=False)
         elif (why := _why_whole(layer, graphed)) is not None:
@@ -260,12 +272,17 @@ def _in_turn(halves: Sequence[Half]) -> Run:
     return run
 
 
+def _why_not(layer: nn.Module, halves: Sequence[Half]) -> str | None:
+    """Why a layer cannot run some halves in graphs, or None."""
+    return next((why for half in halves if (why := half.why_not_of(layer)) is not None), None)
+
+
 def _why_whole(layer: nn.Module, halves: Sequence[Half]) -> str | None:
     """Why a layer cannot be run in halves, some of them graphed, or None."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     forward = getattr(layer.forward, "__func__", layer.forward)
     if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return next((why for half in halves if (why := half.why_not_of(layer)) is not None), None)
+        return _why_not(layer, halves)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"
