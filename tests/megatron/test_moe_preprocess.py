@@ -2,7 +2,7 @@
 """Rows permuted to their experts inside of the router's graph; counts, dispatch and experts eager."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,10 +10,11 @@ import moe_jobs
 import moe_rig
 import pytest
 import torch
+from host_rig import OwnBlock
 from megatron_rig import evaluate, step
 from moe_rig import ExpertTrainer, assert_same_step, expert_step
 from test_moe import PACK, PLACES, TAILS, lose, steps_of
-from test_moe_router import BIAS, compare
+from test_moe_router import BIAS, compare, compare_steps
 from test_moe_router import CASES as ROUTER_CASES
 from torch import Tensor
 from worlds import World
@@ -136,6 +137,19 @@ def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> No
         else:
             assert_same_step(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("scopes", [("attn", "moe_router"), ROUTER_TOO, ALL, ("attn", "moe")], ids=str)
+def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
+    install(cuda_graph_modules=scopes)
+    trainers = [ExpertTrainer(**CASES["drop and pad"]) for _ in range(2)]
+    for trainer in trainers:
+        trainer.chunk.decoder.__class__ = OwnBlock
+    compare_steps(
+        trainers, [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(5)]
+    )
+    report = megagraph.reports()[1]
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
 @pytest.mark.parametrize("place", PLACES)
