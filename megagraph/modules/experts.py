@@ -62,21 +62,19 @@ class _PermuteProbs(torch.autograd.Function):
     """The probabilities of the sorted rows; those of experts that were not chosen get a gradient of zero."""
 
     @staticmethod
-    def forward(
-        ctx: Any, probs: Tensor, chosen: Tensor, order: Tensor, places: Tensor, offsets: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(chosen, places, offsets)
+    def forward(ctx: Any, probs: Tensor, picks: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(picks, offsets)
         ctx.shape = probs.shape
-        return probs.gather(1, chosen).view(-1).index_select(0, order)
+        return probs.reshape(-1).index_select(0, picks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        chosen, places, offsets = ctx.saved_tensors
+        picks, offsets = ctx.saved_tensors
         grad = grad.contiguous()
         torch.ops.megagraph.zero_tail_([grad], offsets)
-        of_chosen = grad.index_select(0, places.view(-1)).view_as(places)
-        return grad.new_zeros(ctx.shape).scatter_(1, chosen, of_chosen), None, None, None, None
+        # One-dimensional: of two dimensions, deterministic algorithms would make this many launches.
+        return grad.new_zeros(ctx.shape.numel()).scatter_(0, picks, grad).view(ctx.shape), None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +82,14 @@ class SortedRows:
     """Where the rows of a pack lie when they are sorted by expert; each has `topk` places.
 
     Attributes:
-        chosen: int64 [T, topk], experts of each row in rising order; of a row of no expert any.
-        order: int64 [T * topk], which of all choices is in each place.
         rows: int64 [T * topk], which row is in each place.
+        picks: int64 [T * topk], which of all rows x experts is in each place; of a row of no expert any.
         places: int64 [T, topk], the places of each row. Rows of no expert come last, past the offsets.
         offsets: int32 [experts], where the places of each expert end.
     """
 
-    chosen: Tensor
-    order: Tensor
     rows: Tensor
+    picks: Tensor
     places: Tensor
     offsets: Tensor
 
@@ -112,10 +108,10 @@ class SortedRows:
         chosen = numbered.topk(topk, dim=1, largest=False, sorted=True).values
         in_order, order = chosen.view(-1).sort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        rows = order.div(topk, rounding_mode="floor")
         return cls(
-            chosen=chosen.clamp(max=experts - 1).long(),
-            order=order,
-            rows=order.div(topk, rounding_mode="floor"),
+            rows=rows,
+            picks=rows * experts + in_order.clamp(max=experts - 1),
             places=places.view(-1, topk),
             offsets=torch.searchsorted(in_order, numbers, right=True, out_int32=True),
         )
@@ -130,8 +126,7 @@ class SortedRows:
 
     def permute_probs(self, probs: Tensor) -> Tensor:
         """Probabilities [T, experts] to those of the places, [T * topk]. Differentiable once."""
-        taken = self.chosen, self.order, self.places, self.offsets
-        out: Tensor = _PermuteProbs.apply(probs, *taken)  # type: ignore[no-untyped-call]
+        out: Tensor = _PermuteProbs.apply(probs, self.picks, self.offsets)  # type: ignore[no-untyped-call]
         return out
 
     def combine(self, y: Tensor) -> Tensor:
