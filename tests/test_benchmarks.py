@@ -24,7 +24,7 @@ from benchmarks.measuring.clocks import Work  # noqa: E402
 from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
 from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import costs, eager_calls, flat_banks, groundwork, guarded, right, scopes  # noqa: E402
+from benchmarks.subjects import costs, eager_calls, flat_banks, groundwork, guarded, right  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -86,9 +86,6 @@ ANSWERS |= {f"costs, {name}": COSTS for name in ("our attention", "Transformer E
 ANSWERS |= {name: ANSWERS[next(iter(right.BITS))] for name in groundwork.BITS}
 KERNELS = {half: {"inside": 16, "outside": 0} for half in groundwork.KERNELS}
 ANSWERS |= {**dict.fromkeys(groundwork.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
-EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
-SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
-ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
 OWN = {
     "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
     "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},

@@ -20,7 +20,11 @@ from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.grouped_experts import is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
-pytestmark = pytest.mark.megatron
+pytestmark = [
+    pytest.mark.megatron,
+    # Of torch's compiler, which Megatron's fused activations run through on a GPU.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]

@@ -25,7 +25,11 @@ from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.seams import permutation_sorts
 
-pytestmark = pytest.mark.megatron
+pytestmark = [
+    pytest.mark.megatron,
+    # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
 
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
@@ -206,6 +210,17 @@ def test_an_option_is_refused_by_name(option: str) -> None:
     with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
         why = PREPROCESS.why_not_of(layer)
     assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
+
+
+def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_name() -> None:
+    """Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    overlapped = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
+    layer = ExpertTrainer(**CASES["drop and pad"], **overlapped).chunk.decoder.layers[0]
+    assert PREPROCESS.why_not_of(layer) is None
+    layer.pre_mlp_layernorm = IdentityOp()
+    assert "without a norm before them are not supported yet" in str(PREPROCESS.why_not_of(layer))
 
 
 def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:

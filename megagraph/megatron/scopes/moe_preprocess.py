@@ -141,6 +141,8 @@ _UNSUPPORTED = (
 
 
 def _why_not(layer: Any) -> str | None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
     config, dispatcher = layer.config, layer.mlp.token_dispatcher
     for attribute, fine in _UNSUPPORTED:
         value = getattr(config, attribute, fine)
@@ -148,6 +150,9 @@ def _why_not(layer: Any) -> str | None:
             return f"'moe_preprocess' with {attribute}={value!r} is not supported yet; {_LEAVE_OUT}"
     if not dispatcher.drop_and_pad and not permutation_sorts():
         return f"this release of megatron-core permutes into shapes that only the device knows; {_LEAVE_OUT}"
+    if dispatcher.shared_experts is not None and isinstance(layer.pre_mlp_layernorm, IdentityOp):
+        # Normed hidden states are the residual then: their gradients would be summed in another order.
+        return f"shared experts that overlap without a norm before them are not supported yet; {_LEAVE_OUT}"
     if is_replaced(dispatcher, DISPATCH_PREPROCESS):
         return f"its dispatcher's dispatch_preprocess is not Megatron's; {_LEAVE_OUT}"
     return None
