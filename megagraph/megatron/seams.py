@@ -25,7 +25,6 @@ __all__ = [
     "EXPERT_BIAS",
     "EXPERT_CHOICE",
     "EXPERT_FORWARD",
-    "EXPERT_MODULE",
     "EXPERT_PREPROCESS",
     "GPT_FORWARD",
     "HYBRID_FORWARD",
@@ -186,9 +185,8 @@ EXPERT_FORWARD = Seam(
     path="MoELayer.forward",
     parameters=("hidden_states", "padding_mask"),
 )
-# Of Megatron's experts: a group that their shards are saved over, and no forward uses.
-EXPERT_MODULE = "megatron.core.transformer.moe.experts"
-SAVING_GROUP = "dp_group"
+# Module and attribute of a group that shards of experts are saved over, and no forward uses.
+SAVING_GROUP = ("megatron.core.transformer.moe.experts", "dp_group")
 EXPERT_PREPROCESS = Seam(
     module=EXPERT_FORWARD.module,
     path="MoELayer.preprocess",
@@ -297,10 +295,7 @@ def is_replaced(module: Any, seam: Seam) -> bool:
 
 
 def permutation_sorts() -> bool:
-    """Whether Megatron permutes rows by sorting, and returns five values; up to 0.16 they are three.
-
-    Before, it selected the routed ones by a mask, whose shape waits for the device.
-    """
+    """Whether Megatron sorts rows and returns five values; up to 0.16 a mask selects them, and it is 3."""
     return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
 
 

@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.seams import EXPERT_MODULE, PACK_GROUPS, SAVING_GROUP
+from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
 
 __all__ = ["HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
 
@@ -74,7 +74,7 @@ def _is_used(name: str, owner: object) -> bool:
     """Whether a module or parameter is taken to use a group that it has as an attribute."""
     if name == _OF_GLOBAL_LOSS:
         return _has_global_loss(owner)
-    return name != SAVING_GROUP or type(owner).__module__ != EXPERT_MODULE
+    return (type(owner).__module__, name) != SAVING_GROUP
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, object]]:
