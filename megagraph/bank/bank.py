@@ -131,7 +131,7 @@ class Bank:
         core = self.core.add_chain(num_sites)
         pools = self.backend.add_pools(num_slots)
         core.set_slots(num_slots, pools, self._poison, holds_collectives)
-        self.chains.append(Chain(core, steps, self._num_pools))
+        self.chains.append(Chain(core, steps, self._num_pools, holds_collectives))
         self._num_pools += num_slots
         return self.chains[-1]
 
@@ -296,13 +296,14 @@ class Bank:
             KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
         """
         verification = self._verify_once(chain, key, example)
-        if verification.is_doubtful:
+        if verification.is_doubtful():
             verification.keep_what_recurs(self._verify_once(chain, key, example))
         return verification
 
     def _verify_once(self, chain: Chain, key: Any, example: Example) -> Verification:
         before = self.core.counters()
-        verification = Verification(chain, key, self.backend, self.rng, example)
+        exchange = self._conditions.exchange
+        verification = Verification(chain, key, self.backend, self.rng, example, exchange)
         try:
             with chain.unheard(), self.backend.recording():
                 for _slot in range(chain.num_slots):  # which take turns

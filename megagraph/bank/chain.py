@@ -67,10 +67,18 @@ class Chain:
         core: the chain's C++ half.
         steps: sites, and what stays eager around them, in execution order.
         first_pool: the pool of its first slot; pools are counted over all chains of a bank.
+        holds_collectives: its graphs do.
     """
 
-    def __init__(self, core: _C.Chain, steps: Sequence[SiteSpec | EagerPart], first_pool: int) -> None:
+    def __init__(
+        self,
+        core: _C.Chain,
+        steps: Sequence[SiteSpec | EagerPart],
+        first_pool: int,
+        holds_collectives: bool,
+    ) -> None:
         self.core = core
+        self.holds_collectives = holds_collectives
         self.steps = tuple(steps)
         self.shape = ChainShape.of(steps)
         self.specs = tuple(step for step in steps if isinstance(step, SiteSpec))

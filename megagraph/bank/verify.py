@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph.bank.accumulators import swap_of, swapped
+from megagraph.bank.agreement import Exchange
 from megagraph.bank.backends import Backend, Lent
 from megagraph.bank.bits import Range, Results, have_same_bits
 from megagraph.bank.chain import CapturedVariant, Chain
@@ -85,11 +86,20 @@ class Verification:
         example: what runs.
     """
 
-    def __init__(self, chain: Chain, key: Any, backend: Backend, rng: RngSources, example: Example) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        key: Any,
+        backend: Backend,
+        rng: RngSources,
+        example: Example,
+        exchange: Exchange,
+    ) -> None:
         self._chain = chain
         self._key = key
         self._backend = backend
         self._rng = rng
+        self._exchange = exchange
         self._example = example
         self._variant: CapturedVariant = chain.captured[chain.variants[key]]
         self._flights: list[_Flight] = []
@@ -128,10 +138,13 @@ class Verification:
             self._rng.restore(start)
         return reason
 
-    @property
     def is_doubtful(self) -> bool:
-        """Whether something differs from modules that differ from themselves."""
-        return any(found.spread for found in self.differences)
+        """Whether something differs, on any rank, from modules that differ from themselves."""
+        return self._somewhere(any(found.spread for found in self.differences))
+
+    def _somewhere(self, here: bool) -> bool:
+        (found,) = self._exchange([int(here)])
+        return bool(found)
 
     def keep_what_recurs(self, again: "Verification") -> None:
         """Forgets what differs from such modules and did not in another verification.
@@ -237,7 +250,8 @@ class Verification:
 
     def _compare(self, flight: _Flight, graph: Results, backward: "_Backward | None") -> None:
         slot = self._chain.core.slot_index
-        note = self._variant.notes[slot].get(flight.index)
+        # A communicator's own threads keep tensors for a moment longer than the call.
+        note = None if self._chain.holds_collectives else self._variant.notes[slot].get(flight.index)
         with self._backend.lend(self._chain.first_pool + slot, note) as lent:
             self._compare_runs(flight, graph, lambda: self._module_run(flight, backward, lent))
 
@@ -249,7 +263,7 @@ class Verification:
             differing = [name for name in both if not have_same_bits(graph[name], eager[name])]
             ranges = {name: Range(eager[name]) for name in differing}
         del eager  # what is lent suffices for one run
-        if not differing:
+        if not self._somewhere(bool(differing)):
             return
 
         def run_again(names: Sequence[str]) -> list[str]:
@@ -262,7 +276,7 @@ class Verification:
         for _ in range(_FURTHER_RUNS):
             unlike = run_again(differing)
         runs, is_reproducible = 1 + _FURTHER_RUNS, not any(ranges[name].spread for name in differing)
-        while unlike and not is_reproducible and runs < _MOST_RUNS:
+        while runs < _MOST_RUNS and self._somewhere(bool(unlike) and not is_reproducible):
             unlike, runs = run_again(unlike), runs + 1
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)

@@ -172,6 +172,33 @@ def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(de
         assert held
 
 
+@pytest.mark.parametrize("differs_elsewhere", [False, True])
+def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsewhere: bool) -> None:
+    """Bug: where a layer differed from itself on one rank alone, only that rank ran it again."""
+
+    class Counts(nn.Module):
+        """Its eager calls, each of which would enter a collective."""
+
+        calls = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            Counts.calls += not Baked.is_captured
+            return hidden * 2
+
+    def exchange(said: Sequence[int]) -> list[int]:
+        return [1 if differs_elsewhere and is_verified else it for it in said]
+
+    Counts.calls, is_verified = 0, False
+    bank = Bank("cpu", guard=_captures, exchange=exchange)
+    layers = [Counts(), nn.Tanh()]
+    chain = bank.add_chain(layers, holds_collectives=True)
+    bank.capture({chain: [variant("it", training=False)]})
+    Counts.calls, is_verified = 0, True
+    verified = bank.verify(chain, "it", example("cpu"))
+    assert verified.differences == [] and verified.within_spread == set()
+    assert Counts.calls == (2 * 20 if differs_elsewhere else 1)  # verified once more, there, too
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: int) -> None:
