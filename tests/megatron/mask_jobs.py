@@ -18,7 +18,7 @@ from megagraph.demo.trainer import Trainer
 
 @contextlib.contextmanager
 def mlps_that_read_masks() -> Iterator[list[Tensor]]:
-    """While inside, masked rows of an MLP count half. Yields copies of the masks seen."""
+    """While inside, masked rows of an MLP count half. Yields copies, on the host, of the masks seen."""
     from megatron.core.transformer.mlp import MLP
 
     original, seen = MLP.forward, []
@@ -28,7 +28,7 @@ def mlps_that_read_masks() -> Iterator[list[Tensor]]:
         if padding_mask is None:
             return out, bias
         if not (padding_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-            seen.append(padding_mask.clone())
+            seen.append(padding_mask.to("cpu", copy=True))  # memory of a call may not be kept
         assert padding_mask.shape == (1, out.size(0))
         # The mask itself is kept for the backward pass.
         return out.masked_fill(padding_mask.bool().transpose(0, 1)[..., None], 0) + 0.5 * out, bias
