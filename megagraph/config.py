@@ -24,7 +24,7 @@ else:
 __all__ = ["GraphConfig", "graph_modules"]
 
 MODES = ("graph", "eager", "off")
-MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
+MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.
 UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
@@ -50,8 +50,8 @@ class GraphConfig:
             at least 1; those that were not used for the longest time go.
         cuda_graph_slots: micro-batches of a model that may be in flight at once, from the forward to the end
             of the backward, at least 1; each has graphs and memory of its own.
-        cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router` and
-            `moe_preprocess`; none for whole layers, or for what the model's own config names.
+        cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router`,
+            `moe_preprocess` and `mamba`; none for whole layers, or for what the model's own config names.
         cuda_graph_granularity: `layer`.
         verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
             of as many replayed micro-batches as a number says; `off` for never.

@@ -41,10 +41,16 @@ def megatron_core_version() -> str | None:
 
 
 def import_core() -> None:
-    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported."""
+    """Imports megatron-core, which warns of Transformer Engine's changes when it is first imported.
+
+    With it mamba-ssm where that is installed. It warns too, and picks its kernels' configurations then.
+    """
+    os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt")
+        if importlib.util.find_spec("mamba_ssm") is not None:
+            importlib.import_module("megatron.core.ssm.mamba_mixer")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

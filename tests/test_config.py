@@ -208,8 +208,8 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
             "cuda_graph_granularity: expected 'layer', got 'chunk', which is not supported yet",
         ),
         (
-            {"cuda_graph_modules": "mamba"},
-            "or of attn, mlp, moe, moe_router, moe_preprocess; 'mamba' is not supported yet",
+            {"cuda_graph_modules": "full_iteration"},
+            "or of attn, mlp, moe, moe_router, moe_preprocess, mamba; 'full_iteration' is not supported yet",
         ),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
         ({"tail": "none"}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got 'none'"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megagraph.megatron.seams import HYBRID_FORWARD
+from megagraph.megatron.seams import hybrid_seams
 
 __all__ = ["layer_constants"]
 
@@ -46,8 +46,7 @@ def _constants(
 ) -> Mapping[str, Any]:
     preprocess: Any = getattr(model, "_preprocess", None)
     if forward is not None or preprocess is None:
-        own = inspect.unwrap(HYBRID_FORWARD.function()) if forward is None else forward
-        return _handed_to_decoder(model, own, params, hidden_states)
+        return _handed_to_decoder(model, forward or _own_forward(), params, hidden_states)
     accepted = inspect.signature(preprocess).parameters
     given = {
         "input_ids": None,
@@ -58,6 +57,14 @@ def _constants(
     _hidden, *tables = preprocess(**{name: value for name, value in given.items() if name in accepted})
     named = zip(_TABLES, tables, strict=False)
     return {name: value for name, value in named if value is not None}
+
+
+def _own_forward() -> Callable[..., Any]:
+    """Megatron's forward of a hybrid model."""
+    hybrid = hybrid_seams()
+    assert hybrid is not None
+    own: Callable[..., Any] = inspect.unwrap(hybrid[0].function())
+    return own
 
 
 class _Handed(Exception):

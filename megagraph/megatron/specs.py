@@ -8,10 +8,12 @@ None of them needs Transformer Engine or the plugin: models are built before or 
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from typing import Any
 
 from megagraph.megatron.grouped_experts import grouped_experts, grouped_layer
+from megagraph.megatron.seams import Seam, hybrid_seams
 from megagraph.modules import Norm, VarlenAttention
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
 
 # How Megatron's distributed checkpoints call the norms that Transformer Engine fuses into a linear layer.
 _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -121,19 +124,23 @@ def _grouped(spec: Any) -> Any:
 
 
 def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
-    """A `hybrid_stack_spec` for `HybridModel` with attention ('*' or '+') and MLP ('-') layers.
+    """A spec of a hybrid model's stack with Mamba ('M'), attention ('*' or '+') and MLP ('-') layers.
 
-    The layers are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that the
-    pattern says whether attention is latent ('+'). Other layers (Mamba, experts, ...) have no spec here.
-    Megatron's `HybridStack` names Transformer Engine's norm as its final one, so the spec's stack is a
-    subclass that builds `Norm` there.
+    It is the `hybrid_stack_spec` of `HybridModel`, and before 0.18 the `mamba_stack_spec` of `MambaModel`.
+    Attention and MLPs are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that
+    the pattern says whether attention is latent ('+', since 0.18). Mamba layers have Megatron's mixer, which
+    needs mamba-ssm and causal-conv1d where it is built, between linear layers of core. Other layers (experts
+    and so on) have no spec here. Megatron's stack names Transformer Engine's norm as its final one, so the
+    spec's stack is a subclass that builds `Norm` there.
 
     Raises:
-        ImportError: if megatron-core has no `HybridModel`, that is before 0.18.
+        ImportError: if megatron-core has no such models.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -144,36 +151,55 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         self_attn_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
     )
-    of_latent = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
-    of_latent.arguments |= {"multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
-    latent_layer = get_gpt_layer_varlen_spec(*of_latent.args, **of_latent.kwargs).submodules
-    latent = TransformerLayerSubmodules(
-        input_layernorm=latent_layer.input_layernorm,
-        self_attention=latent_layer.self_attention,
-        self_attn_bda=latent_layer.self_attn_bda,
-    )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm,
         mlp=layer.mlp,
         mlp_bda=layer.mlp_bda,
         sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS),
     )
-    return ModuleSpec(
-        module=_hybrid_stack(),
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-        ),
+    projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mamba = MambaLayerSubmodules(
+        norm=layer.input_layernorm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=projections),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=dict(_MAMBA_NORM_KEYS),
     )
+    stack: Any = _stack_forward().owner()
+    layers: dict[str, Any] = {
+        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    submodules: Any = importlib.import_module(stack.__module__).MambaStackSubmodules
+    if "mla_layer" in inspect.signature(submodules).parameters:
+        latent = TransformerLayerSubmodules(**_latent_attention(*args, **kwargs))
+        layers["mla_layer"] = ModuleSpec(module=TransformerLayer, submodules=latent)
+    return ModuleSpec(module=_hybrid_stack(), submodules=submodules(**layers))
+
+
+def _stack_forward() -> Seam:
+    hybrid = hybrid_seams()
+    if hybrid is None:
+        raise ImportError("megatron-core has no hybrid models: neither HybridModel nor MambaModel")
+    return hybrid[1]
+
+
+def _latent_attention(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The attention of such a layer, with its norm and residual."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    given = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
+    given.arguments |= {"multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
+    layer = get_gpt_layer_varlen_spec(*given.args, **given.kwargs).submodules
+    return {name: getattr(layer, name) for name in ("input_layernorm", "self_attention", "self_attn_bda")}
 
 
 @functools.cache
 def _hybrid_stack() -> type[Any]:
-    """Megatron's `HybridStack` with another final norm; a class of its own, so nothing is patched."""
-    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    """Megatron's stack with another final norm; a class of its own, so nothing is patched."""
+    stack: Any = _stack_forward().owner()
 
-    class VarlenHybridStack(HybridStack):  # type: ignore[misc]  # of an untyped package
+    class VarlenHybridStack(stack):  # type: ignore[misc]  # of an untyped package
         """Builds `Norm` where Megatron's stack builds Transformer Engine's."""
 
         def __init__(

@@ -16,6 +16,7 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import ModelOptions, Trainer, gpt_model, in_half_precision, transformer_config
+from megagraph.megatron import seams
 
 VOCAB = 64
 LAYERS = 2
@@ -209,24 +210,32 @@ def assert_same(one: Step, other: Step, where: str = "") -> None:
 
 
 class HybridTrainer(Trainer):
-    """The reference loop around a HybridModel."""
+    """The reference loop around a HybridModel; a MambaModel before 0.18."""
 
     def __init__(
-        self, *, pattern: str = HYBRID_PATTERN, spec: Any = None, position: str = "rope", **further: Any
+        self,
+        *,
+        pattern: str = HYBRID_PATTERN,
+        spec: Any = None,
+        position: str = "rope",
+        options: ModelOptions = OPTIONS,
+        **further: Any,
     ) -> None:
         self._pattern, self._position = pattern, position
-        super().__init__(dataclasses.replace(OPTIONS, layers=len(pattern)), spec=spec, **further)
+        super().__init__(dataclasses.replace(options, layers=len(pattern)), spec=spec, **further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        model: nn.Module = HybridModel(
-            config=config,
-            hybrid_stack_spec=megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
+        hybrid = seams.hybrid_seams()
+        assert hybrid is not None
+        forward, _stack = hybrid
+        old = forward is seams.MAMBA_FORWARD
+        model: nn.Module = forward.owner()(
+            config,
+            megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
             vocab_size=self.options.vocab,
             max_sequence_length=self.options.max_tokens,
-            hybrid_layer_pattern=self._pattern,
             position_embedding_type=self._position,
+            **{"hybrid_override_pattern" if old else "hybrid_layer_pattern": self._pattern},
         )
         return model
 

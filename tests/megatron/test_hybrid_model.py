@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HybridModel with attention and MLP layers: graphed like GPTModel, or refused by name."""
+"""HybridModel (MambaModel before 0.18) with attention and MLP layers: graphed, or refused by name."""
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -34,19 +35,12 @@ from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.preprocess import layer_constants
 from megagraph.modules import Norm
 
-HYBRID = (seams.HYBRID_FORWARD, seams.HYBRID_STACK_FORWARD)
+HYBRID = seams.hybrid_seams() or ()
 LAYERS = len(HYBRID_PATTERN)
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 Install = Callable[..., GraphConfig]
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("hybrid")]
-
-
-@pytest.fixture(scope="module")
-def hybrid(megatron: None) -> None:
-    """Only where the release has it."""
-    if not seams.HYBRID_FORWARD.is_present():
-        pytest.skip("this megatron-core has no HybridModel")
+pytestmark = pytest.mark.megatron
 
 
 def packs(count: int) -> list[list[Micro]]:
@@ -83,7 +77,7 @@ def test_packs_that_change_every_micro_batch_replay_with_eager_bits(position: st
     graphed = train(graph_config(), steps, **options)
     assert_same_run(eager, graphed)
     report = graphed.report
-    assert report["model"] == "HybridModel" and report["failures"] == []
+    assert report["model"] == HYBRID[0].owner().__name__ and report["failures"] == []
     assert report["calls"] == 12 * 3 * LAYERS
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
     assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
@@ -157,12 +151,13 @@ def test_the_model_is_built_before_or_after_install(early: bool, install: Instal
 
 
 def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
-    block = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
-    before = dict(vars(block)), dict(vars(block.HybridStack))
+    owner = HYBRID[1].owner()
+    block = importlib.import_module(owner.__module__)
+    before = dict(vars(block)), dict(vars(owner))
     stack = HybridTrainer().chunk.decoder
-    assert isinstance(stack, block.HybridStack) and type(stack.final_norm) is Norm
+    assert isinstance(stack, owner) and type(stack.final_norm) is Norm
     assert [type(layer).__name__ for layer in stack.layers] == ["TransformerLayer", "MLPLayer"] * 2
-    assert (dict(vars(block)), dict(vars(block.HybridStack))) == before
+    assert (dict(vars(block)), dict(vars(owner))) == before
     spec = megagraph.get_hybrid_stack_varlen_spec()
     assert spec.module is type(stack)
     assert not hasattr(_without_final_norm(spec), "final_norm")
@@ -175,13 +170,15 @@ def _without_final_norm(spec: Any) -> nn.Module:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
+    has_list = "layer_type_list" in inspect.signature(HYBRID[1].owner()).parameters
+    pattern = "layer_type_list" if has_list else "hybrid_override_pattern"
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True
     )
     stack: nn.Module = build_module(
         spec,
         config,
-        layer_type_list=["-"],
+        **{pattern: "-" if pattern.startswith("hybrid") else ["-"]},
         post_layer_norm=False,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
@@ -216,6 +213,19 @@ def test_uninstall_puts_back_the_very_forwards_of_hybrid_models() -> None:
     assert [set(vars(seam.owner())) for seam in HYBRID] == names
 
 
+def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = seams.Seam(module="megatron.core.absent", path="Model.forward", parameters=())
+    monkeypatch.setattr(seams.hybrid, "HYBRID_FORWARD", absent)
+    monkeypatch.setattr(seams.hybrid, "MAMBA_FORWARD", absent)
+    before = [seam.function() for seam in HYBRID]
+    install()
+    assert [seam.function() for seam in HYBRID] == before
+    with pytest.raises(ImportError, match="neither HybridModel nor MambaModel"):
+        megagraph.get_hybrid_stack_varlen_spec()
+
+
 @pytest.mark.parametrize("seam", HYBRID, ids=lambda seam: seam.path)
 def test_a_hybrid_seam_that_is_missing_is_named(seam: seams.Seam, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(seam.owner(), seam.name)
@@ -235,7 +245,6 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("symbol", "name"),
     [
-        ("M", "a Mamba layer"),
         ("G", "a gated delta net"),
         ("D", "sparse attention"),
         ("E", "mixture of experts"),
@@ -257,7 +266,7 @@ def test_layers_that_are_not_built_are_refused_by_name(
 def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer of another kind in the place of Mamba, which needs a package of its own."""
+    """A layer of another kind in the place of Mamba's."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     class Foreign(nn.Module):
@@ -279,4 +288,4 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
         for one in wanted:
             assert_same(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
-    assert "HybridModel: stays eager (SCOPE_UNSUPPORTED): a Mamba layer ('M' in" in caplog.text
+    assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a Mamba layer ('M' in" in caplog.text

@@ -11,6 +11,7 @@ from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.experts import why_not_experts
+from megagraph.megatron.scopes.mamba import is_mamba
 from megagraph.megatron.scopes.rules import Asked, broken_rule
 from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
@@ -48,9 +49,8 @@ _UNSUPPORTED = (
 _DDP_UNSUPPORTED = (("use_megatron_fsdp", "Megatron-FSDP"),)
 
 # Symbols of a HybridModel's layers.
-_HYBRID_SUPPORTED = ("*", "-", "+")
+_HYBRID_SUPPORTED = ("*", "-", "+", "M")
 _HYBRID_UNSUPPORTED = {
-    "M": "a Mamba layer",
     "G": "a gated delta net",
     "D": "sparse attention",
     "E": "mixture of experts",
@@ -61,7 +61,7 @@ _MODULES_UNSUPPORTED = {
     "_GDNBase": "a gated delta net",
     "DSAttention": "sparse attention",
     "AbsorbedMLASelfAttention": "absorbed multi-latent attention",
-    "MambaMixer": "a Mamba layer",
+    "MambaMixer": "a Mamba mixer outside of a MambaLayer",
 }
 
 
@@ -137,16 +137,23 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:
     """The first layer of a HybridStack of a kind that is not built; None for other blocks."""
-    for symbol in getattr(block, "layer_type_list", ()):
+    for symbol, layer in zip(getattr(block, "layer_type_list", ()), block.layers, strict=False):
         if symbol not in _HYBRID_SUPPORTED:
             name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
             return _not_supported(f"{name} ({symbol!r} in the hybrid layer pattern)")
+        if symbol == "M" and not is_mamba(layer):
+            return _not_supported(
+                f"{type(layer).__name__} as a Mamba layer ('M' in the hybrid layer pattern)"
+            )
     return None
 
 
 def _refusal_of_modules(block: nn.Module) -> Refusal | None:
     """The first module inside of a kind, or derived from one, that cannot run on a canonical pack."""
+    in_mamba = {id(layer.mixer) for layer in block.modules() if is_mamba(layer)}
     for path, module in block.named_modules():
+        if id(module) in in_mamba:
+            continue
         names = [cls.__name__ for cls in type(module).__mro__]
         for end, name in _MODULES_UNSUPPORTED.items():
             if any(one.endswith(end) for one in names):

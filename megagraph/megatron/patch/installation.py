@@ -14,6 +14,7 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
+from megagraph.megatron.patch.documents import wrap_documents
 from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.overrides import Overrides
@@ -41,10 +42,13 @@ class _Installation:
             self._wrap(schedule, plugin.schedule)
         self._wrap(seams.GPT_FORWARD, overrides.model_seam(seams.GPT_FORWARD))
         self._wrap(seams.BLOCK_FORWARD, overrides.block_seam(seams.BLOCK_FORWARD, wrappers.block_forward))
-        if seams.HYBRID_FORWARD.is_present():
-            self._wrap(seams.HYBRID_FORWARD, overrides.model_seam(seams.HYBRID_FORWARD))
-            stack = seams.HYBRID_STACK_FORWARD
+        hybrid = seams.hybrid_seams()
+        if hybrid is not None:
+            model, stack = hybrid
+            self._wrap(model, overrides.model_seam(model))
             self._wrap(stack, overrides.block_seam(stack, wrappers.stack_forward))
+            if not seams.packs_say_documents():
+                self._wrap(seams.MIXER_DOCUMENTS, wrap_documents)
         overrides.wrap_known_classes()
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)

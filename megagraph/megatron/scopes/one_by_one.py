@@ -17,6 +17,7 @@ from megagraph.bank.chain import Chain
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.arguments import Constants
 from megagraph.megatron.scopes.loop import LayerLoop, RunningBatch
+from megagraph.megatron.scopes.mamba import given_to_mamba
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
 
 __all__ = ["LayersOneByOne"]
@@ -97,7 +98,7 @@ class LayersOneByOne:
         whole = self._whole if given is self._cut else None
         self._cut = self._whole = None
         arguments = {name: value for name, value in kwargs.items() if name not in _NAMED}
-        if len(args) > 1 or not self._is_expected(kwargs, arguments):
+        if len(args) > 1 or not self._is_expected(index, kwargs, arguments):
             if self._replays:
                 self._count_eager(EagerReason.SIGNATURE_CHANGED)
             if kwargs.get("packed_seq_params") is self._batch.params:
@@ -114,8 +115,9 @@ class LayersOneByOne:
                 whole = self._batch.pad(given)
             out = self._replay(steps, given if whole is None else whole, arguments)
             if out is not NotImplemented:
-                return self._handed_out(out), None
-        return self._run_eager(forward, self._batch.pad(given) if whole is None else whole, arguments)
+                handed = self._handed_out(out)
+                return handed if index in self._plan.mamba_layers else (handed, None)
+        return self._run_eager(index, forward, self._batch.pad(given) if whole is None else whole, arguments)
 
     def _replay(
         self, steps: Sequence[tuple[int, LayerStep]], hidden_states: Any, arguments: Mapping[str, Any]
@@ -144,17 +146,27 @@ class LayersOneByOne:
         mask = self._batch.canonical_mask()
         return canonical if mask is None else {**canonical, "padding_mask": mask}
 
-    def _is_expected(self, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-        return (
-            kwargs.get("attention_mask") is None
-            and kwargs.get("packed_seq_params") is self._batch.params
-            and self._constants.are(arguments)
-        )
+    def _is_expected(self, index: int, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+        if (
+            kwargs.get("attention_mask") is not None
+            or kwargs.get("packed_seq_params") is not self._batch.params
+        ):
+            return False
+        if index in self._plan.mamba_layers:  # whatever the block hands to its other layers
+            return all(value is None for value in arguments.values())
+        return self._constants.are(arguments)
 
-    def _run_eager(self, forward: Callable[..., Any], whole: Tensor, arguments: Mapping[str, Any]) -> Any:
-        out, *further = forward(hidden_states=whole, **{**arguments, **self._canonical()})
+    def _run_eager(
+        self, index: int, forward: Callable[..., Any], whole: Tensor, arguments: Mapping[str, Any]
+    ) -> Any:
+        canonical = {**arguments, **self._canonical()}
+        if index in self._plan.mamba_layers:
+            canonical = given_to_mamba(canonical)
+        out = forward(hidden_states=whole, **canonical)
+        hidden, further = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         # Megatron adds residuals with gradients switched on, also where the caller has them off.
-        return self._handed_out(out if torch.is_grad_enabled() else out.detach()), *further
+        handed = self._handed_out(hidden if torch.is_grad_enabled() else hidden.detach())
+        return handed if further is None else (handed, *further)
 
     def _handed_out(self, whole: Tensor) -> Tensor:
         self._whole, self._cut = whole, self._batch.first_rows(whole)

@@ -18,6 +18,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.layer import run_layer
+from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import MLP
 from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED
@@ -27,7 +28,7 @@ from megagraph.megatron.seams import ROUTING
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
-HALVES: Sequence[Half] = (ATTENTION, MLP, EXPERTS)
+HALVES: Sequence[Half] = (ATTENTION, MLP, MAMBA, EXPERTS)
 
 # From what the step before has handed on to what this one does.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
@@ -75,11 +76,13 @@ class BlockPlan:
     Attributes:
         steps: of all layers.
         specs: the sites among them.
+        mamba_layers: which layers, by their place, take and return what Mamba's do.
     """
 
     def __init__(self, layers: Sequence[nn.Module], scopes: Collection[str], context: Context) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._context = context
+        self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
         self.steps: list[LayerStep] = []
         self._refused: dict[int, str] = {}  # why, by the index of a layer's site
         # What is graphed of layers that run in parts, and of others as far as it may be another day's not.

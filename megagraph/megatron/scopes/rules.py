@@ -2,8 +2,8 @@
 """Which scopes may be named together, and with which options of a model. Reads; changes nothing.
 
 The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
-on. Ours are switched on elsewhere, so that each is checked here, when a model is first seen. They know all
-six names of scopes, also those that are not built yet. docs/scopes.md has them as a table.
+on. Ours are switched on elsewhere, so that each is checked here, when a model is first seen. docs/scopes.md
+has them as a table.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -21,6 +21,8 @@ LEFT_OUT = frozenset(
         # What a call makes for the time until its backward.
         *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
         *("norm_out_checkpoint", "mlp_norm_manager"),
+        # Whether a mixer's decoding has to look at its weights again.
+        "_A_neg_exp_cache_stale",
         # What schedules ask of a configuration, and no layer does.
         *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
         *("grad_scale_func", "timers"),

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules, models, attention and process groups: what every release has."""
+
+import importlib
+
+from torch import nn
+
+from megagraph.megatron.seams.seam import Seam, below_ours, called_name
+
+__all__ = [
+    "ATTENTION_ROPE",
+    "BLOCK_FORWARD",
+    "DESTROY_MODEL_PARALLEL",
+    "DESTROY_PROCESS_GROUP",
+    "GPT_FORWARD",
+    "LATENT_ATTENTION",
+    "LATENT_ROPE",
+    "MODEL_SEAMS",
+    "PACK_GROUPS",
+    "SCHEDULES",
+    "has_latent_attention",
+    "replaced_rope",
+]
+
+_SCHEDULE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")
+SCHEDULES = tuple(
+    Seam(
+        module="megatron.core.pipeline_parallel.schedules",
+        path=f"forward_backward_{name}",
+        parameters=_SCHEDULE_PARAMETERS,
+    )
+    for name in (
+        "no_pipelining",
+        "pipelining_without_interleaving",
+        "pipelining_with_interleaving",
+    )
+)
+GPT_FORWARD = Seam(
+    module="megatron.core.models.gpt.gpt_model",
+    path="GPTModel.forward",
+    parameters=(
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "decoder_input",
+        "labels",
+        "packed_seq_params",
+    ),
+)
+BLOCK_FORWARD = Seam(
+    module="megatron.core.transformer.transformer_block",
+    path="TransformerBlock.forward",
+    parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+)
+ATTENTION_ROPE = Seam(
+    module="megatron.core.transformer.attention",
+    path="apply_rotary_pos_emb",
+    parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
+)
+LATENT_ROPE = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="apply_rotary_pos_emb",
+    parameters=ATTENTION_ROPE.parameters,
+)
+# Says which modules make rotary tables of their own.
+LATENT_ATTENTION = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="MultiLatentAttention.forward",
+    parameters=("hidden_states", "attention_mask", "packed_seq_params"),
+)
+# What it calls, by name in its own module. Our op has the bits of the release's own.
+_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+# NCCL waits for ever for a communicator whose operations a living graph holds.
+DESTROY_PROCESS_GROUP = Seam(module="torch.distributed", path="destroy_process_group", parameters=("group",))
+DESTROY_MODEL_PARALLEL = Seam(
+    module="megatron.core.parallel_state", path="destroy_model_parallel", parameters=()
+)
+# Asked for the groups over which ranks share a pack, by the names of `ProcessGroupCollection`.
+PACK_GROUPS = {
+    name: Seam(
+        module="megatron.core.parallel_state",
+        path=f"get_{words}_parallel_group",
+        parameters=("check_initialized",),
+    )
+    for name, words in (
+        ("tp", "tensor_model"),
+        ("cp", "context"),
+        ("tp_cp", "tensor_and_context"),
+    )
+}
+# Called, not wrapped.
+_CALLED = (
+    LATENT_ATTENTION,
+    Seam(
+        module="megatron.core.models.gpt.gpt_model",
+        path="GPTModel._preprocess",
+        parameters=("input_ids", "position_ids", "decoder_input", "packed_seq_params"),
+    ),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="_set_capture_start", parameters=()),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="_set_capture_end", parameters=()),
+    Seam(module="megatron.core.transformer.cuda_graphs", path="is_graph_capturing", parameters=()),
+    Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
+)
+MODEL_SEAMS = (
+    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
+    *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED),
+)
+
+
+def has_latent_attention(model: nn.Module) -> bool:
+    """Whether any attention of a model is multi-latent, whatever its config says."""
+    latent = LATENT_ATTENTION.owner()
+    return any(isinstance(module, latent) for module in model.modules())
+
+
+def replaced_rope(seam: Seam) -> str | None:
+    """The name of a function that a host has put in place of one of Megatron's unfused RoPE, or None.
+
+    Args:
+        seam: where the model's attention calls it.
+    """
+    own = vars(importlib.import_module(_ROPE_MODULE))
+    for function in (below_ours(seam.function()), *(own[name] for name in _ROPE_PARTS if name in own)):
+        if getattr(function, "__globals__", None) is not own:
+            return called_name(function)
+    return None

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba layers of hybrid models, real but for their mixer, by scope: the bits of eager, what is counted."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from mamba_rig import PATTERN, Documented, MambaTrainer
+from megatron_rig import Pair, report_of, step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.megatron import seams
+from megagraph.megatron.graphs.positions import remember_positions
+from megagraph.megatron.patch.documents import documents_of_rows, wrap_documents
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+LAYERS = len(PATTERN)
+# With the layers of `PATTERN` that are graphed then.
+SCOPES = [
+    ((), 4),
+    (("mamba",), 2),
+    (("attn",), 1),
+    (("mamba", "attn"), 3),
+    (("attn", "mlp"), 2),
+    (("mamba", "attn", "mlp"), 4),
+]
+
+
+def pair_of(**further: Any) -> Pair:
+    pair = Pair.__new__(Pair)
+    pair.eager, pair.graphed = MambaTrainer(**further), MambaTrainer(**further)
+    return pair
+
+
+def packs(count: int, says_documents: bool = True) -> list[list[Documented]]:
+    """Steps of three packs, no two alike: padded documents, empty ones, tails, a full capacity."""
+
+    def pack(index: int) -> Documented:
+        lengths = tuple(2 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        padded = tuple(-(-length // 4) * 4 for length in lengths) if index % 2 else None
+        if index % 7 == 3:
+            lengths, padded = (*lengths[:2], 0, 5), None
+        if index % 11 == 6:
+            lengths, padded = (30, 3, 31), None
+            return Documented(lengths=lengths, seed=index, says_documents=says_documents)
+        tail = 3 * (index % 9 == 4)
+        return Documented(
+            lengths=lengths, seed=index, tail=tail, padded=padded, says_documents=says_documents
+        )
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+@pytest.mark.parametrize(("scopes", "graphed"), SCOPES, ids=lambda value: str(value))
+def test_twenty_steps_have_the_bits_of_eager(install: Install, scopes: Sequence[str], graphed: int) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = pair_of()
+    for micros in packs(20):
+        pair.step(*micros)
+    report = pair.report()
+    assert report["failures"] == [] and report["layers"] == graphed
+    assert report["calls"] == 20 * 3 * graphed
+    assert report["eager"] == {"WARMING_UP": 3 * graphed}
+    assert report["replays"] >= 0.95 * (report["calls"] - 3 * graphed)
+
+
+def test_of_a_canonical_packs_rows_those_that_were_given_have_the_losses_of_an_unpatched_run(
+    install: Install,
+) -> None:
+    """Tail rows are no part of the last document, and follow all others."""
+    micros = [micro for step_ in packs(4) for micro in step_ if not micro.tail]  # RoPE of Megatron takes none
+
+    def losses() -> list[Tensor]:
+        trainer = MambaTrainer()
+        return [step(trainer, [micro], update=False).losses[0] for micro in micros]
+
+    unpatched = losses()
+    install()
+    graphed = losses()
+    assert megagraph.reports()[0]["replays"] > 0
+    for one, other in zip(unpatched, graphed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherFirst(Documented):
+    """Has other tokens in its first document, and the same in all others."""
+
+    def documents(self) -> list[Tensor]:
+        first, *others = super().documents()
+        return [first.flip(0), *others]
+
+
+def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -> None:
+    install()
+    trainer = MambaTrainer()
+    step(trainer, [Documented(lengths=(9, 20))])
+
+    def last_twenty(micro: Documented) -> Tensor:
+        return step(trainer, [micro], update=False).losses[0].flatten()[9:29]
+
+    wanted = last_twenty(Documented(lengths=(9, 20), seed=1))
+    assert torch.equal(wanted, last_twenty(OtherFirst(lengths=(9, 20), seed=1)))
+    assert torch.equal(wanted, last_twenty(Documented(lengths=(9, 20), seed=1, tail=5, tail_token=3)))
+    assert report_of(trainer)["replays"] == 3 * LAYERS
+
+
+def test_packs_that_say_no_documents_are_what_eager_makes_of_them(install: Install) -> None:
+    """Since 0.17 a mixer that is told of no documents carries its state through all of them, in eager too."""
+    install()
+    pair = pair_of()
+    for micros in packs(6, says_documents=False):
+        pair.step(*micros)
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
+    told, untold = (
+        step(pair.graphed, [Documented(lengths=(9, 20), says_documents=says)], update=False).losses[0]
+        for says in (True, False)
+    )
+    assert torch.equal(told, untold) == (not seams.packs_say_documents())
+
+
+def test_packs_with_and_without_documents_are_captured_apart(install: Install) -> None:
+    if not seams.packs_say_documents():
+        pytest.skip("packs of this release cannot say their documents")
+    install()
+    pair = pair_of()
+    for told, untold in zip(packs(8), packs(8, says_documents=False), strict=True):
+        pair.step(told[0], untold[1], told[2])
+    report = pair.report()
+    assert set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] >= 6 * 3 * LAYERS
+
+
+def test_evaluation_and_packs_over_the_capacity(install: Install) -> None:
+    install(cuda_graph_modules="mamba")
+    pair = pair_of()
+    over = Documented(lengths=(4,) * 6)
+    for micros in packs(4):
+        pair.step(*micros, over)
+        pair.evaluate(micros[0], over)
+    report = pair.report()
+    assert set(report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES"}
+    assert report["eager"]["TOO_MANY_SEQUENCES"] >= 2 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    "ddp", [{"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 4000}]
+)
+def test_gradients_are_reported_in_buckets(install: Install, ddp: dict[str, Any]) -> None:
+    install(cuda_graph_modules=["mamba", "attn"])
+    pair = pair_of(ddp=ddp)
+    for micros in packs(6):
+        pair.step(*micros)
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * 3}
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_that_stays_eager_runs_between_graphs(install: Install, layer: int) -> None:
+    install()
+    pair = pair_of()
+    for trainer in pair.both:
+        trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
+    for micros in packs(4):
+        pair.step(*micros)
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS, "FOREIGN_HOOK": 3 * 3}
+
+
+def test_a_padding_mask_and_other_tables_reach_no_mamba_layer(install: Install) -> None:
+    install()
+    masked = [Documented(lengths=(9, 20), mask_seed=seed, seed=seed) for seed in range(2)]
+    pair = pair_of()
+    pair.step(*masked, times=4)
+    assert set(pair.report()["eager"]) == {"WARMING_UP"}
+    for trainer in pair.both:
+        trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
+        type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
+    pair.step(*masked)
+    assert pair.report()["eager"]["SIGNATURE_CHANGED"] == 2 * LAYERS
+
+
+def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
+    """Its layers are replaced one by one, and hand out what each kind of layer hands out."""
+
+    def forward(
+        stack: Any,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        arguments = {"attention_mask": attention_mask, "packed_seq_params": packed_seq_params}
+        for layer in stack.layers:
+            if not hasattr(layer, "mixer"):
+                hidden_states, _ = layer(hidden_states, **arguments, rotary_pos_emb=rotary_pos_emb)
+            else:
+                hidden_states = layer(hidden_states, **arguments)
+        out: Tensor = stack.final_norm(hidden_states)
+        return out
+
+    install(cuda_graph_modules=["mamba", "attn"])
+    pair = pair_of()
+    for trainer in pair.both:
+        stack = trainer.chunk.decoder
+        stack.forward = forward.__get__(stack)
+    for micros in packs(6):
+        pair.step(*micros)
+    report = pair.report()
+    assert report["replays"] > 0 and set(report["eager"]) <= {"WARMING_UP", "SCOPE_UNSUPPORTED", "NESTING"}
+
+
+def test_scopes_without_what_a_model_has_leave_it_eager_by_name(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(cuda_graph_modules="mamba")
+    trainer = MambaTrainer(pattern="*-")
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        for _ in range(3):
+            step(trainer, [Documented(lengths=(9, 20))])
+    assert set(report_of(trainer)["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
+    assert "it has nothing that mamba would graph" in caplog.text
+
+
+def test_the_models_own_config_names_the_scope(install: Install) -> None:
+    install()
+    has_modules = hasattr(pair_of().eager.chunk.config, "cuda_graph_modules")  # cuda_graph_scope before
+    megagraph.uninstall()
+    install()
+    option = "cuda_graph_modules" if has_modules else "cuda_graph_scope"
+    trainer = MambaTrainer(config={option: ["mamba"]})
+    for _ in range(3):
+        step(trainer, [Documented(lengths=(9, 20))])
+    assert report_of(trainer)["replays"] == 2 * 2
+
+
+def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state(install: Install) -> None:
+    install()
+    pair = pair_of()
+    mixers = [trainer.chunk.decoder.layers[0].mixer for trainer in pair.both]
+    for is_stale in (True, True, False, True):
+        for mixer in mixers:
+            mixer._A_neg_exp_cache_stale = is_stale
+        pair.step(Documented(lengths=(9, 20)))
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS}
+
+
+def test_the_documents_of_rows_are_those_that_megatron_makes() -> None:
+    """Of offsets with empty documents and tails; where packs say documents, by their constructor."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    for offsets, rows in (((0, 5, 7, 11), 16), ((0, 0, 4, 4, 9), 9), ((0, 3, 3, 3), 8), ((0, 6), 6)):
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+        if seams.packs_say_documents():
+            wanted = PackedSeqParams(cu_seqlens_q=cu_seqlens, total_tokens=rows).seq_idx
+        else:
+            params = PackedSeqParams(cu_seqlens_q=cu_seqlens)
+            wanted = MambaMixer._create_packed_seq_idx(None, params, rows)
+        found = documents_of_rows(cu_seqlens, rows)
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_only_canonical_packs_have_their_documents_made_anew() -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    asked: list[Any] = []
+
+    def original(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Tensor:
+        asked.append(packed_seq_params)
+        return torch.zeros(1, total_tokens)
+
+    wrapped = wrap_documents(original)
+    params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32))
+    wrapped(None, params, 7)
+    remember_positions(params, are_rows=False)
+    assert wrapped(None, params, 7).tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    assert asked == [params]
