@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megagraph.megatron import resume as resume
     from megagraph.megatron import suspend as suspend
     from megagraph.megatron import uninstall as uninstall
+    from megagraph.megatron import with_grouped_experts as with_grouped_experts
     from megagraph.megatron.watch.keys import watch as watch
 
 _HOME = {
@@ -54,6 +55,7 @@ _HOME = {
     "resume": "megagraph.megatron",
     "suspend": "megagraph.megatron",
     "uninstall": "megagraph.megatron",
+    "with_grouped_experts": "megagraph.megatron",
     "watch": "megagraph.megatron.watch.keys",
 }
 __all__ = sorted(_HOME)

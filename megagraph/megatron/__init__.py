@@ -7,6 +7,7 @@ from megagraph.megatron.specs import (
     get_gpt_block_varlen_spec,
     get_gpt_layer_varlen_spec,
     get_hybrid_stack_varlen_spec,
+    with_grouped_experts,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "resume",
     "suspend",
     "uninstall",
+    "with_grouped_experts",
 ]

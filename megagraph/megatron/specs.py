@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from megagraph.megatron.grouped_experts import grouped_experts, grouped_layer
@@ -27,6 +28,8 @@ __all__ = [
 _INPUT_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_ATTENTION_PARTS = ("input_layernorm", "self_attention", "self_attn_bda")
+_MLP_PARTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 def get_gpt_layer_varlen_spec(*args: Any, **kwargs: Any) -> Any:
@@ -124,14 +127,14 @@ def _grouped(spec: Any) -> Any:
 
 
 def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
-    """A spec of a hybrid model's stack with Mamba ('M'), attention ('*' or '+') and MLP ('-') layers.
+    """A hybrid stack's spec: layers of Mamba ('M'), attention ('*', '+'), MLP ('-'), experts ('E').
 
     It is the `hybrid_stack_spec` of `HybridModel`, and before 0.18 the `mamba_stack_spec` of `MambaModel`.
     Attention and MLPs are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that
-    the pattern says whether attention is latent ('+', since 0.18). Mamba layers have Megatron's mixer, which
-    needs mamba-ssm and causal-conv1d where it is built, between linear layers of core. Other layers (experts
-    and so on) have no spec here. Megatron's stack names Transformer Engine's norm as its final one, so the
-    spec's stack is a subclass that builds `Norm` there.
+    the pattern says whether attention is latent ('+', since 0.18), and which layers have experts, where the
+    arguments ask for any. Mamba layers have Megatron's mixer, which needs mamba-ssm and causal-conv1d where
+    it is built, between linear layers of core. Other layers have no spec here. Megatron's stack names
+    Transformer Engine's norm as its final one, so the spec's stack is a subclass that builds `Norm` there.
 
     Raises:
         ImportError: if megatron-core has no such models.
@@ -142,21 +145,11 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    layer = get_gpt_layer_varlen_spec(*args, **kwargs).submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=layer.input_layernorm,
-        self_attention=layer.self_attention,
-        self_attn_bda=layer.self_attn_bda,
-        sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS),
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=layer.pre_mlp_layernorm,
-        mlp=layer.mlp,
-        mlp_bda=layer.mlp_bda,
-        sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS),
-    )
+    given = _given(*args, **kwargs)
+    layer = get_gpt_layer_varlen_spec(**{**given, "num_experts": None}).submodules
+    attention = _of_parts(layer, _ATTENTION_PARTS, sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS))
+    mlp = _of_parts(layer, _MLP_PARTS, sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS))
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = MambaLayerSubmodules(
         norm=layer.input_layernorm,
@@ -167,13 +160,17 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     stack: Any = _stack_forward().owner()
     layers: dict[str, Any] = {
         "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
-        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
-        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+        "attention_layer": attention,
+        "mlp_layer": dataclasses.replace(mlp, module=MLPLayer),
     }
     submodules: Any = importlib.import_module(stack.__module__).MambaStackSubmodules
     if "mla_layer" in inspect.signature(submodules).parameters:
-        latent = TransformerLayerSubmodules(**_latent_attention(*args, **kwargs))
-        layers["mla_layer"] = ModuleSpec(module=TransformerLayer, submodules=latent)
+        # Megatron has no latent attention with such norms.
+        of_latent = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
+        latent = get_gpt_layer_varlen_spec(**of_latent).submodules
+        layers["mla_layer"] = _of_parts(latent, _ATTENTION_PARTS)
+    if given.get("num_experts"):
+        layers["moe_layer"] = _of_parts(get_gpt_layer_varlen_spec(**given).submodules, _MLP_PARTS)
     return ModuleSpec(module=_hybrid_stack(), submodules=submodules(**layers))
 
 
@@ -184,14 +181,21 @@ def _stack_forward() -> Seam:
     return hybrid[1]
 
 
-def _latent_attention(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The attention of such a layer, with its norm and residual."""
+def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of Megatron's spec of a layer, by name."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    given = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
-    given.arguments |= {"multi_latent_attention": True, "qk_l2_norm": False}  # which Megatron has not
-    layer = get_gpt_layer_varlen_spec(*given.args, **given.kwargs).submodules
-    return {name: getattr(layer, name) for name in ("input_layernorm", "self_attention", "self_attn_bda")}
+    bound = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
+    return {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+
+
+def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
+    """The spec of a layer that has some parts of another one, and nothing beside."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    parts = {name: getattr(submodules, name) for name in names}
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts, **further))
 
 
 @functools.cache

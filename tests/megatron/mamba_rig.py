@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron_rig import HybridTrainer, Micro
+from moe_rig import EXPERTS, ExpertTrainer
 from torch import Tensor, nn
 
 import megagraph
@@ -129,3 +130,23 @@ class MambaTrainer(HybridTrainer):
 
     def __init__(self, *, pattern: str = PATTERN, spec: Any = None, **further: Any) -> None:
         super().__init__(pattern=pattern, spec=plain_spec() if spec is None else spec, **further)
+
+
+def expert_spec() -> Any:
+    """Our stack's spec with experts, and the mixer in plain torch."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = megagraph.get_hybrid_stack_varlen_spec(EXPERTS, False)
+    spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=PlainMixer)
+    return spec
+
+
+class HybridExpertTrainer(ExpertTrainer):
+    """A hybrid model with experts; by default with that mixer. Keeps what they counted."""
+
+    _position = "rope"
+    make_chunk = HybridTrainer.make_chunk
+
+    def __init__(self, pattern: str, **changes: Any) -> None:
+        self._pattern = pattern
+        super().__init__(pattern, **{"spec": expert_spec(), **changes})

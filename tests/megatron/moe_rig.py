@@ -3,7 +3,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
@@ -128,18 +128,24 @@ class ExpertStep:
 
 def routers(trainer: Trainer) -> list[Any]:
     """Of all layers of experts."""
-    return [layer.mlp.router for layer in trainer.chunk.decoder.layers if hasattr(layer.mlp, "router")]
+    mixtures = (getattr(layer, "mlp", None) for layer in trainer.chunk.decoder.layers)
+    return [mixture.router for mixture in mixtures if hasattr(mixture, "router")]
 
 
 class ExpertTrainer(Trainer):
     """A model with experts. Keeps what they counted."""
 
     def __init__(
-        self, kinds: str = "EE", ddp: dict[str, Any] | None = None, spec: Any = None, **changes: Any
+        self,
+        kinds: str = "EE",
+        ddp: dict[str, Any] | None = None,
+        spec: Any = None,
+        options: ModelOptions = OPTIONS,
+        **changes: Any,
     ) -> None:
         self.counts: list[Tensor] = []
         config = {**BASE, "finalize_model_grads_func": self._finalize, **changes}
-        options = dataclasses.replace(OPTIONS, layers=len(kinds))
+        options = dataclasses.replace(options, layers=len(kinds))
         super().__init__(options, config=config, ddp=ddp, spec=block_spec(kinds) if spec is None else spec)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
@@ -204,7 +210,11 @@ class ExpertRun:
 
 
 def run(
-    config: GraphConfig | None, kinds: str, steps: Sequence[Sequence[Micro]], **changes: Any
+    config: GraphConfig | None,
+    kinds: str,
+    steps: Sequence[Sequence[Micro]],
+    make: Callable[..., ExpertTrainer] = ExpertTrainer,
+    **changes: Any,
 ) -> ExpertRun:
     """Trains a fresh model; the same arguments begin with the same weights.
 
@@ -212,6 +222,7 @@ def run(
         config: installed for this run alone; None for Megatron alone.
         kinds: of its layers.
         steps: the micro-batches of each.
+        make: makes its trainer.
         changes: of its config; `ddp` of its DDP's; `spec` of its block.
     """
     found = ExpertRun()
@@ -219,7 +230,7 @@ def run(
         megagraph.install(config)
     try:
         forget_metrics()
-        trainer = ExpertTrainer(kinds, **changes)
+        trainer = make(kinds, **changes)
         found.steps = [expert_step(trainer, micros) for micros in steps]
         if config is not None:
             found.report = report_of(trainer)

@@ -247,7 +247,6 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
     [
         ("G", "a gated delta net"),
         ("D", "sparse attention"),
-        ("E", "mixture of experts"),
         ("?", "an unknown kind of layer"),
     ],
 )
@@ -288,4 +287,4 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
         for one in wanted:
             assert_same(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
-    assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a Mamba layer ('M' in" in caplog.text
+    assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a layer of Mamba ('M' in" in caplog.text

@@ -9,11 +9,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import moe_rig
 import pytest
-from mamba_rig import Documented
-from megatron_rig import OPTIONS, HybridTrainer, Pair
+from mamba_rig import Documented, HybridExpertTrainer
+from megatron_rig import OPTIONS, HybridTrainer, Pair, graph_config
+from test_moe import assert_same_run
 from torch import nn
 
+import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron import seams
@@ -40,13 +43,30 @@ def _kernels() -> None:
         pytest.importorskip(package)
 
 
+def seed_streams() -> None:
+    """First weights of mixers come from Megatron's streams."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
 class MixerTrainer(HybridTrainer):
-    """The reference loop around a model of real mixers, whose first weights come from Megatron's streams."""
+    """The reference loop around a model of real mixers."""
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        seed_streams()
+        return super().make_chunk(config, spec)
 
-        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+class MixerExpertTrainer(HybridExpertTrainer):
+    """The same with experts."""
+
+    def __init__(self, pattern: str, **changes: Any) -> None:
+        spec = megagraph.get_hybrid_stack_varlen_spec(moe_rig.EXPERTS, False)
+        super().__init__(pattern, spec=spec, options=MODEL, **MIXER, **changes)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        seed_streams()
         return super().make_chunk(config, spec)
 
 
@@ -104,6 +124,27 @@ def test_a_hundred_steps_have_the_bits_of_eager(install: Install, scopes: Sequen
         for name, param in layer.named_parameters():
             assert param.main_grad.abs().max() > 0, name
     assert not any(grad.isnan().any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("scopes", [("mamba", "attn", "moe_router"), ("attn", "moe_router")], ids=" ".join)
+def test_a_hundred_steps_beside_experts(scopes: Sequence[str]) -> None:
+    """With all that the experts count."""
+    pattern = "ME*E-"
+    moe_rig.forget_metrics()
+    runs = [
+        moe_rig.run(
+            graph_config(mode=mode, cuda_graph_modules=scopes, capacities=(SMALL, LARGE)),
+            pattern,
+            packs(100),
+            MixerExpertTrainer,
+        )
+        for mode in ("eager", "graph")
+    ]
+    assert_same_run(*runs)
+    report = runs[1].report
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] >= 0.95 * report["calls"]
+    assert report["layers"] == (4 if "mamba" in scopes else 3)
 
 
 @pytest.mark.parametrize("scopes", [("mamba",), ("attn",), ("attn", "mlp")], ids=" ".join)

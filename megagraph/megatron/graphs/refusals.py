@@ -11,7 +11,8 @@ from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.experts import why_not_experts
-from megagraph.megatron.scopes.mamba import is_mamba
+from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
+from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import Asked, broken_rule
 from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
 
@@ -49,12 +50,13 @@ _UNSUPPORTED = (
 _DDP_UNSUPPORTED = (("use_megatron_fsdp", "Megatron-FSDP"),)
 
 # Symbols of a HybridModel's layers.
-_HYBRID_SUPPORTED = ("*", "-", "+", "M")
+_HYBRID_SUPPORTED = ("*", "-", "+", "M", "E")
 _HYBRID_UNSUPPORTED = {
     "G": "a gated delta net",
     "D": "sparse attention",
-    "E": "mixture of experts",
 }
+# Those that must be of Megatron's class, or derived from it.
+_OF_KIND = {"M": ("Mamba", MAMBA), "E": ("experts", EXPERTS)}
 # Ends of the names of modules that need offsets up to the last row, or states between documents.
 _MODULES_UNSUPPORTED = {
     "GatedDeltaNet": "a gated delta net",
@@ -141,10 +143,9 @@ def _refusal_of_pattern(block: Any) -> Refusal | None:
         if symbol not in _HYBRID_SUPPORTED:
             name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
             return _not_supported(f"{name} ({symbol!r} in the hybrid layer pattern)")
-        if symbol == "M" and not is_mamba(layer):
-            return _not_supported(
-                f"{type(layer).__name__} as a Mamba layer ('M' in the hybrid layer pattern)"
-            )
+        if symbol in _OF_KIND and not _OF_KIND[symbol][1].is_in(layer):
+            named = f"layer of {_OF_KIND[symbol][0]} ({symbol!r} in the hybrid layer pattern)"
+            return _not_supported(f"{type(layer).__name__} as a {named}")
     return None
 
 

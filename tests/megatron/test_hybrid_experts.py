@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid models of Mamba, attention, MLP and expert layers, under each set of scopes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import moe_rig
+import pytest
+import torch
+from mamba_rig import Documented, HybridExpertTrainer, expert_spec
+from megatron_rig import graph_config
+from test_moe import assert_same_run
+
+import megagraph
+from megagraph.config import GraphConfig
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+PATTERN = "ME*E-"
+OF_SYMBOL = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe_router",)}
+SCOPES = (
+    ("mamba", "attn", "moe_router"),
+    ("attn", "moe_router"),
+    ("mamba", "attn", "mlp", "moe_router"),
+    ("moe_router",),
+    ("mamba",),
+    ("mlp",),
+)
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def steps_of(count: int) -> list[list[Documented]]:
+    """Steps of three packs, no two alike, some with tails."""
+
+    def pack(index: int) -> Documented:
+        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        return Documented(lengths=lengths, seed=index, tail=4 * (index % 3 == 1))
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def compare(scopes: Sequence[str], count: int = 20, **changes: Any) -> dict[str, Any]:
+    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
+    eager, graphed = (
+        moe_rig.run(
+            graph_config(mode=mode, cuda_graph_modules=scopes),
+            PATTERN,
+            steps_of(count),
+            HybridExpertTrainer,
+            **changes,
+        )
+        for mode in ("eager", "graph")
+    )
+    assert_same_run(eager, graphed)
+    assert all(step.metrics for step in graphed.steps)
+    return graphed.report
+
+
+@pytest.mark.parametrize("scopes", SCOPES, ids=" ".join)
+def test_bits_under_each_set_of_scopes(scopes: tuple[str, ...]) -> None:
+    report = compare(scopes)
+    graphed = sum(any(name in scopes for name in OF_SYMBOL[symbol]) for symbol in PATTERN)
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+    assert report["layers"] == graphed and report["replays"] == 19 * 3 * graphed
+
+
+@pytest.mark.parametrize("scopes", [("mamba", "attn", "moe_router", "moe_preprocess"), ("mamba", "moe")])
+def test_bits_of_experts_that_are_padded(scopes: tuple[str, ...]) -> None:
+    report = compare(scopes, **PADDED)
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+
+
+def test_where_nothing_is_named_layers_of_experts_alone_stay_eager() -> None:
+    report = compare((), 6)
+    assert len(report["failures"]) == PATTERN.count("E")
+    assert set(report["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
+    assert report["replays"] == 5 * 3 * (len(PATTERN) - PATTERN.count("E"))
+
+
+def test_grouped_experts_are_graphed_with_the_others() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("test_grouped_experts.py has what bfloat16 asks for")
+    report = compare((), 6, spec=megagraph.with_grouped_experts(expert_spec()))
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] == 5 * 3 * len(PATTERN)
+
+
+def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    spec = expert_spec()
+    spec.submodules.moe_layer = spec.submodules.mlp_layer
+    trainer = HybridExpertTrainer("*E", spec=spec)
+    moe_rig.expert_step(trainer, [Documented(lengths=(9, 20))])
+    assert "MLPLayer as a layer of experts ('E' in the hybrid layer pattern)" in caplog.text
