@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every cell of docs/scopes.md on a GPU: each kind of model under each set of scopes that is legal there.
+
+On the CPU the files of the scopes compare them with eager, each with more kinds of models and of packs.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import moe_rig
+import pytest
+from latent_rig import latent_config
+from mamba_rig import Documented, HybridExpertTrainer, PlainMixer
+from megatron_rig import CAPACITY, OPTIONS, graph_config, te_layer_spec
+from moe_rig import ExpertTrainer
+from test_moe import assert_same_run
+
+import megagraph
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.megatron,
+    pytest.mark.filterwarnings("ignore"),  # of Transformer Engine and of mamba-ssm, of every kind
+]
+
+Scopes = tuple[str, ...]
+Config = dict[str, Any]
+HAS_ENGINE, HAS_MIXERS = (
+    importlib.util.find_spec(package) is not None for package in ("transformer_engine", "mamba_ssm")
+)
+LAYERS = ("core", "Transformer Engine")
+DENSE: Config = {
+    **{"num_moe_experts": None, "moe_ffn_hidden_size": None, "moe_z_loss_coeff": None},
+    **{"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"},
+}
+EIGHT: Config = {
+    **moe_rig.CASES["sigmoid, bias, groups"],
+    **{"num_moe_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 32},
+}
+PADDED = {**EIGHT, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+MIXER = {"mamba_state_dim": 32, "mamba_head_dim": 32, "mamba_num_groups": 2}
+ROUTERS: Sequence[Scopes] = ((), ("moe_router",), ("moe_router", "moe_preprocess"))
+
+
+def with_each(own: Sequence[str], *of_experts: Scopes) -> list[Scopes]:
+    """Each subset of some scopes with each of those of experts; not the empty one."""
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(own, count) for count in range(len(own) + 1)
+    )
+    return [(*one, *other) for one in subsets for other in of_experts if one or other]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One kind.
+
+    Args:
+        kinds: of its layers.
+        scopes: that are legal.
+        config: further fields of Megatron's.
+        attention: of its layers' specs.
+    """
+
+    kinds: str
+    scopes: Sequence[Scopes]
+    config: Config
+    attention: Config = field(default_factory=dict)
+
+    @property
+    def is_hybrid(self) -> bool:
+        return "M" in self.kinds
+
+
+MODELS = {
+    "dense": Model(kinds="--", scopes=[(), *with_each(("attn", "mlp"), ())], config=DENSE),
+    "experts": Model(kinds="EE", scopes=with_each(("attn",), *ROUTERS), config=EIGHT),
+    "experts among dense layers": Model(
+        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS), config=EIGHT
+    ),
+    "padded experts": Model(
+        kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS[1:], ("moe",)), config=PADDED
+    ),
+    "latent attention and experts": Model(
+        kinds="E-",
+        scopes=with_each(("attn", "mlp"), *ROUTERS),
+        config={**EIGHT, **latent_config("low rank, YaRN")},
+        attention={"multi_latent_attention": True, "qk_layernorm": True},
+    ),
+    "hybrid with Mamba and experts": Model(
+        kinds="ME*E-", scopes=with_each(("mamba", "attn", "mlp"), *ROUTERS), config=EIGHT
+    ),
+}
+
+
+def spec_of(model: Model, layers: str) -> Any:
+    """Of a block or a stack."""
+    if model.is_hybrid:
+        return hybrid_spec(layers)
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    is_engine = layers == "Transformer Engine"
+    make = te_layer_spec if is_engine else get_gpt_layer_varlen_spec
+    given: Config = {**model.attention, **({} if is_engine else {"normalization": "RMSNorm"})}
+    specs = {
+        "E": make(num_experts=8, moe_grouped_gemm=is_engine, **given),
+        "-": make(**given),
+    }
+    if is_engine:
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+    else:
+        Norm = specs["-"].submodules.input_layernorm
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in model.kinds], layer_norm=Norm)
+
+
+def hybrid_spec(layers: str) -> Any:
+    """With real mixers where mamba-ssm is installed."""
+    if layers == "Transformer Engine":
+        specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
+        return specs.hybrid_stack_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = megagraph.get_hybrid_stack_varlen_spec(8, False, normalization="RMSNorm")
+    if not HAS_MIXERS:
+        spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=PlainMixer)
+    return spec
+
+
+def steps_of(count: int, rows: int) -> list[list[Documented]]:
+    """Steps of three packs, no two alike, with tails of up to half the capacity."""
+
+    def pack(index: int) -> Documented:
+        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        tail = (7 * index) % (rows - sum(lengths)) if index % 2 else 0
+        return Documented(lengths=lengths, seed=index, tail=tail)
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def compare(name: str, layers: str, scopes: Scopes, count: int) -> Config:
+    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model, runs = MODELS[name], []
+    make = HybridExpertTrainer if model.is_hybrid else ExpertTrainer
+    options = dataclasses.replace(OPTIONS, hidden=128, heads=2) if model.is_hybrid else OPTIONS
+    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
+    if layers == "Transformer Engine":
+        changes["moe_grouped_gemm"] = model.config["num_moe_experts"] is not None
+    if "multi_latent_attention" in model.attention:
+        options = dataclasses.replace(OPTIONS, heads=4)
+    for mode in ("eager", "graph"):
+        model_parallel_cuda_manual_seed(7, force_reset_rng=True)  # of which modules draw their weights
+        config = graph_config(mode=mode, cuda_graph_modules=scopes)
+        steps = steps_of(count, CAPACITY.tokens)
+        spec = spec_of(model, layers)
+        runs.append(moe_rig.run(config, model.kinds, steps, make, spec=spec, options=options, **changes))
+    assert_same_run(*runs)
+    assert all(bool(step.metrics) == ("E" in model.kinds) for step in runs[1].steps)
+    return runs[1].report
+
+
+@pytest.fixture(autouse=True)
+def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read when an attention module is made."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def skip_what_is_missing(name: str, layers: str) -> None:
+    if layers == "Transformer Engine" and not HAS_ENGINE:
+        pytest.skip("needs Transformer Engine")
+    if layers == "Transformer Engine" and MODELS[name].is_hybrid and not HAS_MIXERS:
+        pytest.skip("needs mamba-ssm and causal-conv1d")
+
+
+def check_report(report: Config, count: int) -> None:
+    sites = report["layers"]
+    assert sites > 0 and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["replays"] == 3 * sites * (count - 1)
+    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
+
+
+def _written(value: str | Scopes) -> str:
+    return value if isinstance(value, str) else " ".join(value) or "whole layers"
+
+
+CELLS = [(name, scopes) for name, model in MODELS.items() for scopes in model.scopes]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "scopes"), CELLS, ids=lambda it: it if isinstance(it, str) else " ".join(it)
+)
+def test_twenty_steps_have_the_bits_of_eager(name: str, scopes: Scopes, layers: str) -> None:
+    skip_what_is_missing(name, layers)
+    check_report(compare(name, layers, scopes, 20), 20)
+
+
+LONG = {
+    "experts": ("attn", "moe_router", "moe_preprocess"),
+    "latent attention and experts": ("attn", "mlp", "moe_router"),
+    "hybrid with Mamba and experts": ("mamba", "attn", "moe_router"),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("name", LONG)
+def test_a_hundred_steps_have_the_bits_of_eager(name: str, layers: str) -> None:
+    skip_what_is_missing(name, layers)
+    check_report(compare(name, layers, LONG[name], 100), 100)
