@@ -15,7 +15,7 @@ from benchmarks.measuring.figures import RESULTS, Measurement
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
 # These take longer.
-FURTHER = ("main_job", "megatron_graphs", "right", "guarded", "groundwork")
+FURTHER = ("main_job", "megatron_graphs", "right", "guarded", "groundwork", "scopes", "experts")
 NAMES = DEFAULT + FURTHER
 
 

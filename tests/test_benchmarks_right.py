@@ -59,7 +59,8 @@ def test_halves_of_layers_are_compared_with_it_too(modules: tuple[str, ...]) -> 
 def test_kernels_are_counted_inside_of_graphs_and_outside() -> None:
     names = (("flash_fwd", 1), ("flash_bwd", None), ("GeluCUDAKernel", None), ("gemm", 1))
     work = [Work(0.0, 1.0, 0.0, 0.5, graph, name) for name, graph in names]
-    counts = groundwork.count_kernels(Timeline(start=0.0, end=1.0, work=work, phases=[]))
+    timeline = Timeline(start=0.0, end=1.0, work=work, phases=[])
+    counts = groundwork.count_kernels(timeline, groundwork.KERNELS)
     assert counts == {"attention": {"inside": 1, "outside": 1}, "MLP": {"inside": 0, "outside": 1}}
 
 

@@ -4,6 +4,7 @@
 import itertools
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -29,14 +30,19 @@ PROFILED = {
 PROFILED_CASE = step_case(512, layers=4, tokens=2048)
 
 
-def count_kernels(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Kernels of each of `KERNELS` in a step: `inside` of graphs and `outside`."""
-    counts = {half: Counter({"inside": 0, "outside": 0}) for half in KERNELS}
+def count_kernels(timeline: Timeline, kernels: Mapping[str, re.Pattern[str]]) -> dict[str, dict[str, int]]:
+    """Kernels of each part of a layer in a step: `inside` of graphs and `outside`.
+
+    Args:
+        timeline: of the step.
+        kernels: what their names match, by part.
+    """
+    counts = {part: Counter({"inside": 0, "outside": 0}) for part in kernels}
     for work in timeline.work:
-        for half, pattern in KERNELS.items():
+        for part, pattern in kernels.items():
             if pattern.search(work.name):
-                counts[half]["outside" if work.graph is None else "inside"] += 1
-    return {half: dict(count) for half, count in counts.items()}
+                counts[part]["outside" if work.graph is None else "inside"] += 1
+    return {part: dict(count) for part, count in counts.items()}
 
 
 def measure_kernels(transformer_engine: bool, modules: tuple[str, ...], case: StepCase) -> Answer:
@@ -48,6 +54,6 @@ def measure_kernels(transformer_engine: bool, modules: tuple[str, ...], case: St
         for _ in range(WARM_UP_STEPS + 2):
             trainer.wall_ms(steps[0], graphs=True)
         check_replays(megatron.reports()[-1])
-        return {**count_kernels(trace_of(trainer, steps[0]))}
+        return {**count_kernels(trace_of(trainer, steps[0]), KERNELS)}
     finally:
         megatron.uninstall()

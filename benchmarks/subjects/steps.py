@@ -122,10 +122,11 @@ class StepTrainer(Trainer):
             labels=batch["labels"],
             packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
         )
-        return losses, partial(_mean_loss, mask=batch["mask"])
+        return losses, partial(mean_loss, mask=batch["mask"])
 
 
-def _mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the tokens that count, as Megatron's schedules take it."""
     loss = (losses.float() * mask).sum() / mask.sum()
     return loss, {"loss": loss.detach().clone()}  # a copy: the schedule divides the loss in place
 

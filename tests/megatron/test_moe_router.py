@@ -419,6 +419,18 @@ SPREAD: dict[str, Config] = {
 }
 
 
+@pytest.mark.gpu
+def test_a_hundred_steps_of_experts_over_ranks(world2: World) -> None:
+    changes = {**BIAS, "moe_shared_expert_intermediate_size": 24}
+    reports = world2.run(
+        moe_jobs.train_spread, scopes=(*BOTH, "moe_preprocess", "mlp"), num_steps=100, misfits_on=1, **changes
+    )
+    for report in reports:
+        assert report["failures"] == []
+    assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": 50 * 2}
+
+
 @pytest.mark.parametrize("case", SPREAD)
 def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
     """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""

@@ -11,6 +11,7 @@ from megatron_rig import graph_config, te_layer_spec
 from test_moe import assert_same_run, steps_of
 
 from megagraph.config import GraphConfig
+from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,11 +58,14 @@ def block_spec(kinds: str, *, is_grouped: bool) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=TENorm)
 
 
-def run(config: GraphConfig, kinds: str, count: int, **changes: Any) -> moe_rig.ExpertRun:
+def run(
+    config: GraphConfig, kinds: str, count: int, *, never_waits: bool = False, **changes: Any
+) -> moe_rig.ExpertRun:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)  # of which its modules draw their weights
     spec = block_spec(kinds, is_grouped=changes.get("moe_grouped_gemm", False))
+    spec = with_grouped_experts(spec) if never_waits else spec
     return moe_rig.run(config, kinds, steps_of(count), spec=spec, **{**SIZES, **changes})
 
 
@@ -85,6 +89,14 @@ def test_other_scopes_among_dense_layers(scopes: Sequence[str]) -> None:
     report = compare("E-", 20, scopes, **CASES["grouped, shared, bias"])
     assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
     assert report["replays"] >= 0.95 * (report["calls"] - report["eager"]["WARMING_UP"])
+
+
+@pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "one by one"])
+def test_layers_whose_experts_never_wait_are_graphed_whole(is_grouped: bool) -> None:
+    """Of either of Megatron's specs of experts, in layers of Transformer Engine."""
+    report = compare("E-", 20, (), never_waits=True, moe_grouped_gemm=is_grouped, **SHARED)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+    assert report["layers"] == 2 and report["verification"]["unverified"] == 0
 
 
 def test_a_hundred_steps() -> None:

@@ -141,14 +141,14 @@ def steps_of(count: int, rows: int) -> list[list[Documented]]:
     return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
 
 
-def compare(name: str, layers: str, scopes: Scopes, count: int) -> Config:
+def compare(name: str, layers: str, scopes: Scopes, count: int, **further: Any) -> Config:
     """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model, runs = MODELS[name], []
     make = HybridExpertTrainer if model.is_hybrid else ExpertTrainer
     options = dataclasses.replace(OPTIONS, hidden=128, heads=2) if model.is_hybrid else OPTIONS
-    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
+    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {}), **further}
     if layers == "Transformer Engine":
         changes["moe_grouped_gemm"] = model.config["num_moe_experts"] is not None
     if "multi_latent_attention" in model.attention:
@@ -216,3 +216,17 @@ LONG = {
 def test_a_hundred_steps_have_the_bits_of_eager(name: str, layers: str) -> None:
     skip_what_is_missing(name, layers)
     check_report(compare(name, layers, LONG[name], 100), 100)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "scopes", [("attn",), ("attn", "moe_router"), ("attn", "mlp", "moe_router")], ids=_written
+)
+@pytest.mark.parametrize("name", ["experts among dense layers", "padded experts"])
+def test_a_hundred_iterations_of_partial_scopes(
+    name: str, scopes: Scopes, dispatcher: str, layers: str
+) -> None:
+    """Dropless experts and padded ones, with each dispatcher that may have both."""
+    skip_what_is_missing(name, layers)
+    check_report(compare(name, layers, scopes, 100, moe_token_dispatcher_type=dispatcher), 100)
