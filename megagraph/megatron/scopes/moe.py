@@ -122,7 +122,7 @@ def _why_not_whole(layer: Any) -> str | None:
     if dispatcher != "alltoall":
         return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
     if config.expert_model_parallel_size > 1:
-        return f"its experts are spread over ranks, which run other packs; write 'attn' with that, {instead}"
+        return f"its experts are spread over ranks, which run other packs; hold them on one rank, {instead}"
     recomputes = getattr(config, "recompute_granularity", None) == "selective"
     if recomputes and "moe" in (config.recompute_modules or ()):
         # What runs the experts again leaves tensors of the graph in their dispatcher.
