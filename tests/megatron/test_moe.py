@@ -17,6 +17,7 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.experts import need_equal_rows
 from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = pytest.mark.megatron
@@ -338,18 +339,18 @@ def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
     assert refusal_of(trainer.chunk, trainer.model) is None
 
 
-def test_experts_over_ranks_that_would_need_equal_rows_are_refused(
+def test_which_experts_over_several_ranks_need_equal_rows(
     trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank pads its own pack to a capacity of its own, or not at all."""
     config = trainer.chunk.config
-    monkeypatch.setattr(config, "expert_model_parallel_size", 2)
-    assert refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", True)
-    what = "over several ranks that need equal rows"
-    assert_refused(trainer, f"{what} (moe_pad_expert_input_to_capacity=True)")
+    assert not need_equal_rows(config)
+    monkeypatch.setattr(config, "expert_model_parallel_size", 2)
+    assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
+    monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", False)
+    assert not need_equal_rows(config)
     monkeypatch.setattr(config, "moe_token_dispatcher_type", "allgather")
-    assert_refused(trainer, f"{what} (moe_token_dispatcher_type='allgather')")
+    assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
 
 
 def test_a_router_that_is_given_its_choices_is_refused_without_the_option_too(trainer: ExpertTrainer) -> None:

@@ -9,11 +9,11 @@ from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.scopes.moe import experts_of
 from megagraph.megatron.seams import ROUTING, is_replaced
 
-__all__ = ["has_experts", "rows_are_samples", "why_not_experts"]
+__all__ = ["has_experts", "need_equal_rows", "rows_are_samples", "why_not_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
-# Over several ranks: what takes as many rows from each of them, while each pads its pack to its own capacity.
+# Over several ranks: what takes as many rows from each of them.
 _NEED_EQUAL_ROWS = (
     ("moe_token_dispatcher_type", "allgather"),
     ("moe_pad_expert_input_to_capacity", True),
@@ -33,6 +33,12 @@ def has_experts(config: Any) -> bool:
     return getattr(config, "num_moe_experts", None) is not None
 
 
+def need_equal_rows(config: Any) -> bool:
+    """Whether a model's experts are spread over ranks from each of which they take as many rows."""
+    is_spread = has_experts(config) and config.expert_model_parallel_size > 1
+    return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
+
+
 def rows_are_samples(params: Any) -> bool:
     """Whether a pack is of samples of one length, which layers of experts take apart again."""
     return getattr(params, "tokens_per_sample", None) is not None
@@ -50,9 +56,6 @@ def why_not_experts(config: Any, block: Any) -> str | None:
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _in_words(name, attribute, config)
-    for attribute, value in _NEED_EQUAL_ROWS if config.expert_model_parallel_size > 1 else ():
-        if getattr(config, attribute) == value:
-            return _in_words("over several ranks that need equal rows", attribute, config)
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind in _LOOK_AT_ALL_ROWS:

@@ -191,8 +191,10 @@ class MicroBatch:
         self._canonical: Any = None
         self._canonical_mask: Tensor | None = None
 
-    def as_given(self, reason: EagerReason) -> "MicroBatch":
-        """Before the model is entered: runs eager on the pack as it was given, with RoPE of ours."""
+    def as_given(self, reason: EagerReason) -> "MicroBatch | EagerReason":
+        """Before a model of Megatron's is entered: runs eager on its own pack, with our RoPE if unfused."""
+        if not self._own_tables.depend_on_max_seqlen:  # Megatron's takes a tail
+            return reason
         self.reason = reason
         self.params = with_positions(self.params, self._rows_are_positions)
         self.entry_padding = 0

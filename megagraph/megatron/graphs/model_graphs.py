@@ -20,6 +20,7 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.equal_rows import NEEDS_MEGATRONS, EqualRows, equal_rows_of
 from megagraph.megatron.graphs.experts import has_experts, rows_are_samples
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
@@ -55,6 +56,7 @@ class ModelGraphs:
         changes: what keeps a step eager.
         decider: says which variant takes a pack.
         refusal: why the whole model stays eager, or None.
+        equal_rows: agrees with ranks that run other packs on their rows, where they must.
     """
 
     entries: Entries
@@ -75,7 +77,6 @@ class ModelGraphs:
         self.peers = Peers(model)
         self.tensor = self.peers.tensor
         self.block = BlockBank(model, ddp, self.peers, config, progress)
-        self._tail = config.tail
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
@@ -83,11 +84,14 @@ class ModelGraphs:
         self.decider = Decider(self._capacities, config.tail, self._tables, self._states, masks_tail)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
+        self.equal_rows: EqualRows | None = None
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp, self.block.scopes))
         if self.refusal is None:
             for capacity in self._capacities.known:
                 self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
+            self.equal_rows = equal_rows_of(model, self._capacities, config.tail, self._tables)
+        self._learners = self.peers if self.equal_rows is None else self.equal_rows.ranks
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: type[Any] | None = None
@@ -96,8 +100,7 @@ class ModelGraphs:
         if self.refusal is None and config.mode == "graph":
             self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
         self._replayed_tokens = 0
-        # What its model's forward runs just now: a padded micro-batch, or one as it was given.
-        self.running: MicroBatch | EagerReason | None = None
+        self.running: MicroBatch | EagerReason | None = None  # padded, or as given: what its forward runs now
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report."""
@@ -111,8 +114,7 @@ class ModelGraphs:
     def why_not(self, params: Any, tokens: int) -> EagerReason | None:
         """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
-        is_asked = self.peers.size > 1 and not self._capacities.known
-        if is_asked or not self.entries.are_settled:
+        if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
         reason: EagerReason | None = self.decider.why_not(params, tokens)
         return reason
@@ -153,15 +155,14 @@ class ModelGraphs:
         in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
         is_off = is_skipped or in_mode_eager
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
-        batch = MicroBatch(params, tokens, key, reason, self._tail, shards, self._tables)
-        # The reference is on canonical packs throughout; but of several ranks one alone may skip graphs.
-        is_reference = in_mode_eager or (is_skipped and self.peers.size == 1)
+        batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
+        # The reference is on canonical packs throughout, and so is what must have the rows of other ranks';
+        # but of several ranks one alone may skip graphs.
+        is_reference = in_mode_eager or self.equal_rows is not None or (is_skipped and self.peers.size == 1)
         left_eager = None if is_reference else self.block.why_left_eager(key)
         if left_eager is not None:
             why = EagerReason.DISABLED if is_off else left_eager
-            # Unfused RoPE is ours all the same: Megatron's takes no tail.
-            is_ours = self._tables.depend_on_max_seqlen and entries.are_megatrons
-            return batch.as_given(why) if is_ours else why
+            return batch.as_given(why) if entries.are_megatrons else why
         return batch if entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
 
     def _has_constants(self, batch: MicroBatch) -> bool:
@@ -241,6 +242,8 @@ class ModelGraphs:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
         entries, constants = self.entries, self.block.constants
         failure = entries.settle()
+        if self.equal_rows is not None and entries.are_settled and not entries.are_megatrons:
+            failure = failure or NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
         constants.forward = entries.model.overriding
@@ -264,7 +267,7 @@ class ModelGraphs:
         if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
-        if not capacities.known and capacities.learn(is_warm, self.peers.exchange):
+        if not capacities.known and capacities.learn(is_warm, self._learners.exchange):
             self.decider.follow()
         if self._config.mode != "graph":
             return
@@ -298,8 +301,7 @@ class ModelGraphs:
         self.block.drop_states(dropped := states.to_drop(kinds.states_with_graphs()))
         kinds.forget_states(dropped)
         is_first = not kinds.captured
-        is_kept = self.block.capture(self._capacities.known, due, *self._rows, self._params_type)
-        if not is_kept:
+        if not self.block.capture(self._capacities.known, due, *self._rows, self._params_type):
             kinds.forget_graphs()
         if is_first:
             states.follow_eager_layers()
@@ -330,13 +332,11 @@ class ModelGraphs:
 
     def guards(self) -> str:
         """What is guarded and what was verified so far, in words."""
-        states = self._states.in_words(self._kinds.states_with_graphs())
-        return f"{states}; {self.verifier.in_words()}"
+        return f"{self._states.in_words(self._kinds.states_with_graphs())}; {self.verifier.in_words()}"
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        counters, figures = self.counters(), self.block.figures()
-        valid = self.block.valid_tokens()
+        counters, figures, valid = self.counters(), self.block.figures(), self.block.valid_tokens()
         return {
             "model": self.name,
             "calls": counters["calls"],

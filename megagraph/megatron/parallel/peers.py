@@ -2,12 +2,13 @@
 """The ranks that share a model's communicators: they capture, replay and run eager together.
 
 They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]). What
-they ask each other are a few integers on the host, over gloo: nobody waits for a device.
+they ask each other are a few integers on the host, over gloo: nobody waits for a device. Ranks that run other
+packs, and need as many rows as each other, ask in the same way (megagraph/megatron/graphs/equal_rows.py).
 """
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.megatron.parallel.groups import ModelGroups, Ranks
 from megagraph.megatron.parallel.tensor import TensorRanks
 
-__all__ = ["Peers"]
+__all__ = ["AskingRanks", "Peers"]
 
 
 # For all models, by their ranks: the group and the store of the world that it is in. It stays as long as that
@@ -45,14 +46,47 @@ def _gloo_group(ranks: Ranks) -> Any:
     return group
 
 
-class Peers:
+class AskingRanks:
+    """Ranks that ask each other for a few integers.
+
+    Args:
+        ranks: looks them up, this one among them; none where there is no other one.
+        who: what they have in common, for an error.
+
+    Attributes:
+        size: how many they are, this one among them.
+    """
+
+    def __init__(self, ranks: Callable[[], Ranks], who: str) -> None:
+        self._ranks, self._who = ranks, who
+        self.size: int = max(len(ranks()), 1)
+
+    def exchange(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the ranks. Every one of them calls this equally often."""
+        if self.size == 1:
+            return list(values)
+        largest = torch.tensor(list(values), dtype=torch.int64)
+        self._group().allreduce([largest], distributed.ReduceOp.MAX).wait()
+        found: list[int] = largest.tolist()
+        return found
+
+    def _group(self) -> Any:
+        ranks = self._ranks()
+        if len(ranks) != self.size:
+            raise RuntimeError(
+                f"expected the process groups of the {self.size} ranks that {self._who}, as when "
+                f"the model was first called, found those of {max(len(ranks), 1)}"
+            )
+        return _gloo_group(ranks)
+
+
+class Peers(AskingRanks):
     """The ranks that run the same packs of one model, so all that share a communicator of its graphs.
 
     Args:
         model: a GPTModel or HybridModel, with its process groups made.
 
     Attributes:
-        size: how many they are, this one among them.
         groups: the model's process groups.
         tensor: its tensor-parallel ranks.
     """
@@ -60,40 +94,22 @@ class Peers:
     def __init__(self, model: nn.Module) -> None:
         self.groups = ModelGroups(model)
         self.tensor = TensorRanks(model, self.groups)
-        self.size: int = max(len(self.groups.ranks()), 1)
-        self._gloo: Any = None
+        super().__init__(self.groups.ranks, "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
 
     def rank(self) -> int:
         """This rank's place among them."""
         return 0 if self.size == 1 else sorted(self.groups.ranks()).index(distributed.get_rank())
 
-    def exchange(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over the ranks. Every one of them calls this equally often."""
-        if self.size == 1:
-            return list(values)
-        if self._gloo is None:
-            ranks = self.groups.ranks()
-            if len(ranks) != self.size:
-                raise RuntimeError(
-                    f"expected the process groups of the {self.size} ranks that run the same packs, as when "
-                    f"the model was first called, found those of {max(len(ranks), 1)}"
-                )
-            self._gloo = _gloo_group(ranks)
-        largest = torch.tensor(list(values), dtype=torch.int64)
-        self._gloo.allreduce([largest], distributed.ReduceOp.MAX).wait()
-        found: list[int] = largest.tolist()
-        return found
-
     def gather(self, what: str) -> list[str]:
         """What each of them says, in the order of ranks."""
         if self.size == 1:
             return [what]
         own = what.encode()
-        (longest,) = self.exchange([len(own)])  # makes the group where there is none yet
+        (longest,) = self.exchange([len(own)])
         padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         said = [torch.empty_like(padded) for _ in range(self.size)]
-        self._gloo.allgather([said], [padded]).wait()
+        self._group().allgather([said], [padded]).wait()
         return [bytes(each.tolist()).rstrip(b"\0").decode() for each in said]
 
     def agree_on(self, what: str) -> bool:
@@ -119,6 +135,5 @@ class Peers:
 
     def leave(self) -> None:
         """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up."""
-        self._gloo = None
         self.let_go()
         self.groups.forget()

@@ -78,17 +78,19 @@ class ForwardWrappers:
                 if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
-                else:
-                    given_arguments = Arguments(places, args, kwargs)
-                    shown: OnGivenRows | None = None
-                    if processor is not None and not is_foreign:  # whose call of it is its own
-                        shown = _shown_to_processor(batch, graphs.tensor, given_arguments)
-                    if added_rows and hidden_states is not None:
-                        _add_rows(batch, graphs.tensor, given_arguments)
-                    is_constant = batch.reason is None or is_foreign
-                    args, kwargs = _padded(batch, given_arguments, is_constant)
-                    if shown is not None:
-                        shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
+            if graphs.equal_rows is not None:
+                batch = graphs.equal_rows.agree(batch, tokens)
+            if isinstance(batch, MicroBatch):
+                given_arguments = Arguments(places, args, kwargs)
+                shown: OnGivenRows | None = None
+                if processor is not None and not is_foreign:  # whose call of it is its own
+                    shown = _shown_to_processor(batch, graphs.tensor, given_arguments)
+                if added_rows and hidden_states is not None:
+                    _add_rows(batch, graphs.tensor, given_arguments)
+                is_constant = batch.reason is None or is_foreign
+                args, kwargs = _padded(batch, given_arguments, is_constant)
+                if shown is not None:
+                    shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
             elif entries.are_settled and batch not in CAPTURED_LATER:
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None

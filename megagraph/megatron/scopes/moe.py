@@ -121,6 +121,8 @@ def _why_not_whole(layer: Any) -> str | None:
     instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
     if dispatcher != "alltoall":
         return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
+    if config.expert_model_parallel_size > 1:
+        return f"its experts are spread over ranks, which run other packs; hold them on one rank, {instead}"
     recomputes = getattr(config, "recompute_granularity", None) == "selective"
     if recomputes and "moe" in (config.recompute_modules or ()):
         # What runs the experts again leaves tensors of the graph in their dispatcher.

@@ -36,7 +36,7 @@ from megagraph.megatron.seams import (
     permutation_sorts,
 )
 
-__all__ = ["PERMUTED", "PREPROCESS", "Permuted", "take_permuted"]
+__all__ = ["PERMUTED", "PREPROCESS", "Permuted", "most_routed", "take_permuted"]
 
 _ROWS, _PROBS, _SHARED = 0, 1, 5  # their places among what leaves
 _LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
@@ -88,8 +88,8 @@ def _handing_out(permuted: Permuted) -> Iterator[None]:
         raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
 
 
-def _most(dispatcher: Any, rows: int) -> int:
-    """How many rows may be routed."""
+def most_routed(dispatcher: Any, rows: int) -> int:
+    """How many rows of a pack's may be routed by a dispatcher that permutes before its dispatch."""
     from megatron.core.transformer.moe.moe_utils import get_capacity
 
     most: int = rows * dispatcher.config.moe_router_topk
@@ -106,7 +106,7 @@ def _run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> 
         normed.view(-1, normed.size(-1)),
         routing_map,
         probs=probs,
-        num_out_tokens=_most(dispatcher, routing_map.size(0)),
+        num_out_tokens=most_routed(dispatcher, routing_map.size(0)),
         fused=False,
         drop_and_pad=dispatcher.drop_and_pad,
     )
