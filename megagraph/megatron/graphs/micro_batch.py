@@ -312,8 +312,11 @@ class MicroBatch:
     def constant_params(self) -> Any:
         """A pack with the canonical pack's constants and the offsets as given.
 
-        It is what the code around replayed layers needs, and costs no work on the device.
+        It is what the code around the layers needs, and costs no work on the device. The pack as it was given
+        where that is what runs.
         """
+        if self._is_as_given:
+            return self.params
         return self._with_offsets(self.sources[0], self.params.cu_seqlens_q_padded)
 
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
