@@ -55,6 +55,7 @@ class _Installation:
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)
         experts = ExpertWrappers(plugin)
+        self._wrap(seams.ROUTER_FORWARD, experts.router)
         self._wrap(seams.ROUTING, experts.routing)
         self._wrap(seams.EXPERT_CHOICE, experts.choice)
         self._wrap(seams.EXPERT_BIAS, experts.expert_bias)
