@@ -191,6 +191,32 @@ def test_multi_latent_attention(kind: str) -> None:
     assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
 
 
+def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> None:
+    """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    install(cuda_graph_modules="attn")
+    trainers = [PredictionTrainer("EE", moe_enable_routing_replay=True) for _ in range(2)]
+    found = []
+    for trainer in trainers:
+        replays = [
+            module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")
+        ]
+        assert len(replays) == LAYERS + 2
+        for replay in replays:
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        found.append([])
+        for micros in steps_of(3):
+            left = rig.prediction_step(trainer, micros, eager=trainer is trainers[0])
+            recorded = [replay.get_recorded_indices() for replay in replays]
+            assert {len(each) for each in recorded} == {micros[-1].physical}
+            found[-1].append((left, [each.clone() for each in recorded]))
+    for (one, recorded), (other, others) in zip(*found, strict=True):
+        rig.assert_same_predictions(one, other)
+        assert all(map(torch.equal, recorded, others))
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * LAYERS}
+
+
 def test_a_hybrid_model_too(install: Install) -> None:
     if not seams.HYBRID_FORWARD.is_present():
         pytest.skip("this megatron-core has no HybridModel")
