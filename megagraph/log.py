@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["about", "log", "rank", "subject"]
+__all__ = ["about", "log", "rank", "subject", "warned"]
 
 # The model whose turn it is, for the log; `about()` sets it.
 subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
@@ -63,3 +63,9 @@ class _RankLog(_Adapter):
 
 
 log = _RankLog(logging.getLogger("megagraph"), {})
+
+
+def warned(sentence: str) -> str:
+    """Logs a sentence as a warning. Returns it, for the report."""
+    log.warning(sentence)
+    return sentence

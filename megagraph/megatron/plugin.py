@@ -91,8 +91,9 @@ class Plugin:
         self._progress = progress
         self.finder: Finder  # which knows the plugin, and is handed over before any model runs
         self._interval_log = IntervalLog(config.log_interval)
-        # By the key of a model, and of the block that it owns. An entry goes with its module, so before
-        # another one can have that key. Weak ones would be made and hashed in each call.
+        # By the key of a model, and of its blocks: of layers, and of multi-token prediction. An entry goes
+        # with its module, so before another one can have that key. Weak ones would be made and hashed in
+        # each call.
         self._graphs: dict[int, ModelGraphs] = {}
         self._of_block: dict[int, ModelGraphs] = {}
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -142,7 +143,9 @@ class Plugin:
             graphs.changes.suspend()
         self._models.add(model)
         _put_weakly(self._graphs, model, graphs)
-        _put_weakly(self._of_block, model.decoder, graphs)
+        for block in (model.decoder, getattr(model, "mtp", None)):
+            if block is not None:
+                _put_weakly(self._of_block, block, graphs)
         weakref.finalize(model, self._gone.append, graphs).atexit = False
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self._step_graphs.add(graphs)

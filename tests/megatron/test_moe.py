@@ -284,7 +284,6 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
 REFUSED = {
     "expert_tensor_parallel_size": (2, "each over several ranks"),
     "tensor_model_parallel_size": (2, "with tensor parallelism"),
-    "moe_enable_routing_replay": (True, "whose routing is replayed"),
     "moe_router_fusion": (True, "whose router is fused, and takes no padding mask"),
     "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
     "moe_router_load_balancing_type": ("sinkhorn", "whose routing looks at all rows"),
@@ -315,21 +314,15 @@ def test_an_option_is_refused_by_name(
 
 def test_foreign_classes_are_refused_by_name(trainer: ExpertTrainer) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
     class OwnLayer(MoELayer): ...  # type: ignore[misc]  # megatron-core has no types
-
-    class OwnRouter(TopKRouter):  # type: ignore[misc]
-        def routing(self, *args: Any, **kwargs: Any) -> Any:
-            return super().routing(*args, **kwargs)
 
     class OwnDispatcher(MoEAllGatherTokenDispatcher): ...  # type: ignore[misc]
 
     layer = trainer.chunk.decoder.layers[1].mlp
     for owner, own, what in (
         (layer, OwnLayer, "in a layer of class"),
-        (layer.router, OwnRouter, "whose routing is not Megatron's, in a router of class"),
         (layer.token_dispatcher, OwnDispatcher, "with another dispatcher"),
     ):
         megatrons, owner.__class__ = type(owner), own
@@ -351,22 +344,6 @@ def test_which_experts_over_several_ranks_need_equal_rows(
     assert not need_equal_rows(config)
     monkeypatch.setattr(config, "moe_token_dispatcher_type", "allgather")
     assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
-
-
-def test_a_router_that_is_given_its_choices_is_refused_without_the_option_too(trainer: ExpertTrainer) -> None:
-    router = moe_rig.routers(trainer)[0]
-    router.router_replay = object()
-    assert_refused(trainer, "whose routing is replayed, in a router of class TopKRouter")
-
-
-def test_routing_that_was_patched_is_refused(trainer: ExpertTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    original = TopKRouter.routing
-    monkeypatch.setattr(
-        TopKRouter, "routing", lambda router, *args, **kwargs: original(router, *args, **kwargs)
-    )
-    assert_refused(trainer, "whose routing is not Megatron's, in a router of class TopKRouter")
 
 
 def test_packs_whose_rows_are_samples_run_as_given(install: Install, trainer: ExpertTrainer) -> None:

@@ -38,7 +38,6 @@ Install = Callable[..., GraphConfig]
 _BY_CONFIG = {
     "fp8": ("hybrid", "fp8"),
     "fp4": ("e2m1", "fp4"),
-    "mtp_num_layers": (1, "multi-token prediction"),
     "num_moe_experts": (4, "mixture of experts in layers of a foreign kind"),
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),

@@ -12,7 +12,6 @@ from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
-from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = pytest.mark.megatron
@@ -95,17 +94,6 @@ def test_after_captures_and_away_again(
     report = megagraph.reports()[1]
     assert report["eager"].get("SCOPE_UNSUPPORTED", 0) >= 2 * 3 and report["replays"] >= 2 * 3 * 2 + 2 * 3
     assert set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED", "SCOPE_UNSUPPORTED"}
-
-
-def test_routing_by_a_wrapper_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    trainer = ExpertTrainer()
-    assert refusal_of(trainer.chunk, None, BOTH) is None
-    megatrons = TopKRouter.routing
-    monkeypatch.setattr(TopKRouter, "routing", functools.wraps(megatrons)(lambda *args: megatrons(*args)))
-    refusal = refusal_of(trainer.chunk, None, BOTH)
-    assert refusal is not None and "whose routing is not Megatron's" in refusal.sentence
 
 
 @pytest.mark.parametrize("how", ["a patch of the class", "its own choices"])

@@ -19,7 +19,7 @@ from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import log
+from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.latent_tables import LatentTables
@@ -253,12 +253,12 @@ class BlockBank:
         """Before the first capture of a bank."""
         self.watch.expect_modules(self.layers.find_ineligible(self._ddp()))
         self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.exchange))
+        self.failures += map(warned, self.layers.notes)
 
     def _leave_eager(self, layers: Mapping[int, tuple[EagerReason, str]]) -> None:
         for index, (reason, what) in layers.items():
-            sentence = f"{self.chain.specs[index].name} stays eager ({reason.name}): {what}"
-            log.warning(sentence)
-            self.failures.append(sentence)
+            where = self.chain.specs[index].name
+            self.failures.append(warned(f"{where} stays eager ({reason.name}): {what}"))
             self.chain.keep_eager(index, reason)
 
     def _agree_on_variants(self) -> None:

@@ -66,6 +66,11 @@ class BlockLayers:
         """The sites of the layers."""
         return self.plan.specs
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What stays eager of layers that are graphed for the rest, in words."""
+        return self.plan.notes
+
     def new_watch(self, stay_eager: Collection[int] = ()) -> LayerWatch:
         """Watches them from now on.
 

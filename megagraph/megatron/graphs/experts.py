@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
-from megagraph.megatron.scopes.moe import experts_of
-from megagraph.megatron.seams import ROUTING, is_replaced
+from megagraph.megatron.scopes.moe import experts_of, is_told, recomputes_experts
+from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
 __all__ = ["has_experts", "need_equal_rows", "rows_are_samples", "why_not_experts"]
 
@@ -22,7 +22,6 @@ _NEED_EQUAL_ROWS = (
 _UNSUPPORTED = (
     ("tensor_model_parallel_size", 1, "with tensor parallelism"),
     ("expert_tensor_parallel_size", 1, "each over several ranks"),
-    ("moe_enable_routing_replay", False, "whose routing is replayed"),
     ("moe_router_fusion", False, "whose router is fused, and takes no padding mask"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
@@ -78,10 +77,13 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
     known = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, SortingDispatcher)
     if type(layer.token_dispatcher) not in known:
         return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
-    if getattr(layer.router, "router_replay", None) is not None:
-        return _of_class("whose routing is replayed, in a router of class", layer.router)
-    if is_replaced(layer.router, ROUTING):
-        return _of_class("whose routing is not Megatron's, in a router of class", layer.router)
+    if not is_told(layer.router):
+        return None
+    if recomputes_experts(config):  # in the backward pass nobody knows how many rows were given
+        return _in_words("whose routing is replayed or a host's, and recomputed", "recompute_modules", config)
+    if is_replaced(layer.router, ROUTER_FORWARD):
+        what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
+        return _of_class(what, layer.router)
     return None
 
 

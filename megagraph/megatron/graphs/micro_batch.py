@@ -138,6 +138,7 @@ class MicroBatch:
         own_tables: knows the model's rotary tables.
 
     Attributes:
+        is_as_given: layers run on the pack as it was given.
         mask: the padding mask that the block was given, of this rank's rows; None for none.
         sources: what staging reads: offsets, `seq_idx`, the mask, as far as there are any.
     """
@@ -145,13 +146,13 @@ class MicroBatch:
     __slots__ = (
         "_canonical",
         "_canonical_mask",
-        "_is_as_given",
         "_own_tables",
         "_pads_at_entry",
         "_rows_are_positions",
         "_tail",
         "capacity",
         "entry_padding",
+        "is_as_given",
         "key",
         "kind",
         "mask",
@@ -187,7 +188,7 @@ class MicroBatch:
         self._pads_at_entry = pads_at_entry
         self._own_tables = own_tables
         self._rows_are_positions = self.kind.rows_are_positions
-        self._is_as_given = False
+        self.is_as_given = False
         self._canonical: Any = None
         self._canonical_mask: Tensor | None = None
 
@@ -198,7 +199,7 @@ class MicroBatch:
         self.reason = reason
         self.params = with_positions(self.params, self._rows_are_positions)
         self.entry_padding = 0
-        self._is_as_given = True
+        self.is_as_given = True
         return self
 
     def misfits(self, table: Any, hidden_states: Tensor) -> EagerReason:
@@ -214,7 +215,7 @@ class MicroBatch:
             How the micro-batch counts.
         """
         self.params = self.given_params(table, hidden_states)
-        self.reason, self._is_as_given = EagerReason.SIGNATURE_CHANGED, True
+        self.reason, self.is_as_given = EagerReason.SIGNATURE_CHANGED, True
         return self.reason
 
     def given_params(self, table: Any, hidden_states: Tensor) -> Any:
@@ -227,7 +228,7 @@ class MicroBatch:
             table: the rotary table that the layers are handed.
             hidden_states: what the block was given.
         """
-        if self._is_as_given:
+        if self.is_as_given:
             return self.params
         if self._own_tables.hold(table, self.canonical_params(), hidden_states):
             return with_positions(self.params, self._rows_are_positions)
@@ -247,13 +248,13 @@ class MicroBatch:
         """
         if self._own_tables.hold(table, self.canonical_params(), hidden_states):
             return
-        if self._is_as_given:
+        if self.is_as_given:
             self.params = without_positions(self.params)
         elif self._pads_at_entry:
             self._rows_are_positions = self._has_every_row(table)
             self._canonical = None
         else:
-            self._is_as_given = True
+            self.is_as_given = True
 
     def _has_every_row(self, table: Any) -> bool:
         return isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
@@ -263,7 +264,7 @@ class MicroBatch:
 
         The pack as it was given where `heed_table()` has found that it must be.
         """
-        if self._is_as_given:
+        if self.is_as_given:
             return self.params
         if self._canonical is None:
             form = self.kind.form
@@ -280,7 +281,7 @@ class MicroBatch:
 
     def mask_at_entry(self, mask: Tensor) -> Tensor:
         """The padding mask that the model is given: the canonical pack's where that is padded at entry."""
-        return self._padded_mask(mask) if self._pads_at_entry and not self._is_as_given else mask
+        return self._padded_mask(mask) if self._pads_at_entry and not self.is_as_given else mask
 
     def take_mask(self, mask: Any, hidden_states: Tensor) -> bool:
         """Takes the padding mask that the block was given.
@@ -301,7 +302,7 @@ class MicroBatch:
     def canonical_mask(self) -> Tensor | None:
         """The canonical pack's padding mask, as staging writes it; made at the first request."""
         has_mask = self.mask is not None or self.kind.masks_tail
-        if not has_mask or self._pads_at_entry or self._is_as_given:
+        if not has_mask or self._pads_at_entry or self.is_as_given:
             return self.mask
         if self._canonical_mask is None:
             self._canonical_mask = self._padded_mask(self.mask)
@@ -314,8 +315,11 @@ class MicroBatch:
     def constant_params(self) -> Any:
         """A pack with the canonical pack's constants and the offsets as given.
 
-        It is what the code around replayed layers needs, and costs no work on the device.
+        It is what the code around the layers needs, and costs no work on the device. The pack as it was given
+        where that is what runs.
         """
+        if self.is_as_given:
+            return self.params
         return self._with_offsets(self.sources[0], self.params.cu_seqlens_q_padded)
 
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
@@ -331,7 +335,7 @@ class MicroBatch:
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
-        if self._pads_at_entry or self._is_as_given:
+        if self._pads_at_entry or self.is_as_given:
             return hidden_states
         return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
 

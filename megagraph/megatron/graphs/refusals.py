@@ -14,7 +14,14 @@ from megagraph.megatron.graphs.experts import why_not_experts
 from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import Asked, broken_rule
-from megagraph.megatron.seams import ATTENTION_ROPE, LATENT_ROPE, has_latent_attention, replaced_rope
+from megagraph.megatron.seams import (
+    ATTENTION_ROPE,
+    LATENT_ROPE,
+    PREDICTION_FORWARD,
+    has_latent_attention,
+    is_replaced,
+    replaced_rope,
+)
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -37,7 +44,6 @@ class Refusal:
 _UNSUPPORTED = (
     ("fp8", None, "fp8"),
     ("fp4", None, "fp4"),
-    ("mtp_num_layers", None, "multi-token prediction"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
@@ -127,7 +133,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
     if replaced is not None:
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
-    refusal = _refusal_of_pattern(block) or _refusal_of_modules(block)
+    refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
     if refusal is not None:
         return refusal
     experts = why_not_experts(config, block)
@@ -135,6 +141,19 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
         return _not_supported(experts)
     broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
     return None if broken is None else Refusal(reason=broken.rule.reason, sentence=broken.sentence)
+
+
+def _refusal_of_prediction(model: Any) -> Refusal | None:
+    """Multi-token prediction that could not be handed the pack as it was given, or None."""
+    block = getattr(model, "mtp", None)
+    if block is None:
+        return None
+    if model.config.sequence_parallel:
+        # Its losses are means over rows, of which the canonical pack has more.
+        return _not_supported("multi-token prediction with sequence parallelism (sequence_parallel=True)")
+    if is_replaced(block, PREDICTION_FORWARD):
+        return _not_supported(f"multi-token prediction by a forward of {type(block).__qualname__}'s own")
+    return None
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:

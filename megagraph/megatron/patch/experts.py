@@ -4,6 +4,9 @@
 Megatron keeps rows that a padding mask names out of losses, and routes them like all others; there they take
 the place of tokens, where experts have only so many. Those past a pack's end are none of anybody's: they go
 to no expert. Acts in models that are not refused, and only where routers are given a mask.
+
+A router that is told what to choose, or whose choices are recorded, is shown the rows that were given, since
+that is how many its host has choices for, or wants.
 """
 
 import contextvars
@@ -13,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin
-from megagraph.megatron.scopes.moe import mark_unrouted, may_have_unrouted
+from megagraph.megatron.scopes.moe import is_told, mark_unrouted, may_have_unrouted, recomputes_experts
 from megagraph.megatron.scopes.moe_preprocess import take_permuted
-from megagraph.megatron.seams import permutation_sorts
+from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
 
 __all__ = ["ExpertWrappers"]
 
@@ -45,6 +50,38 @@ class ExpertWrappers:
                 return False
             self._graphs[router] = graphs
         return graphs.refusal is None
+
+    def router(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
+
+        The others reach no expert. Routing of a host's gets the mask that was given, too, or none; Megatron's
+        that of the canonical pack's first rows.
+        """
+
+        def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
+            if not is_told(router) or not self._is_served(router):
+                return original(router, input, padding_mask, **further)
+            batch = self._graphs[router].running
+            if not isinstance(batch, MicroBatch) or batch.is_as_given:
+                return original(router, input, padding_mask, **further)
+            if recomputes_experts(router.config):
+                raise RuntimeError(
+                    "expected no 'moe' in recompute_modules where routing is replayed or a host's; without "
+                    "it, or with routers that are told so before the model's first call, training goes on"
+                )
+            rows, added = batch.tokens, input.size(0) - batch.tokens
+            if is_replaced(router, ROUTING):
+                padding_mask = None if batch.mask is None else batch.mask.transpose(0, 1)
+            elif padding_mask is not None:
+                padding_mask = padding_mask[:rows]
+            probs, routing_map = original(router, input[:rows], padding_mask, **further)
+            if not added:
+                return probs, routing_map
+            probs, routing_map = (functional.pad(each, (0, 0, 0, added)) for each in (probs, routing_map))
+            mark_unrouted(routing_map)
+            return probs, routing_map
+
+        return forward
 
     def routing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""

@@ -87,8 +87,7 @@ class ForwardWrappers:
                     shown = _shown_to_processor(batch, graphs.tensor, given_arguments)
                 if added_rows and hidden_states is not None:
                     _add_rows(batch, graphs.tensor, given_arguments)
-                is_constant = batch.reason is None or is_foreign
-                args, kwargs = _padded(batch, given_arguments, is_constant)
+                args, kwargs = _padded(batch, given_arguments)
                 if shown is not None:
                     shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
             elif entries.are_settled and batch not in CAPTURED_LATER:
@@ -273,17 +272,17 @@ def _with_positional(
     return given
 
 
-def _padded(batch: MicroBatch, given: Arguments, is_constant: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments with the pack that was decided on, and rows added to each row list.
+def _padded(batch: MicroBatch, given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments with the capacity's constants in its pack, and rows added to each row list.
 
-    Those hold zeros. Their losses are cut off, so that no gradient comes from them.
+    Those hold zeros. Their losses are cut off, so that no gradient comes from them. The offsets stay as
+    given: what lies behind the layers tells documents apart by them.
 
     Args:
         batch: the decision.
         given: the arguments.
-        is_constant: the offsets stay as given, and only constants are the capacity's.
     """
-    given.put("packed_seq_params", batch.constant_params() if is_constant else batch.canonical_params())
+    given.put("packed_seq_params", batch.constant_params())
     if batch.kind.has_mask:
         given.put("padding_mask", batch.mask_at_entry(given.get("padding_mask")))
     if batch.entry_padding:

@@ -18,6 +18,7 @@ from megagraph.megatron.patch.documents import wrap_documents
 from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.overrides import Overrides
+from megagraph.megatron.patch.prediction import wrap_prediction
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
@@ -50,9 +51,11 @@ class _Installation:
             if not seams.packs_say_documents():
                 self._wrap(seams.MIXER_DOCUMENTS, wrap_documents)
         overrides.wrap_known_classes()
+        self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)
         experts = ExpertWrappers(plugin)
+        self._wrap(seams.ROUTER_FORWARD, experts.router)
         self._wrap(seams.ROUTING, experts.routing)
         self._wrap(seams.EXPERT_CHOICE, experts.choice)
         self._wrap(seams.EXPERT_BIAS, experts.expert_bias)

@@ -32,8 +32,10 @@ __all__ = [
     "MOE",
     "ROUTED",
     "experts_of",
+    "is_told",
     "mark_unrouted",
     "may_have_unrouted",
+    "recomputes_experts",
     "run_experts",
     "why_not_routed",
 ]
@@ -72,10 +74,20 @@ EXPERTS = Half(
 )
 
 
+def is_told(router: Any) -> bool:
+    """Whether somebody may tell a router what to choose, or sees it: a replay, or routing of a host's."""
+    return getattr(router, "router_replay", None) is not None or is_replaced(router, ROUTING)
+
+
+def recomputes_experts(config: Any) -> bool:
+    """Whether layers of experts run again in the backward pass, with their routers."""
+    is_selective = getattr(config, "recompute_granularity", None) == "selective"
+    return is_selective and "moe" in (config.recompute_modules or ())
+
+
 def why_not_routed(layer: Any) -> str | None:
     """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
-    router = layer.mlp.router
-    if getattr(router, "router_replay", None) is None and not is_replaced(router, ROUTING):
+    if not is_told(layer.mlp.router):
         return None
     return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 
@@ -123,8 +135,7 @@ def _why_not_whole(layer: Any) -> str | None:
         return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
     if config.expert_model_parallel_size > 1:
         return f"its experts are spread over ranks, which run other packs; hold them on one rank, {instead}"
-    recomputes = getattr(config, "recompute_granularity", None) == "selective"
-    if recomputes and "moe" in (config.recompute_modules or ()):
+    if recomputes_experts(config):
         # What runs the experts again leaves tensors of the graph in their dispatcher.
         return f"'moe' with 'moe' in recompute_modules is not supported yet; leave that out, {instead}"
     if config.moe_shared_expert_overlap:

@@ -21,7 +21,7 @@ from megagraph.megatron.scopes.layer import run_layer
 from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.metrics import read_by_routers
 from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED
+from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED, why_not_routed
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.seams import ROUTING
@@ -77,12 +77,14 @@ class BlockPlan:
         steps: of all layers.
         specs: the sites among them.
         mamba_layers: which layers, by their place, take and return what Mamba's do.
+        notes: what stays eager of layers that are graphed for the rest, in words.
     """
 
     def __init__(self, layers: Sequence[nn.Module], scopes: Collection[str], context: Context) -> None:
         self._layers = [weakref.ref(layer) for layer in layers]
         self._context = context
         self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
+        self.notes: list[str] = []
         self.steps: list[LayerStep] = []
         self._refused: dict[int, str] = {}  # why, by the index of a layer's site
         # What is graphed of layers that run in parts, and of others as far as it may be another day's not.
@@ -177,7 +179,8 @@ class BlockPlan:
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         halves = [half for half in HALVES if half.is_in(layer)]
         if EXPERTS in halves:
-            halves = [*halves[: halves.index(EXPERTS)], *_parts_of_experts(layer, scopes)]
+            before = halves[: halves.index(EXPERTS)]
+            halves = [*before, *self._parts_of_experts(index, layer, scopes, before)]
         graphed = [half for half in halves if not scopes or half.name in scopes]
         stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
         if stays_eager is not None:
@@ -196,6 +199,22 @@ class BlockPlan:
             self._split[index] = graphed
             for is_site, neighbours in itertools.groupby(halves, key=lambda half: half in graphed):
                 self._add_halves(index, layer, [*neighbours], is_site=is_site)
+
+    def _parts_of_experts(
+        self, index: int, layer: nn.Module, scopes: Collection[str], before: Sequence[Half]
+    ) -> Sequence[Half]:
+        """What the experts of a layer are; one eager part where a router cannot be graphed as named.
+
+        Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
+        """
+        parts = _parts_of_experts(layer, scopes)
+        named = [half.name for half in parts if half.name in scopes]
+        why = why_not_routed(layer) if named and any(half.name in scopes for half in before) else None
+        if why is None:
+            return parts
+        reason = EagerReason.SCOPE_UNSUPPORTED.name
+        self.notes.append(f"layer {index} ({type(layer).__name__}): {named[0]} stays eager ({reason}): {why}")
+        return (EXPERTS,)
 
     def _keep_whole(self, index: int, layer: nn.Module, why: str) -> None:
         """Adds a layer as a site that never has graphs."""

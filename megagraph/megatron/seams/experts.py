@@ -21,6 +21,7 @@ __all__ = [
     "MLP_FORWARD",
     "PERMUTATION",
     "PERMUTED_ROWS",
+    "ROUTER_FORWARD",
     "ROUTING",
     "SAVING_GROUP",
     "moe_metrics",
@@ -30,6 +31,8 @@ __all__ = [
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 ROUTING = Seam(module=_ROUTER_MODULE, path="TopKRouter.routing", parameters=("logits", "padding_mask"))
+# What routers that are told what to choose are called through.
+ROUTER_FORWARD = Seam(module=_ROUTER_MODULE, path="TopKRouter.forward", parameters=("input", "padding_mask"))
 EXPERT_BIAS = Seam(
     module=_ROUTER_MODULE,
     path="TopKRouter._apply_expert_bias",
@@ -74,7 +77,7 @@ PERMUTATION = Seam(
     parameters=("tokens", "routing_map", "probs", "num_out_tokens", "fused", "drop_and_pad"),
 )
 EXPERT_SEAMS = (
-    *(ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
+    *(ROUTER_FORWARD, ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
     *(MLP_FORWARD, EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
 )
 

@@ -17,6 +17,7 @@ __all__ = [
     "LATENT_ROPE",
     "MODEL_SEAMS",
     "PACK_GROUPS",
+    "PREDICTION_FORWARD",
     "SCHEDULES",
     "has_latent_attention",
     "replaced_rope",
@@ -51,6 +52,12 @@ BLOCK_FORWARD = Seam(
     module="megatron.core.transformer.transformer_block",
     path="TransformerBlock.forward",
     parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
+)
+# Predicts further tokens from what the block has left.
+PREDICTION_FORWARD = Seam(
+    module="megatron.core.transformer.multi_token_prediction",
+    path="MultiTokenPredictionBlock.forward",
+    parameters=("hidden_states", "rotary_pos_emb", "packed_seq_params"),
 )
 ATTENTION_ROPE = Seam(
     module="megatron.core.transformer.attention",
@@ -103,7 +110,7 @@ _CALLED = (
     Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
 )
 MODEL_SEAMS = (
-    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
+    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PREDICTION_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
     *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED),
 )
 

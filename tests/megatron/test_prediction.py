@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: its layers run eager on packs as they were given, behind graphed layers."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import latent_rig
+import moe_rig
+import prediction_rig as rig
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron_rig import CAPACITY, Micro, assert_same, evaluate, step
+from prediction_rig import PredictionTrainer, compare
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import transformer_config
+from megagraph.megatron import seams
+from megagraph.megatron.graphs.refusals import refusal_of
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def steps_of(count: int, *, tails: bool = True) -> list[list[Micro]]:
+    """Steps of three packs, no two alike, half of them with tails if so asked.
+
+    0.16.1 divides by zero where no document has more tokens than are predicted.
+    """
+
+    def pack(index: int) -> Micro:
+        lengths = tuple(4 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        rest = CAPACITY.tokens - sum(lengths)
+        return Micro(lengths=lengths, seed=index, tail=(7 * index) % rest if tails and index % 2 else 0)
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def assert_replayed(report: dict[str, Any], sites: int, warm_up: int = 3 * LAYERS) -> None:
+    """All calls after the first step have replayed."""
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": warm_up}
+    assert report["layers"] == sites
+    assert report["replays"] >= 0.95 * (report["calls"] - warm_up)
+    assert report["verification"]["unverified"] == 0
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": ((), {}),
+    "dense, attention": ("attn", {}),
+    "dense, one further token": ((), {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
+    "dense, no rotary tables": ((), {"position": "learned_absolute"}),
+    "experts": (("attn", "moe_router"), {"kinds": "EE"}),
+    "experts, attention": ("attn", {"kinds": "EE", **moe_rig.CASES["sigmoid, bias, groups"]}),
+    "experts that drop and pad": (("attn", "moe"), {"kinds": "EE", **moe_rig.CASES["drop and pad"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits(case: str) -> None:
+    scopes, changes = CASES[case]
+    _eager, graphed = compare(steps_of(13), scopes, **changes)
+    assert_replayed(graphed.report, sites=LAYERS)
+    for left in graphed.steps:
+        of_layers = {name: grad for name, grad in left.left.left.grads.items() if "eh_proj.weight" in name}
+        assert len(of_layers) == changes.get("mtp_num_layers", 2)
+        assert all(grad.any() for grad in of_layers.values())
+
+
+@pytest.mark.parametrize("kinds", ["--", "EE"])
+def test_masks_of_the_users(kinds: str) -> None:
+    """0.19 hands them to prediction, 0.16 does not; rows as they were given in either."""
+    masked = [[dataclasses.replace(m, mask_seed=m.seed) for m in micros] for micros in steps_of(4)]
+    _eager, graphed = compare(masked, "attn", kinds=kinds)
+    assert_replayed(graphed.report, sites=LAYERS)
+
+
+class Whole(Micro):
+    """Says that its longest document is the whole pack: positions go on from document to document."""
+
+    @property
+    def longest(self) -> int:
+        return self.physical
+
+
+FULL = Micro(lengths=(20, 14, 30), seed=3)
+GIVEN: dict[str, Micro] = {
+    "as many rows as the capacity": FULL,
+    "positions that go on": Whole(lengths=(20, 14, 30), seed=4),
+    "fewer rows": Micro(lengths=(9, 20), seed=5),
+    "fewer rows, positions that go on": Whole(lengths=(9, 20, 7), seed=6),
+    "padded documents": Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_megatron_alone_leaves_the_same(case: str) -> None:
+    """Where the canonical pack is the pack, to the bit; else layers multiply other numbers of rows.
+
+    Bug: a table as long as the pack's rows, the capacity's, was taken for one of its rows.
+    """
+    micro = GIVEN[case]
+    given = [[micro]] * 3
+    alone = rig.run(None, given)
+    _eager, graphed = compare(given)
+    assert graphed.report["replays"] == 2 * LAYERS
+    for one, other in zip(alone.steps, graphed.steps, strict=True):
+        if micro.physical == CAPACITY.tokens:
+            rig.assert_same_predictions(one, other)
+        for a, b in zip(one.left.left.losses, other.left.left.losses, strict=True):
+            torch.testing.assert_close(a, b)
+        for name, grad in one.left.left.grads.items():
+            torch.testing.assert_close(grad, other.left.left.grads[name], atol=1e-5, rtol=1e-3)
+        for name, value in one.logged.items():
+            torch.testing.assert_close(value, other.logged[name])
+
+
+def test_packs_that_fit_no_capacity_run_as_given() -> None:
+    large = Micro(lengths=(40, 40), seed=8)
+    given = [[FULL, large]] * 3
+    _eager, graphed = compare(given)
+    assert graphed.report["replays"] == 2 * LAYERS
+    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
+
+
+def test_evaluation_between_steps(install: Install) -> None:
+    install()
+    eager, graphed = PredictionTrainer(), PredictionTrainer()
+    for micros in steps_of(4):
+        rig.assert_same_predictions(
+            rig.prediction_step(eager, micros, eager=True), rig.prediction_step(graphed, micros)
+        )
+        pairs = zip(evaluate(eager, micros, eager=True), evaluate(graphed, micros), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    _of_eager, report = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS} and report["replays"] == 2 * 3 * 3 * LAYERS
+
+
+def test_where_no_layer_is_graphed_packs_run_as_given(install: Install) -> None:
+    """Rotary positions are ours there, too, where tails would raise."""
+    install()
+    trainer = PredictionTrainer("EE")
+    micros = steps_of(1, tails=False)[0]
+    rig.prediction_step(trainer, micros, update=False)
+    ours = rig.prediction_step(trainer, micros, update=False)
+    (report,) = megagraph.reports()
+    assert report["replays"] == 0
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "SCOPE_UNSUPPORTED": 3 * LAYERS}
+    megagraph.uninstall()
+    rig.assert_same_predictions(ours, rig.prediction_step(trainer, micros, update=False))
+
+
+def test_detached_and_repeated_layers_of_prediction() -> None:
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    options = {"mtp_detach_heads": True, "mtp_use_repeated_layer": True}
+    if not names.issuperset(options):
+        pytest.skip("this megatron-core has neither option")
+    _eager, graphed = compare(steps_of(3), **options)
+    assert_replayed(graphed.report, sites=LAYERS)
+
+
+@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
+def test_multi_latent_attention(kind: str) -> None:
+    """Its layers in prediction make their own tables, for the pack as it was given."""
+    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    config = latent_rig.latent_config(kind)
+    spec = megagraph.get_gpt_block_varlen_spec(
+        transformer_config(latent_rig.OPTIONS, **config),
+        normalization="RMSNorm",
+        multi_latent_attention=True,
+        qk_layernorm=config.get("qk_layernorm", False),
+    )
+    given = [[Whole(lengths=(20, 14, 30), seed=1), Micro(lengths=(9, 17), seed=2)]] * 3
+    with mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type)):
+        _eager, graphed = compare(given, options=latent_rig.OPTIONS, spec=spec, **config)
+    assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
+
+
+def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> None:
+    """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    install(cuda_graph_modules="attn")
+    trainers = [PredictionTrainer("EE", moe_enable_routing_replay=True) for _ in range(2)]
+    found = []
+    for trainer in trainers:
+        replays = [
+            module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")
+        ]
+        assert len(replays) == LAYERS + 2
+        for replay in replays:
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        found.append([])
+        for micros in steps_of(3):
+            left = rig.prediction_step(trainer, micros, eager=trainer is trainers[0])
+            recorded = [replay.get_recorded_indices() for replay in replays]
+            assert {len(each) for each in recorded} == {micros[-1].physical}
+            found[-1].append((left, [each.clone() for each in recorded]))
+    for (one, recorded), (other, others) in zip(*found, strict=True):
+        rig.assert_same_predictions(one, other)
+        assert all(map(torch.equal, recorded, others))
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * LAYERS}
+
+
+def test_a_hybrid_model_too(install: Install) -> None:
+    if not seams.HYBRID_FORWARD.is_present():
+        pytest.skip("this megatron-core has no HybridModel")
+    install()
+    eager, graphed = rig.HybridPredictionTrainer(), rig.HybridPredictionTrainer()
+    for micros in [[FULL, *micros] for micros in steps_of(4)]:
+        assert_same(step(eager, micros, eager=True), step(graphed, micros))
+    _of_eager, report = megagraph.reports()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 4 * 4}
+    assert report["replays"] == 3 * 4 * 4
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_sequence_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PredictionTrainer().chunk
+    assert refusal_of(model, None) is None
+    monkeypatch.setattr(model.config, "sequence_parallel", True)
+    refusal = refusal_of(model, None)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    name = "multi-token prediction with sequence parallelism (sequence_parallel=True)"
+    assert refusal.sentence == f"{name} is not supported yet"
+
+
+def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
+    class OwnPrediction(MultiTokenPredictionBlock):  # type: ignore[misc]  # megatron-core has no types
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            """Could not be handed the pack as it was given, unless it calls Megatron's."""
+            found: Tensor = super().forward(*args, **kwargs)
+            return found
+
+    install()
+    trainer = PredictionTrainer()
+    trainer.chunk.mtp.__class__ = OwnPrediction
+    micros = steps_of(1, tails=False)[0]
+    ours = [rig.prediction_step(trainer, micros, update=False) for _ in range(3)]
+    (report,) = megagraph.reports()
+    assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * LAYERS}
+    name = "multi-token prediction by a forward of OwnPrediction's own"
+    assert report["failures"] == [
+        f"GPTModel stays eager (SCOPE_UNSUPPORTED): {name} is not supported yet".replace(
+            "OwnPrediction", OwnPrediction.__qualname__
+        )
+    ]
+    megagraph.uninstall()
+    for left in ours:
+        rig.assert_same_predictions(left, rig.prediction_step(trainer, micros, update=False))

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers that are told what to choose: eager beside graphed attention, on the rows that were given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import moe_rig
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron_rig import CAPACITY, Micro, graph_config, report_of, step
+from moe_rig import EXPERTS, ExpertStep, ExpertTrainer, assert_same_step, expert_step
+from torch import Tensor
+
+import megagraph
+from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.specs import with_grouped_experts
+
+pytestmark = pytest.mark.megatron
+
+TOPK = 2
+WHY = "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
+ACTIONS = ("RECORD", "REPLAY_FORWARD", None)
+FULL = Micro(lengths=(20, 14, 30), seed=3)
+
+
+@pytest.fixture(autouse=True)
+def experts() -> Iterator[None]:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        yield
+
+
+def packs(count: int, *, masks: bool = False) -> list[Micro]:
+    """No two alike, with tails of up to half the capacity."""
+
+    def pack(index: int) -> Micro:
+        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        rest = CAPACITY.tokens - sum(lengths)
+        tail = (7 * index) % rest if index % 2 else 0
+        return Micro(lengths=lengths, seed=index, tail=tail, mask_seed=index if masks else None)
+
+    return [pack(index) for index in range(count)]
+
+
+def targets(micro: Micro, layer: int) -> Tensor:
+    """Two experts for each row that a pack has, int64 [rows, 2]."""
+    generator = torch.Generator().manual_seed(100 * micro.seed + layer)
+    return torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(micro.physical)])
+
+
+class Told:
+    """Micro-batches, before each of which core's routers are told what to do with it.
+
+    Attributes:
+        recorded: what they have recorded of those that they were to record, of each layer.
+    """
+
+    def __init__(self, trainer: ExpertTrainer, micros: Sequence[Micro]) -> None:
+        self._replays = [router.router_replay for router in moe_rig.routers(trainer)]
+        self._micros = micros
+        self._device = trainer.device
+        self.recorded: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._micros)
+
+    def __iter__(self) -> Iterator[Micro]:
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        for index, micro in enumerate(self._micros):
+            self.collect()
+            action = ACTIONS[(micro.seed + index) % len(ACTIONS)]
+            for layer, replay in enumerate(self._replays):
+                replay.clear_indices()
+                replay.clear_router_replay_action()
+                if action is not None:
+                    replay.set_router_replay_action(RouterReplayAction[action])
+                if action == "REPLAY_FORWARD":
+                    replay.set_target_indices(targets(micro, layer).to(self._device))
+            yield micro
+
+    def collect(self) -> None:
+        """Takes what was recorded of the micro-batch before."""
+        found = [replay.get_recorded_indices() for replay in self._replays]
+        self.recorded += [each.clone() for each in found if each is not None]
+
+
+def run(
+    config: GraphConfig | None, given: Sequence[Sequence[Micro]], **changes: Any
+) -> tuple[list[ExpertStep], list[Tensor], dict[str, Any]]:
+    """Trains a fresh model whose routers record and replay. Returns steps, what was recorded, the report."""
+    if config is not None:
+        megagraph.install(config)
+    try:
+        moe_rig.forget_metrics()
+        trainer = ExpertTrainer(moe_enable_routing_replay=True, **changes)
+        steps, recorded = [], []
+        for micros in given:
+            told = Told(trainer, micros)
+            steps.append(expert_step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
+            told.collect()
+            recorded += told.recorded
+        return steps, recorded, {} if config is None else report_of(trainer)
+    finally:
+        megagraph.uninstall()
+
+
+def assert_same_runs(one: Any, other: Any) -> None:
+    """Every step has left, and every router recorded, the same."""
+    for index, (a, b) in enumerate(zip(one[0], other[0], strict=True)):
+        assert_same_step(a, b, f"step {index}:")
+    assert one[1] and all(map(torch.equal, one[1], other[1])) and len(one[1]) == len(other[1])
+
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "attention": (("attn",), {}),
+    "allgather": (("attn",), {"moe_token_dispatcher_type": "allgather"}),
+    "sigmoid, bias": (
+        ("attn",),
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+        },
+    ),
+    "jitter": (("attn",), moe_rig.CASES["jitter"]),
+    "drop": (("attn",), moe_rig.CASES["drop"]),
+    "moe_router": (("attn", "moe_router"), {}),
+    "moe": (("attn", "moe"), moe_rig.CASES["drop and pad"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits(case: str) -> None:
+    """Three packs a step, with other actions and targets for each; 12 steps and more."""
+    scopes, changes = CASES[case]
+    given = [packs(39)[3 * index :][:3] for index in range(13)]
+    eager = run(graph_config(mode="eager"), given, **changes)
+    graphed = run(graph_config(cuda_graph_modules=scopes), given, **changes)
+    assert_same_runs(eager, graphed)
+    rows = [m.physical for ms in given for i, m in enumerate(ms) if ACTIONS[(m.seed + i) % 3] == "RECORD"]
+    assert [tuple(each.shape) for each in graphed[1]] == [(n, TOPK) for n in rows for _layer in range(2)]
+    report = graphed[2]
+    assert report["eager"] == {"WARMING_UP": 3 * 2} and report["layers"] == 2
+    assert report["replays"] == report["calls"] - 3 * 2
+    assert report["failures"] == [
+        f"layer {index} (TransformerLayer): {scope} stays eager (SCOPE_UNSUPPORTED): {WHY}"
+        for index in range(2)
+        for scope in scopes[1:]
+    ]
+
+
+def test_masks_of_the_users_too() -> None:
+    given = [packs(12, masks=True)[3 * index :][:3] for index in range(4)]
+    eager = run(graph_config(mode="eager"), given)
+    graphed = run(graph_config(cuda_graph_modules="attn"), given)
+    assert_same_runs(eager, graphed)
+    assert graphed[2]["eager"] == {"WARMING_UP": 3 * 2}
+
+
+def test_megatron_alone_chooses_and_records_the_same() -> None:
+    """Where no row was added, to the bit. Else what is recorded; losses and gradients but for roundings."""
+    small = Micro(lengths=(9, 20), seed=1)
+    given = [[FULL, FULL, FULL], [small, small, small]] * 2
+    # A mask of no rows changes how losses of experts are rounded.
+    lossless: dict[str, Any] = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    alone = run(None, given, moe_z_loss_coeff=None, **lossless)
+    graphed = run(graph_config(cuda_graph_modules="attn"), given, moe_z_loss_coeff=None, **lossless)
+    assert graphed[2]["replays"] == 3 * 3 * 2
+    assert_same_step(alone[0][0], graphed[0][0])
+    assert all(map(torch.equal, alone[1], graphed[1]))
+    for one, other in zip(alone[0], graphed[0], strict=True):
+        for a, b in zip(one.left.losses, other.left.losses, strict=True):
+            torch.testing.assert_close(a, b)
+        for name, grad in one.left.grads.items():
+            torch.testing.assert_close(grad, other.left.grads[name], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
+def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: tuple[str, ...]) -> None:
+    spec = moe_rig.block_spec("EE") if scopes else with_grouped_experts(moe_rig.block_spec("EE"))
+    _steps, _recorded, report = run(graph_config(cuda_graph_modules=scopes), [[FULL] * 3] * 3, spec=spec)
+    assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 3 * 2
+    assert report["failures"] == [
+        f"layer {index} (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {WHY}" for index in range(2)
+    ]
+
+
+# -- routing of a host's ---------------------------------------------------------------------------
+
+
+class HostRouting:
+    """In place of `TopKRouter.routing`, as verl's: knows nothing of rows that were added.
+
+    Attributes:
+        seen: rows of each call.
+        masks: of each call.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.masks: list[Tensor | None] = []
+
+    def patch(self) -> AbstractContextManager[Any]:
+        """Puts it in Megatron's place."""
+        seen, masks = self.seen, self.masks
+
+        def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            seen.append(logits.size(0))
+            masks.append(None if padding_mask is None else padding_mask.clone())
+            scores = logits.view(-1, EXPERTS).softmax(-1, dtype=torch.float32)
+            rows = torch.arange(scores.size(0), device=scores.device)
+            chosen = torch.stack([rows % EXPERTS, (rows + 1 + len(seen) % 3) % EXPERTS], dim=1)
+            routing_map = torch.zeros_like(scores, dtype=torch.bool).index_put(
+                (rows[:, None], chosen), torch.tensor(True, device=scores.device)
+            )
+            return scores.type_as(logits) * routing_map, routing_map
+
+        return mock.patch.object(TopKRouter, "routing", routing)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool) -> None:
+    given = [packs(12, masks=masks)[3 * index :][:3] for index in range(4)]
+    found, seen = [], []
+    for mode in ("eager", "graph"):
+        config = graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
+        host = HostRouting()
+        is_before = when == "before"
+        with host.patch() if is_before else nullcontext():
+            megagraph.install(config)
+            with nullcontext() if is_before else host.patch():
+                trainer = ExpertTrainer()
+                found.append([step(trainer, micros) for micros in given])
+                report = report_of(trainer)
+                megagraph.uninstall()
+        seen.append(host)
+    for one, other in zip(*found, strict=True):
+        moe_rig.assert_same(one, other)
+    rows = [micro.physical for micros in given for micro in micros for _layer in range(2)]
+    assert seen[0].seen == seen[1].seen == rows
+    of_calls = [micro for micros in given for micro in micros for _layer in range(2)]
+    for host in seen:
+        for mask, micro in zip(host.masks, of_calls, strict=True):
+            wanted = micro.padding_mask()
+            assert (mask is None) == (wanted is None)
+            assert mask is None or wanted is None or torch.equal(mask.cpu(), wanted.transpose(0, 1))
+    assert report["eager"] == {"WARMING_UP": 3 * 2} and report["replays"] == 3 * 3 * 2
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def assert_refused(model: Any, what: str) -> None:
+    """In these words."""
+    refusal = refusal_of(model, None)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence == f"mixture of experts {what} is not supported yet"
+
+
+def test_replayed_routing_that_is_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ExpertTrainer(moe_enable_routing_replay=True).chunk
+    assert refusal_of(model, None) is None
+    monkeypatch.setattr(model.config, "recompute_granularity", "selective")
+    monkeypatch.setattr(model.config, "recompute_modules", ["moe"])
+    assert_refused(model, "whose routing is replayed or a host's, and recomputed (recompute_modules=['moe'])")
+
+
+def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_replayed() -> None:
+    class OwnRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """Could not be shown the rows that were given."""
+            return super().forward(*args, **kwargs)
+
+    for options, is_refused in (({}, False), ({"moe_enable_routing_replay": True}, True)):
+        trainer = ExpertTrainer(**options)
+        moe_rig.routers(trainer)[0].__class__ = OwnRouter
+        if not is_refused:
+            assert refusal_of(trainer.chunk, None) is None
+            continue
+        what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
+        assert_refused(trainer.chunk, f"{what} {OwnRouter.__qualname__}")
+
+
+def test_routers_that_are_told_later_and_recomputed_raise(install: Callable[..., GraphConfig]) -> None:
+    """In the backward pass nobody would know how many rows they have choices for."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    install(cuda_graph_modules="attn")
+    trainer = ExpertTrainer(**moe_rig.CASES["recomputed"])
+    for _ in range(2):
+        step(trainer, [FULL])
+    for router in moe_rig.routers(trainer):
+        router.router_replay = RouterReplay()
+    with pytest.raises(RuntimeError, match="expected no 'moe' in recompute_modules"):
+        step(trainer, [FULL])
