@@ -89,9 +89,11 @@ ANSWERS |= {**dict.fromkeys(groundwork.PROFILED, KERNELS), "attn": MEMORY, "mlp"
 EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
 SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
 ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
+ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
+ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
 PASS = {"walls": [3.0, 4.0, 5.0], "kernels": 2.5, "copies": 0}
 ANSWERS |= {"grouped": {**PASS, "eager": PASS, "same": True}}
-ANSWERS |= {"roundings": dict.fromkeys(("output", "gradient of the rows"), 0.003)}
+ANSWERS |= {"roundings": dict.fromkeys(ROUNDINGS, 0.003)}
 OWN = {
     "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
     "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},

@@ -2,7 +2,6 @@
 """One micro-batch on its way through a model chunk: what was given, what was decided."""
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,13 @@ from torch.nn import functional
 from megagraph.bank.metadata import mask_content
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.pack_fields import (
+    constant_fields,
+    copy_foreign_attributes,
+    fields_of,
+    put_seq_idx,
+    sources_of,
+)
 from megagraph.megatron.graphs.positions import (
     OwnTables,
     remember_positions,
@@ -24,12 +30,11 @@ from megagraph.packs.packing import (
     OffsetsRule,
     PackForm,
     TailConvention,
-    canonical_constants,
     canonical_offsets,
     offsets_rules,
 )
 
-__all__ = ["Kind", "MicroBatch", "is_mask", "new_params", "put_seq_idx", "sources_of"]
+__all__ = ["Kind", "MicroBatch", "is_mask"]
 
 
 class Kind(NamedTuple):
@@ -66,56 +71,8 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def _fields_of(params_type: type[Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(params_type).parameters)
-
-
-def copy_foreign_attributes(given: Any, made: Any) -> None:
-    """Hands on what others have set on a pack beside the fields of its class.
-
-    Args:
-        given: the pack as it was given.
-        made: the pack that stands for it.
-    """
-    known = _fields_of(type(given))  # type: ignore[arg-type]  # a class is hashable
-    if len(given.__dict__) > len(known):
-        made.__dict__.update({name: value for name, value in given.__dict__.items() if name not in known})
-
-
-def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
-    """`PackedSeqParams` of these fields, less those that the release does not have."""
-    known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
-    if not known.issuperset(fields):
-        fields = {name: value for name, value in fields.items() if name in known}
-    return params_type(**fields)
-
-
-@functools.cache
-def _constant_fields(
-    params_type: type[Any], form: PackForm, tail: TailConvention, capacity: Capacity
-) -> Mapping[str, Any]:
-    """What a canonical pack says beside its offsets."""
-    known = _fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
-    fields = canonical_constants(form, tail, capacity)
-    return {name: value for name, value in fields.items() if name in known}
-
-
-@functools.cache
 def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, OffsetsRule]:
     return offsets_rules(tail, tokens, has_padded=has_padded)
-
-
-def sources_of(params: Any, form: PackForm) -> list[Tensor]:
-    """What staging reads of a pack: actual offsets and, where it has them, padded ones and `seq_idx`."""
-    sources = [params.cu_seqlens_q]
-    if form.has_padded:
-        sources.append(params.cu_seqlens_q_padded)
-    return [*sources, params.seq_idx] if form.has_seq_idx else sources
-
-
-def put_seq_idx(params: Any, seq_idx: Tensor, tokens: int) -> None:
-    """Gives `seq_idx` to a pack of `tokens` rows, whose constructor would wait for the device to make it."""
-    params.seq_idx, params.total_tokens = seq_idx, tokens
 
 
 def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
@@ -325,11 +282,11 @@ class MicroBatch:
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
         params_type: Any = type(self.params)
         form = self.kind.form
-        constants = _constant_fields(params_type, form, self._tail, self.capacity)
+        constants = constant_fields(params_type, form, self._tail, self.capacity)
         params = params_type(**canonical_offsets(actual, padded, form), **constants)
         if form.has_seq_idx:
             put_seq_idx(params, self.params.seq_idx, self.capacity.tokens)
-        if len(self.params.__dict__) > len(_fields_of(params_type)):
+        if len(self.params.__dict__) > len(fields_of(params_type)):
             copy_foreign_attributes(self.params, params)
         return params
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity
-from megagraph.megatron.graphs.micro_batch import Kind, new_params, put_seq_idx
+from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
 from megagraph.megatron.graphs.positions import remember_positions
 from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
 

@@ -21,7 +21,8 @@ from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.loops import Key
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, sources_of
+from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.pack_fields import sources_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.packing import TailConvention, pack_shape
 
