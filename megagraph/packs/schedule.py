@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch  # noqa: F401  # loads what the core is linked with
 
 from megagraph import _C
+from megagraph.decide.dispatch import Capacity
 
 __all__ = ["PackSchedule", "ScheduleLimits", "ScheduledPack", "schedule_packs"]
 
@@ -46,6 +47,23 @@ class ScheduleLimits:
     attention_parity: int = 49152
     exchange: float = 0.05
     micro_batch_multiple: int = 1
+
+    def rows(self, length: int, cp_size: int) -> int:
+        """Rows of a document of `length` tokens on each of `cp_size` ranks that share it."""
+        step = self.alignment if cp_size == 1 else 2 * self.alignment
+        return -(-length // (cp_size * step)) * step
+
+    def capacity(self, cp_size: int, *, extra_seqs: int = 0) -> Capacity:
+        """What holds every pack of a size that a schedule can have.
+
+        Args:
+            cp_size: ranks that share the pack.
+            extra_seqs: documents that the convention of the tail adds.
+        """
+        tokens = self.max_seqlen_per_dp_cp_rank
+        return Capacity(
+            tokens=tokens, num_seqs=self.max_packed_seqs + extra_seqs, max_seqlen=tokens * cp_size
+        )
 
 
 class ScheduledPack(NamedTuple):
