@@ -23,8 +23,11 @@ constexpr double kLimits[] = {kNoLimit, 1.5, 1.0, 0.75, 0.5, 0.25};
 // Possibilities that the search for a better balance looks at, for all candidates together.
 constexpr int64_t kBudget = 400'000;
 constexpr double kGoodEnough = 1.02;  // of that mean: no other candidate is made
-// Levels that documents are raised by: where there are few, and for another candidate.
+// Places of single ranks that documents are raised by: where there are few, and for more
+// candidates.
 constexpr int64_t kMostRaised = 256, kRaisedCandidates = 24;
+constexpr int64_t kAllRaised = std::numeric_limits<int64_t>::max();
+constexpr int kFew = 64;
 constexpr int64_t kInTurn = 16;     // numbers of micro-batches that are tried without a gap
 constexpr int kFewDocuments = 512;  // of which every candidate is worth balancing
 
@@ -98,6 +101,7 @@ class Scheduler {
       rows += costs_.rows(document, level) * size;
       places += size;
     }
+    places_ = places;
     mean_ = sum / static_cast<double>(limits.ranks);
     const auto needed = [&](int64_t amount, int64_t of_rank) {
       const int64_t of_all = of_rank * limits.ranks * limits.multiple;
@@ -113,7 +117,7 @@ class Scheduler {
     std::optional<Placement> found;
     for (int64_t step = 1; number <= last_ && !(found = any(number));) {
       failed = number;
-      if (number - first_ >= kInTurn) step *= 2;
+      if (costs_.num_documents() > kFewDocuments || number - first_ >= kInTurn) step *= 2;
       number = number == last_ ? last_ + 1 : std::min(number + step, last_);
     }
     require(found.has_value(), "found no schedule of ", costs_.num_documents(), " documents onto ",
@@ -132,23 +136,28 @@ class Scheduler {
   }
 
  private:
-  std::optional<Placement> candidate(int64_t number, const Policy& policy) const {
+  std::optional<Placement> candidate(int64_t number, const Policy& policy,
+                                     bool* has_empty_packs = nullptr) const {
     Placement placement(costs_, limits_, number * limits_.multiple);
-    if (!placement.fill(policy)) return std::nullopt;
-    return placement;
+    const Filling filling = placement.fill(policy);
+    if (filling == Filling::kDone) return placement;
+    if (has_empty_packs != nullptr) *has_empty_packs |= filling == Filling::kEmptyPack;
+    return std::nullopt;
   }
 
   std::optional<Placement> any(int64_t number) const {
-    const auto num = static_cast<int64_t>(costs_.num_documents());
-    auto found = candidate(number, {kNoLimit, true, false});
-    if (!found) found = candidate(number, {kNoLimit, true, true});
-    // Documents that are fewer than the packs of single ranks have to be on more of these.
-    if (num >= number * limits_.multiple * limits_.ranks) return found;
-    const int64_t all = num * (costs_.num_levels() - 1);
-    for (int64_t raised = 1; !found && raised <= std::min(all, kMostRaised); ++raised) {
-      found = candidate(number, {kNoLimit, true, false, raised});
+    bool is_short = false;
+    auto found = candidate(number, {kNoLimit, true, false}, &is_short);
+    if (!found) found = candidate(number, {kNoLimit, true, true}, &is_short);
+    if (found || !is_short) return found;
+    // Too few documents for packs of single ranks: they have to be on more of these.
+    const int64_t places = number * limits_.multiple * limits_.ranks;
+    const bool is_few = costs_.num_documents() <= kFew;
+    for (int64_t less = 0; !found && less < (is_few ? std::min(places, kMostRaised) : 1); ++less) {
+      found = candidate(number, {kNoLimit, true, false, places - less});
     }
-    return found ? std::move(found) : candidate(number, {kNoLimit, true, false, all});
+    // Without a limit to spare packs for, each document opens one where it can.
+    return found ? std::move(found) : candidate(number, {0.0, true, false, kAllRaised});
   }
 
   Placement best(int64_t number, Placement best) const {
@@ -175,9 +184,8 @@ class Scheduler {
         policies.push_back({limit * mean_, true, prefers_fullest});
       }
     }
-    const int64_t most = static_cast<int64_t>(costs_.num_documents()) * (costs_.num_levels() - 1);
-    for (int64_t raised = 1; is_small && raised <= std::min(most, kRaisedCandidates); ++raised) {
-      policies.push_back({kNoLimit, false, false, raised});
+    for (int64_t more = 1; is_small && more <= kRaisedCandidates; ++more) {
+      policies.push_back({kNoLimit, false, false, places_ + more});
     }
     return policies;
   }
@@ -185,6 +193,7 @@ class Scheduler {
   const ScheduleLimits& limits_;
   DocumentCosts costs_;
   double mean_;
+  int64_t places_;        // packs of single ranks that all documents take, each by itself
   int64_t first_, last_;  // numbers of micro-batches, in multiples
 };
 

@@ -19,31 +19,39 @@ Placement::Placement(const DocumentCosts& costs, const ScheduleLimits& limits,
   }
 }
 
-bool Placement::fill(const Policy& policy) {
+Filling Placement::fill(const Policy& policy) {
+  const std::vector<int> levels = this->levels(policy);
   std::vector<std::vector<int>> by_level(costs_->num_levels());
-  int64_t place = 0;
-  for (const int document : costs_->by_length()) {
-    by_level[level_of(document, place++, policy)].push_back(document);
-  }
+  for (const int document : costs_->by_length()) by_level[levels[document]].push_back(document);
   for (int level = costs_->num_levels() - 1; level >= 0; --level) {
     if (level == 0) open_lowest();
     for (const int document : by_level[level]) {
-      if (!this->place(document, level, policy)) return false;
+      if (!place(document, level, policy)) return Filling::kNoRoom;
     }
   }
-  return fill_empty_packs();
+  return fill_empty_packs() ? Filling::kDone : Filling::kEmptyPack;
 }
 
-int Placement::level_of(int document, int64_t place, const Policy& policy) const {
-  int level = costs_->level(document, policy.limit);
-  if (policy.raised == 0) return level;
-  const int64_t num = costs_->num_documents();
-  const int64_t steps = policy.raised / num + (place < policy.raised % num ? 1 : 0);
-  for (int64_t step = 0; step < steps && level + 1 < costs_->num_levels(); ++step) {
-    if (costs_->rows(document, level + 1) > limits_->max_tokens) break;
-    ++level;
+std::vector<int> Placement::levels(const Policy& policy) const {
+  std::vector<int> levels(costs_->num_documents());
+  int64_t places = 0;
+  for (int document = 0; document < costs_->num_documents(); ++document) {
+    levels[document] = costs_->level(document, policy.limit);
+    places += size_of(levels[document]);
   }
-  return level;
+  for (bool has_raised = true; has_raised && places < policy.places;) {
+    has_raised = false;
+    for (const int document : costs_->by_length()) {
+      const int next = levels[document] + 1;
+      if (places >= policy.places) break;
+      if (next >= costs_->num_levels()) continue;
+      if (costs_->rows(document, next) > limits_->max_tokens) continue;
+      places += size_of(next) - size_of(next - 1);
+      levels[document] = next;
+      has_raised = true;
+    }
+  }
+  return levels;
 }
 
 double Placement::largest_load() const { return *std::max_element(loads_.begin(), loads_.end()); }
@@ -178,20 +186,29 @@ void Placement::add_to(int document, int level, int64_t group, const Policy& pol
 // Takes documents from packs that have several; where none can give one, an empty pack becomes one
 // with the pack of its neighbours.
 bool Placement::fill_empty_packs() {
+  std::vector<int> donors;
+  for (int index = 0; index < static_cast<int>(packs_.size()); ++index) {
+    if (packs_[index].documents.size() > 1) donors.push_back(index);
+  }
   for (int index = 0; index < static_cast<int>(packs_.size()); ++index) {
     const bool is_empty = packs_[index].level >= 0 && packs_[index].documents.empty();
-    if (is_empty && !take_for(index) && !merge(index)) return false;
+    if (!is_empty || take_for(index, donors)) continue;
+    const auto num_packs = static_cast<int>(packs_.size());
+    if (!merge(index)) return false;
+    for (int made = num_packs; made < static_cast<int>(packs_.size()); ++made) {
+      if (packs_[made].documents.size() > 1) donors.push_back(made);
+    }
   }
   return true;
 }
 
-bool Placement::take_for(int empty) {
+bool Placement::take_for(int empty, std::vector<int>& donors) {
   const OpenPack& target = packs_[empty];
   int donor = -1, taken = -1;
   double most = -1;
-  for (int index = 0; index < static_cast<int>(packs_.size()); ++index) {
+  for (const int index : donors) {
     const OpenPack& pack = packs_[index];
-    if (pack.level < 0 || pack.documents.size() < 2) continue;
+    if (pack.level < 0) continue;
     const double load = this->load(pack.level, pack.group);
     if (load <= most) continue;
     // What is taken should relieve the donor, and not make the target the next one.
@@ -212,6 +229,9 @@ bool Placement::take_for(int empty) {
   if (donor < 0) return false;
   remove(donor, taken);
   add(empty, taken);
+  if (packs_[donor].documents.size() < 2) {
+    donors.erase(std::find(donors.begin(), donors.end(), donor));
+  }
   return true;
 }
 

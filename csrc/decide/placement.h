@@ -17,11 +17,13 @@ struct OpenPack {
   std::vector<int> documents = {};
 };
 
+enum class Filling { kDone, kNoRoom, kEmptyPack };
+
 struct Policy {
   double limit;          // a document that costs a rank more is given to more ranks
   bool spares_packs;     // of several ranks: fills those there are before another one is opened
   bool prefers_fullest;  // of a group's packs with room, else the emptiest
-  int64_t raised = 0;    // levels that documents go up beside that, in turn, the longest first
+  int64_t places = 0;    // at least so many packs of single ranks: else the longest documents go up
 };
 
 // Every rank has `num_micro_batches` packs in the end, those of its groups included.
@@ -29,8 +31,8 @@ class Placement {
  public:
   Placement(const DocumentCosts& costs, const ScheduleLimits& limits, int64_t num_micro_batches);
 
-  // Places all documents and leaves no pack empty; whether that has worked. Once for each object.
-  bool fill(const Policy& policy);
+  // Places all documents and leaves no pack empty, or says why not. Once for each object.
+  Filling fill(const Policy& policy);
 
   const std::vector<OpenPack>& packs() const { return packs_; }
   const std::vector<double>& loads() const { return loads_; }
@@ -54,7 +56,7 @@ class Placement {
   const std::vector<int>& packs_of(int level, int64_t group) const { return nodes_[level][group]; }
 
  private:
-  int level_of(int document, int64_t place, const Policy& policy) const;
+  std::vector<int> levels(const Policy& policy) const;
   bool place(int document, int level, const Policy& policy);
   bool place_on_larger(int document, int level, const Policy& policy);
   // Into one of the packs that the group has.
@@ -65,7 +67,7 @@ class Placement {
   void open_lowest();
   void set_room(int level, int64_t group);
   bool fill_empty_packs();
-  bool take_for(int empty);
+  bool take_for(int empty, std::vector<int>& donors);
   bool merge(int empty);
   int lift(int level, int64_t group, int empty);
   bool absorb(int pack, int other);

@@ -170,6 +170,28 @@ def test_schedules_of_few_documents_are_close_to_the_best_ones() -> None:
     assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 0.9 * len(ratios)
 
 
+@pytest.mark.parametrize(
+    "num, ranks, cp_sizes, max_packed_seqs",
+    [(6215, 128, (1, 2), 1), (9679, 64, (1, 2, 4), 4), (48, 256, (32, 64), 2)],
+)
+def test_a_schedule_that_is_hard_to_find_takes_no_seconds(
+    num: int, ranks: int, cp_sizes: tuple[int, ...], max_packed_seqs: int
+) -> None:
+    """Too few documents for the packs of single ranks once took many tries, each from the beginning."""
+    drawn = random.Random(num)
+    limits = ScheduleLimits(
+        ranks=ranks,
+        cp_sizes=cp_sizes,
+        max_seqlen_per_dp_cp_rank=512,
+        max_packed_seqs=max_packed_seqs,
+    )
+    longest = 512 * cp_sizes[-1]
+    lengths = [min(longest, int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
+    start = time.perf_counter()
+    check(schedule_packs(lengths, limits), lengths, limits)
+    assert time.perf_counter() - start <= 5
+
+
 @pytest.mark.parametrize("tokens", [8192, 4096, 2048])
 def test_ten_thousand_documents_onto_64_ranks(tokens: int) -> None:
     """In 3 to 7 ms on a machine of 2026; the bound leaves room for a busy one."""
