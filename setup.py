@@ -61,8 +61,9 @@ PYTHON = [
     "state_watch",
     "values",
 ]
+DECIDE = ["balance", "dispatch", "document_costs", "pack_schedule", "placement"]
 SOURCES = [
-    "csrc/decide/dispatch.cpp",
+    *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, "varlen_attention"]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks on a GPU: `python -m benchmarks [NAME ...]` prints a table and writes results/NAME.json.
+"""Benchmarks, most on a GPU: `python -m benchmarks [NAME ...]` prints a table, writes results/NAME.json.
 
 - `bench_NAME.py` is benchmark NAME: what it compares, with its bars. `__main__.py` lists the names.
 - `plot.py` draws the results, `table.py` prints them for the docs.

@@ -251,6 +251,19 @@ def pack_shape(
     params: Any, tokens: int, extra_seqs: int, cp_size: int
 ) -> tuple[int, int, int, int] | None: ...
 def pack_form(params: Any) -> tuple[bool, bool, bool | None, bool] | None: ...
+def schedule_packs(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    cp_sizes: Sequence[int],
+    max_tokens: int,
+    max_seqs: int,
+    alignment: int,
+    attention_parity: int,
+    exchange: float,
+    multiple: int,
+) -> tuple[list[list[tuple[int, int, tuple[int, ...]]]], list[float]]:
+    """The packs of each micro-batch (size, first rank, documents), and the cost of each rank."""
 
 class Decider(metaclass=_pybind11_type):
     """csrc/python/decider.h, Note [Deciding]."""

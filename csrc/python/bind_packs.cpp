@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What reads packs and decides on them: megagraph/_C.pyi is its manual.
+#include "csrc/decide/pack_schedule.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/decider.h"
 #include "csrc/python/pack_reader.h"
@@ -27,6 +28,28 @@ void bind_packs(py::module_& m) {
                               found->has_seq_idx);
       },
       py::arg("params"));
+  m.def(
+      "schedule_packs",
+      [](const std::vector<int64_t>& lengths, int64_t ranks, std::vector<int64_t> cp_sizes,
+         int64_t max_tokens, int64_t max_seqs, int64_t alignment, int64_t attention_parity,
+         double exchange, int64_t multiple) {
+        const PackSchedule schedule =
+            schedule_packs(lengths, {ranks, std::move(cp_sizes), max_tokens, max_seqs, alignment,
+                                     attention_parity, exchange, multiple});
+        py::list micro_batches;
+        for (const auto& packs : schedule.micro_batches) {
+          py::list micro_batch;
+          for (const ScheduledPack& pack : packs) {
+            micro_batch.append(
+                py::make_tuple(pack.cp_size, pack.first_rank, py::tuple(py::cast(pack.documents))));
+          }
+          micro_batches.append(std::move(micro_batch));
+        }
+        return py::make_tuple(std::move(micro_batches), schedule.costs);
+      },
+      py::arg("lengths"), py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
+      py::arg("max_tokens"), py::arg("max_seqs"), py::arg("alignment"), py::arg("attention_parity"),
+      py::arg("exchange"), py::arg("multiple"));
   py::class_<Decider>(m, "Decider")
       .def(py::init<int64_t, bool, bool, py::list, py::object, py::object>(), py::arg("extra_seqs"),
            py::arg("depend_on_longest"), py::arg("are_cut"), py::arg("reasons"),

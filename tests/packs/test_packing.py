@@ -359,7 +359,7 @@ def test_every_release_takes_the_canonical_fields_of_its_own_packs(tail: TailCon
     """Releases before 0.19 know no `pad_between_seqs`, and refused the pack with a TypeError."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megagraph.megatron.graphs.micro_batch import new_params
+    from megagraph.megatron.graphs.pack_fields import new_params
 
     cu = offsets([2, 3])
     given = PackedSeqParams(**vars(pack_of(cu)))

@@ -16,6 +16,7 @@ __all__ = [
     "LATENT_ATTENTION",
     "LATENT_ROPE",
     "MODEL_SEAMS",
+    "PACKED_SEQ_PARAMS",
     "PACK_GROUPS",
     "PREDICTION_FORWARD",
     "SCHEDULES",
@@ -96,9 +97,19 @@ PACK_GROUPS = {
         ("tp_cp", "tensor_and_context"),
     )
 }
+PACKED_SEQ_PARAMS = Seam(
+    module="megatron.core.packed_seq_params",
+    path="PackedSeqParams",
+    parameters=(
+        "qkv_format",
+        *(f"cu_seqlens_{of}{kind}" for kind in ("", "_padded") for of in ("q", "kv")),
+        *("max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"),
+    ),
+)
 # Called, not wrapped.
 _CALLED = (
     LATENT_ATTENTION,
+    PACKED_SEQ_PARAMS,
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Deals the documents of one step out to ranks that may share them in groups of several sizes.
+//
+// Note [Schedules of packs]
+// A group of size c is c neighbouring ranks, the first one a multiple of c; so groups are nested.
+// In one micro-batch each rank runs one pack, alone or with its group, and other groups may have
+// another size. All ranks run equally many micro-batches, each in order of falling sizes. All ranks
+// of a group have then run the same packs before, and none waits for another one: a step takes as
+// long as the rank with the largest sum of costs. That is what is made small, for the fewest
+// micro-batches that were found, since a replayed micro-batch runs its whole capacity anyhow.
+//
+// The largest documents are placed first, each into the group with the least cost so far; a
+// document that would cost a rank too much alone is given to more ranks. Several limits of "too
+// much" are tried. Then documents of the costliest rank are moved or exchanged while that helps.
+// Nothing but the arguments enters, and the arithmetic is exact or rounds alike on every machine:
+// ranks that see the same lengths schedule alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace megagraph {
+
+struct ScheduleLimits {
+  int64_t ranks;
+  std::vector<int64_t> cp_sizes;  // ascending powers of two; the largest divides the ranks
+  int64_t max_tokens, max_seqs;   // of one rank in one micro-batch
+  int64_t alignment;         // a document's rows on one rank are a multiple, of twice it if c > 1
+  int64_t attention_parity;  // length at which attention costs what the rest of a layer does
+  double exchange;           // cost of fetching a token's keys and values, of a token's rest
+  int64_t multiple;          // of micro-batches
+};
+
+struct ScheduledPack {
+  int64_t cp_size, first_rank;
+  std::vector<int64_t> documents;  // ascending
+};
+
+struct PackSchedule {
+  std::vector<std::vector<ScheduledPack>> micro_batches;  // packs by their first rank
+  std::vector<double> costs;                              // of each rank, in tokens
+};
+
+// Throws std::invalid_argument for limits and lengths that leave no schedule, and where none was
+// found.
+PackSchedule schedule_packs(const std::vector<int64_t>& lengths, const ScheduleLimits& limits);
+
+}  // namespace megagraph

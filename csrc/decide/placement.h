@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packs that are being filled: how many each group has, and which documents are in them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/decide/document_costs.h"
+
+namespace megagraph {
+
+// Group g of a level is the ranks from g * size on.
+struct OpenPack {
+  int level;
+  int64_t group;
+  int64_t rows = 0;  // on each rank
+  std::vector<int> documents = {};
+};
+
+enum class Filling { kDone, kNoRoom, kEmptyPack };
+
+struct Policy {
+  double limit;          // a document that costs a rank more is given to more ranks
+  bool spares_packs;     // of several ranks: fills those there are before another one is opened
+  bool prefers_fullest;  // of a group's packs with room, else the emptiest
+  int64_t places = 0;    // at least so many packs of single ranks: else the longest documents go up
+};
+
+// Every rank has `num_micro_batches` packs in the end, those of its groups included.
+class Placement {
+ public:
+  Placement(const DocumentCosts& costs, const ScheduleLimits& limits, int64_t num_micro_batches);
+
+  // Places all documents and leaves no pack empty, or says why not. Once for each object.
+  Filling fill(const Policy& policy);
+
+  const std::vector<OpenPack>& packs() const { return packs_; }
+  const std::vector<double>& loads() const { return loads_; }
+  const DocumentCosts& costs() const { return *costs_; }
+  int64_t size_of(int level) const { return limits_->cp_sizes[level]; }
+  double largest_load() const;
+  // Of the ranks of a group, the largest.
+  double load(int level, int64_t group) const;
+  bool fits(int document, const OpenPack& pack) const;
+  bool has_rows(const OpenPack& pack, int64_t more) const {
+    return pack.rows + more <= limits_->max_tokens;
+  }
+  // For one more document, of so many rows.
+  bool has_room(const OpenPack& pack, int64_t rows) const {
+    return has_rows(pack, rows) && static_cast<int64_t>(pack.documents.size()) < limits_->max_seqs;
+  }
+  // By index in `packs()`; keeps loads and rows.
+  void add(int pack, int document);
+  void remove(int pack, int document);
+  // The packs of one group, not those of larger ones.
+  const std::vector<int>& packs_of(int level, int64_t group) const { return nodes_[level][group]; }
+
+ private:
+  std::vector<int> levels(const Policy& policy) const;
+  bool place(int document, int level, const Policy& policy);
+  bool place_on_larger(int document, int level, const Policy& policy);
+  // Into one of the packs that the group has.
+  void add_to(int document, int level, int64_t group, const Policy& policy);
+  int open(int level, int64_t group);
+  // Packs that may still be opened for a group while its smaller groups have none.
+  int64_t num_free(int level, int64_t group) const;
+  void open_lowest();
+  void set_room(int level, int64_t group);
+  bool fill_empty_packs();
+  bool take_for(int empty, std::vector<int>& donors);
+  bool merge(int empty);
+  int lift(int level, int64_t group, int empty);
+  bool absorb(int pack, int other);
+
+  const DocumentCosts* costs_;
+  const ScheduleLimits* limits_;
+  int64_t num_micro_batches_;
+  std::vector<OpenPack> packs_;                       // one of level -1 was merged into another
+  std::vector<std::vector<std::vector<int>>> nodes_;  // packs by level and group
+  std::vector<std::vector<int64_t>> room_;            // rows, of the emptiest pack
+  std::vector<double> loads_;                         // of each rank
+};
+
+}  // namespace megagraph

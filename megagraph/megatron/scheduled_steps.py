@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the documents of each step into micro-batches of packs that ranks share in groups of several sizes.
+
+Trains nothing. Whether a model takes packs of several sizes is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagraph.megatron.parallel.context import ContextGroups
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS
+from megagraph.packs.exchange import Contents, Document, contents_of, deal, gather_contents, share
+from megagraph.packs.schedule import PackSchedule, ScheduledPack, ScheduleLimits, schedule_packs
+
+__all__ = ["MicroBatch", "ScheduledStep", "ScheduledSteps"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """This rank's share of one pack. Rows past a document's end are zeros.
+
+    Args:
+        cp_size: how many ranks share the pack.
+        tensors: what documents hold, by name; [1, T].
+        position_ids: of each row in its document, whole and not cut; int64 [1, T].
+        packed_seq_params: Megatron's, with offsets of the whole pack: actual ones, and padded ones where
+            ranks share it or rows are aligned. `local_cp_size` and `cp_group` are the pack's.
+    """
+
+    cp_size: int
+    tensors: Mapping[str, Tensor]
+    position_ids: Tensor
+    packed_seq_params: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduledStep:
+    """The micro-batches of one step, as many on every rank.
+
+    Its `len()` is the `num_microbatches` of Megatron's schedule, and its `iter()` the `data_iterator`.
+
+    Args:
+        schedule: of all ranks.
+        micro_batches: of this rank.
+    """
+
+    schedule: PackSchedule
+    micro_batches: Sequence[MicroBatch]
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+
+class ScheduledSteps:
+    """Iterates over steps: schedules the documents of all ranks, exchanges them once, and makes the packs.
+
+    Each `next()` is collective over the ranks of a global batch. Every rank brings documents of its own, any
+    number, also none; what several bring counts several times. Ranks of tensor and pipeline parallelism have
+    to bring the same documents, and get the same packs then.
+
+    Args:
+        documents: of this rank, step by step. All tensors of a document have its length: what is shifted,
+            such as labels, is shifted before.
+        limits: of each step's schedule. Its `ranks` and `cp_sizes` are those of `groups`.
+        groups: of the ranks of a global batch.
+        config: the model's TransformerConfig.
+        device: where documents are exchanged and packs are.
+
+    Raises:
+        ValueError: if losses are not per token, or `limits` and `groups` differ. From `next()`, on every rank
+            alike: if documents cannot be scheduled, or differ in their tensors, or some ranks have no further
+            step.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Sequence[Document]],
+        *,
+        limits: ScheduleLimits,
+        groups: ContextGroups,
+        config: Any,
+        device: torch.device,
+    ) -> None:
+        if not config.calculate_per_token_loss:
+            raise ValueError(
+                "expected calculate_per_token_loss=True in the model's config: packs hold different numbers "
+                "of tokens, and a mean of each would weigh them alike"
+            )
+        if (limits.ranks, limits.cp_sizes) != (groups.num_ranks, groups.cp_sizes):
+            raise ValueError(
+                f"expected limits of {groups.num_ranks} ranks in groups of {groups.cp_sizes}, "
+                f"got {limits.ranks} in groups of {limits.cp_sizes}"
+            )
+        self._documents = iter(documents)
+        self._limits = limits
+        self._groups = groups
+        self._device = device
+
+    def __iter__(self) -> ScheduledSteps:
+        return self
+
+    def __next__(self) -> ScheduledStep:
+        documents = next(self._documents, None)
+        own = Contents(is_over=True) if documents is None else contents_of(documents)
+        every = gather_contents(own, self._groups.parent)
+        over = [rank for rank, contents in enumerate(every) if contents.is_over]
+        if len(over) == len(every):
+            raise StopIteration
+        if over:
+            raise ValueError(f"expected a step of every rank, got none of ranks {over}")
+        lengths = [length for contents in every for length in contents.lengths]
+        schedule = schedule_packs(lengths, self._limits)
+        dealt = deal(documents or (), every, schedule, self._limits, self._groups.parent, self._device)
+        packs = schedule.of_rank(self._groups.rank)
+        return ScheduledStep(
+            schedule=schedule,
+            micro_batches=[
+                self._micro_batch(pack, tensors, [lengths[index] for index in pack.documents])
+                for pack, tensors in zip(packs, dealt, strict=True)
+            ],
+        )
+
+    def _micro_batch(
+        self, pack: ScheduledPack, tensors: Mapping[str, Tensor], lengths: list[int]
+    ) -> MicroBatch:
+        size, place = pack.cp_size, self._groups.rank - pack.first_rank
+        rows = [self._limits.rows(length, size) for length in lengths]
+        positions = [share(torch.arange(num * size), num, size, place) for num in rows]
+        return MicroBatch(
+            cp_size=size,
+            tensors={name: tensor[None] for name, tensor in tensors.items()},
+            position_ids=torch.cat(positions)[None].to(self._device),
+            packed_seq_params=self._params(size, lengths, [num * size for num in rows]),
+        )
+
+    def _params(self, cp_size: int, lengths: list[int], padded: list[int]) -> Any:
+        offsets = self._offsets(lengths)
+        # By the size and not by the documents: packs with and without them are captured apart.
+        is_padded = cp_size > 1 or self._limits.alignment > 1
+        padded_offsets = self._offsets(padded) if is_padded else None
+        make = PACKED_SEQ_PARAMS.function()
+        has_between = "pad_between_seqs" in inspect.signature(make).parameters
+        between = {"pad_between_seqs": True} if is_padded and has_between else {}
+        return make(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            cu_seqlens_q_padded=padded_offsets,
+            cu_seqlens_kv_padded=padded_offsets,
+            max_seqlen_q=max(padded),
+            max_seqlen_kv=max(padded),
+            local_cp_size=cp_size,
+            cp_group=self._groups.of_size(cp_size),
+            **between,
+        )
+
+    def _offsets(self, lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run that schedule their documents together."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import megatron_rig as rig
+import torch
+from torch import Tensor, distributed
+
+import megagraph
+from megagraph.demo.trainer import Trainer, packed_seq_params
+from megagraph.megatron.parallel.context import ContextGroups
+from megagraph.megatron.scheduled_steps import MicroBatch, ScheduledStep, ScheduledSteps
+from megagraph.packs.schedule import ScheduleLimits
+
+CONFIG = SimpleNamespace(calculate_per_token_loss=True)
+
+
+def document(number: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    """One that tells by each token which it is."""
+    tokens = torch.arange(length, device=device) + 1000 * (number + 1)
+    return {"tokens": tokens, "loss_mask": torch.ones(length, device=device), "even": tokens % 2 == 0}
+
+
+def _device() -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _groups(cp_sizes: tuple[int, ...]) -> ContextGroups:
+    from megatron.core import parallel_state
+
+    parent = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups = ContextGroups(parent, cp_sizes)
+    groups.warm_up(_device())
+    return groups
+
+
+def steps_of_rank(*, lengths: list[list[list[int]]], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every micro-batch of this rank, for documents of given lengths by step and rank."""
+    limits = ScheduleLimits(ranks=distributed.get_world_size(), **options)
+    groups = _groups(limits.cp_sizes)
+    device = _device()
+    rank = groups.rank
+    steps = []
+    for of_ranks in lengths:
+        first = sum(map(len, of_ranks[:rank]))
+        steps.append([document(first + i, length, device) for i, length in enumerate(of_ranks[rank])])
+    found = []
+    for number, step in enumerate(
+        ScheduledSteps(steps, limits=limits, groups=groups, config=CONFIG, device=device)
+    ):
+        assert len(step) == len(list(step)) == len(step.schedule.micro_batches)
+        for pack, batch in zip(step.schedule.of_rank(rank), step, strict=True):
+            params = batch.packed_seq_params
+            assert params.cp_group is groups.of_size(batch.cp_size)
+            found.append(
+                {
+                    "step": number,
+                    "pack": tuple(pack),
+                    "tensors": {name: tensor.cpu() for name, tensor in batch.tensors.items()},
+                    "position_ids": batch.position_ids.cpu(),
+                    "offsets": params.cu_seqlens_q.cpu(),
+                    "padded": None
+                    if params.cu_seqlens_q_padded is None
+                    else params.cu_seqlens_q_padded.cpu(),
+                    "max_seqlen": params.max_seqlen_kv,
+                    "size": params.local_cp_size,
+                    "group": [rank]
+                    if params.cp_group is None
+                    else distributed.get_process_group_ranks(params.cp_group),
+                }
+            )
+    return found
+
+
+def error_of_rank(*, lengths: list[list[int] | None], case: str = "") -> str:
+    """What a rank hears where something is wrong on some rank; None is a rank without a step."""
+    rank = distributed.get_rank()
+    limits = ScheduleLimits(
+        ranks=len(lengths), cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4
+    )
+    device = _device()
+    own = lengths[rank]
+    documents = None if own is None else [document(i, length, device) for i, length in enumerate(own)]
+    if rank == 1 and documents:
+        if case == "shape":
+            documents[0]["tokens"] = documents[0]["tokens"][:-1]
+        elif case == "dtype":
+            documents[0]["tokens"] = documents[0]["tokens"].int()
+    steps = ScheduledSteps(
+        [] if documents is None else [documents],
+        limits=limits,
+        groups=_groups((1, 2)),
+        config=CONFIG,
+        device=device,
+    )
+    try:
+        next(steps)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+# -- a model of today's, on packs of one rank each -------------------------------------------------
+
+VOCAB = rig.OPTIONS.vocab
+
+
+def text(number: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    """A document to train on; its last token has no label."""
+    drawn = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCAB, (length,), generator=drawn)
+    mask = torch.ones(length)
+    mask[-1] = 0
+    return {
+        "tokens": tokens.to(device),
+        "labels": tokens.roll(-1).to(device),
+        "loss_mask": mask.to(device),
+    }
+
+
+def _forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    losses = model(
+        input_ids=batch.tensors["tokens"],
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        labels=batch.tensors["labels"],
+        packed_seq_params=batch.packed_seq_params,
+    )
+
+    def sums(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        mask = batch.tensors["loss_mask"]
+        loss = (losses.float() * mask).sum()
+        return loss, mask.sum().int(), {"loss": loss.detach().clone()}
+
+    return losses, sums
+
+
+def _trained(steps: Iterator[ScheduledStep], trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for step in steps:
+        trainer.zero_grad()
+        with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+            found = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=iter(step),
+                model=[trainer.model],
+                num_microbatches=len(step),
+                seq_length=rig.CAPACITY.tokens,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+        yield rig.Step(losses=[loss["loss"] for loss in found], grads=rig.grads(trainer.chunk))
+        trainer.update()
+
+
+def _alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Gradients of the mean loss of all tokens, each document by itself and without other ranks."""
+    params = dict(chunk.named_parameters())
+    sums = [torch.zeros_like(param) for param in params.values()]
+    num_tokens = 0.0
+    for document in documents:
+        length = document["tokens"].numel()
+        offsets = torch.tensor([0, length], dtype=torch.int32, device=document["tokens"].device)
+        losses = chunk(
+            input_ids=document["tokens"][None],
+            position_ids=torch.arange(length, device=offsets.device)[None],
+            attention_mask=None,
+            labels=document["labels"][None],
+            packed_seq_params=packed_seq_params(offsets, length),
+        )
+        loss = (losses.float() * document["loss_mask"]).sum()
+        for total, grad in zip(sums, torch.autograd.grad(loss, list(params.values())), strict=True):
+            total += grad
+        num_tokens += float(document["loss_mask"].sum())
+    return {name: total / num_tokens for name, total in zip(params, sums, strict=True)}
+
+
+def train_scheduled(*, lengths: list[list[list[int]]]) -> tuple[dict[str, Any], list[int], float]:
+    """Trains eager and graphed on what is scheduled, and compares every step's bits.
+
+    Returns:
+        The report of the graphed run, the micro-batches of each step, and how far the first step's gradients
+        are from those of one process that runs each document by itself, as a part of the largest gradient.
+    """
+    limits = ScheduleLimits(
+        ranks=distributed.get_world_size(),
+        cp_sizes=(1,),
+        max_seqlen_per_dp_cp_rank=rig.CAPACITY.tokens,
+        max_packed_seqs=rig.CAPACITY.num_seqs,
+    )
+    groups = _groups((1,))
+    device = _device()
+    numbers = [[100 * step + 10 * rank for rank in range(groups.num_ranks)] for step in range(len(lengths))]
+    documents = [
+        [
+            [text(first + i, length, device) for i, length in enumerate(own)]
+            for first, own in zip(firsts, of_ranks, strict=True)
+        ]
+        for firsts, of_ranks in zip(numbers, lengths, strict=True)
+    ]
+
+    make = partial(Trainer, rig.OPTIONS, config={"calculate_per_token_loss": True})
+    alone = _alone(make().chunk, [document for own in documents[0] for document in own])
+
+    def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[int]]:
+        megagraph.install(rig.graph_config())
+        try:
+            trainer = make()
+            own = (of_ranks[groups.rank] for of_ranks in documents)
+            steps = list(
+                ScheduledSteps(own, limits=limits, groups=groups, config=trainer.chunk.config, device=device)
+            )
+            done = list(_trained(iter(steps), trainer, eager=eager))
+            return done, rig.report_of(trainer), [len(step) for step in steps]
+        finally:
+            megagraph.uninstall()
+
+    eager_steps, _, num_micro_batches = run(True)
+    graphed_steps, report, _ = run(False)
+    for index, (eager, graphed) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
+        rig.assert_same(eager, graphed, f"step {index}")
+    largest = max(float(grad.abs().max()) for grad in alone.values())
+    off = max(float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items())
+    return report, num_micro_batches, off / largest
