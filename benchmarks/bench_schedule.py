@@ -81,7 +81,7 @@ def figures_of(case: Case) -> list[Figure]:
     """Balance, filling and sizes over all steps of a case."""
     steps = case.drawn()
     schedules = [schedule_packs(lengths, case.limits) for lengths in steps]
-    statics = [schedule_packs(lengths, case.static) for lengths in steps]
+    of_static = [schedule_packs(lengths, case.static) for lengths in steps]
     imbalances = [schedule.imbalance for schedule in schedules]
     rows = case.ranks * case.tokens
     packs = [pack for schedule in schedules for packs in schedule.micro_batches for pack in packs]
@@ -96,7 +96,7 @@ def figures_of(case: Case) -> list[Figure]:
             name=f"{case.title}: imbalance, worst step",
             value=max(imbalances),
             unit="of the mean rank",
-            rival_value=max(schedule.imbalance for schedule in statics),
+            rival_value=max(schedule.imbalance for schedule in of_static),
             bar=1.05,
             rival=rival,
         ),
@@ -104,14 +104,14 @@ def figures_of(case: Case) -> list[Figure]:
             name=f"{case.title}: cost of the costliest rank, mean",
             value=_cost(schedules),
             unit="tokens",
-            rival_value=_cost(statics),
+            rival_value=_cost(of_static),
             rival=rival,
         ),
         Figure(
             name=f"{case.title}: micro-batches, mean",
             value=_number(schedules),
             unit="micro-batches",
-            rival_value=_number(statics),
+            rival_value=_number(of_static),
             floor=fmean(-(-sum(lengths) // rows) for lengths in steps),
             rival=rival,
         ),

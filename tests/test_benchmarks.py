@@ -143,8 +143,7 @@ def test_every_committed_figure_is_still_measured_under_its_name(
     measurement = measured(name)
     result = read_result(measurement.path)
     assert [*result.figures] == measurement.figures
-    path = RESULTS / f"{name}.json"  # none until it has run on a GPU
-    committed = {f.name for f in read_result(path).figures} if path.is_file() else set()
+    committed = {f.name for f in read_result(RESULTS / f"{name}.json").figures}
     assert {of for of in committed if not of.endswith(SOAKED)} <= {f.name for f in result.figures}
     wall_clock = [f for f in result.figures if re.search(r", median|host time|GPU time|bandwidth", f.name)]
     assert all(f.p10 is not None for f in wall_clock if not f.name.endswith("fastest"))

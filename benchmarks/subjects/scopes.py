@@ -129,7 +129,6 @@ def measure_megatrons(scopes: str) -> Answer:
     of = {"model": [trainer.model], "config": trainer.chunk.config, "optimizers": [trainer.optimizer]}
     helper = TECudaGraphHelper(**of, seq_length=CASE.tokens, micro_batch_size=1)
     helper.create_cudagraphs()
-    helper.cuda_graph_set_manual_hooks()
     for index in range(RIVAL_WARM_UP_STEPS):
         trainer.wall_ms(steps[index % len(steps)], graphs=True)
     with without_collection():
