@@ -47,4 +47,21 @@ enum class RopeScalar { kHalf, kBFloat16, kFloat, kDouble };
 void rope_thd(const RopeArgs& args, RopeScalar scalar, RopeLayout layout, bool backward,
               cudaStream_t stream);
 
+// [tokens, heads, dim], whose last dimension is dense; strides in elements. No heads: not there.
+struct RopeMlaView {
+  void* data;
+  int64_t token_stride, head_stride;
+  int32_t heads, dim;
+};
+// Forward from kv and k_pe to k and v, backward the other way; q to q_out, which may be q.
+struct RopeMlaArgs {
+  RopeMlaView q, q_out, kv, k_pe, k, v;
+  const void* cos;
+  const void* sin;
+  const int32_t* cu_seqlens;
+  int32_t tokens, num_seqs, positions, rotary_dim, cp_size, cp_rank;
+};
+void rope_mla(const RopeMlaArgs& args, RopeScalar scalar, RopeRounding rounding, bool backward,
+              cudaStream_t stream);
+
 }  // namespace megagraph

@@ -93,7 +93,8 @@ void rotate_head(const scalar_t* in, scalar_t* out, const scalar_t* cos, const s
     const RopePair<scalar_t> x{in[from[0]], in[from[1]]};
     const RopePair<scalar_t> c{cos[rotated[0]], cos[rotated[1]]};
     const RopePair<scalar_t> s{sin[rotated[0]], sin[rotated[1]]};
-    const RopePair<scalar_t> y = backward ? rotate_pair_back(x, c, s) : rotate_pair(x, c, s);
+    const RopePair<scalar_t> y = backward ? rotate_pair_back<RopeRounding::kEach>(x, c, s)
+                                          : rotate_pair<RopeRounding::kEach>(x, c, s);
     out[to[0]] = y.first;
     out[to[1]] = y.second;
   }

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "csrc/ops/kernels.h"
+#include "csrc/ops/rope_pairs.cuh"
 #include "csrc/ops/rope_thd_lanes.cuh"
 #include "csrc/ops/thd_positions.h"
 
@@ -19,107 +20,6 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 constexpr int kHeads = 4;
-
-template <typename scalar_t, int kVec>
-struct alignas(sizeof(scalar_t) * kVec) Vec {
-  scalar_t at[kVec];
-};
-
-// kVec pairs: their first members and their second ones.
-template <typename scalar_t, int kVec>
-struct Pairs {
-  using V = Vec<scalar_t, kVec>;
-  V first, second;
-
-  // The pairs of a chunk lie either in two runs that are half a rotary part apart (split) or side
-  // by side in one run (adjacent).
-  __device__ void load(const scalar_t* base, int chunk, int half, bool split) {
-    const int step = split ? half : kVec;
-    const scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    first = *reinterpret_cast<const V*>(at);
-    second = *reinterpret_cast<const V*>(at + step);
-  }
-  __device__ void store(scalar_t* base, int chunk, int half, bool split) const {
-    const int step = split ? half : kVec;
-    scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    *reinterpret_cast<V*>(at) = first;
-    *reinterpret_cast<V*>(at + step) = second;
-  }
-  // From two halves of a run of adjacent pairs, and back.
-  __device__ Pairs unzipped() const {
-    Pairs result = *this;
-    if constexpr (kVec > 1) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const V& from = 2 * i < kVec ? first : second;
-        result.first.at[i] = from.at[2 * i % kVec];
-        result.second.at[i] = from.at[2 * i % kVec + 1];
-      }
-    }
-    return result;
-  }
-  __device__ Pairs zipped() const {
-    Pairs result = *this;
-    if constexpr (kVec > 1) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        V& to = 2 * i < kVec ? result.first : result.second;
-        to.at[2 * i % kVec] = first.at[i];
-        to.at[2 * i % kVec + 1] = second.at[i];
-      }
-    }
-    return result;
-  }
-};
-
-// Note [RoPE bits], two elements at once.
-template <bool backward, typename packed_t>
-__device__ void rotate_packed(packed_t& first, packed_t& second, packed_t cos_first,
-                              packed_t cos_second, packed_t sin_first, packed_t sin_second) {
-  const packed_t first_cos = __hmul2_rn(first, cos_first);
-  const packed_t second_cos = __hmul2_rn(second, cos_second);
-  if constexpr (backward) {
-    const packed_t first_sin = __hmul2_rn(first, sin_first);
-    const packed_t second_sin = __hmul2_rn(second, sin_second);
-    first = __hadd2_rn(first_cos, second_sin);
-    second = __hadd2_rn(second_cos, __hneg2(first_sin));
-  } else {
-    const packed_t first_sin = __hmul2_rn(__hneg2(second), sin_first);
-    const packed_t second_sin = __hmul2_rn(first, sin_second);
-    first = __hadd2_rn(first_cos, first_sin);
-    second = __hadd2_rn(second_cos, second_sin);
-  }
-}
-
-template <bool backward, typename scalar_t, int kVec>
-__device__ Pairs<scalar_t, kVec> rotate(Pairs<scalar_t, kVec> x, const Pairs<scalar_t, kVec>& cos,
-                                        const Pairs<scalar_t, kVec>& sin) {
-  using packed_t = Packed<scalar_t>;
-  if constexpr (!std::is_void_v<packed_t> && kVec % 2 == 0) {
-    using Lanes = Vec<packed_t, kVec / 2>;
-    auto& first = reinterpret_cast<Lanes&>(x.first);
-    auto& second = reinterpret_cast<Lanes&>(x.second);
-#pragma unroll
-    for (int i = 0; i < kVec / 2; ++i) {
-      rotate_packed<backward>(first.at[i], second.at[i],
-                              reinterpret_cast<const Lanes&>(cos.first).at[i],
-                              reinterpret_cast<const Lanes&>(cos.second).at[i],
-                              reinterpret_cast<const Lanes&>(sin.first).at[i],
-                              reinterpret_cast<const Lanes&>(sin.second).at[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const RopePair<scalar_t> pair{x.first.at[i], x.second.at[i]};
-      const RopePair<scalar_t> c{cos.first.at[i], cos.second.at[i]};
-      const RopePair<scalar_t> s{sin.first.at[i], sin.second.at[i]};
-      const auto y = backward ? rotate_pair_back(pair, c, s) : rotate_pair(pair, c, s);
-      x.first.at[i] = y.first;
-      x.second.at[i] = y.second;
-    }
-  }
-  return x;
-}
 
 // One head of one token, in and out.
 template <typename scalar_t>
@@ -192,7 +92,7 @@ __global__ void rope_thd_kernel(const __grid_constant__ RopeArgs args) {
         if (head >= total_heads) break;
         P y{};
         if (position >= 0) {
-          y = rotate<backward>(kInSplit ? x[k] : x[k].unzipped(), cos, sin);
+          y = rotate<RopeRounding::kEach, backward>(kInSplit ? x[k] : x[k].unzipped(), cos, sin);
           if constexpr (!kOutSplit) y = y.zipped();
         }
         y.store(Head<scalar_t>(args, row, head).out, chunk, half, kOutSplit);

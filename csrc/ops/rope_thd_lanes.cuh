@@ -13,27 +13,17 @@
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/macros/Macros.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
-#include <type_traits>
 
 #include "csrc/ops/kernels.h"
+#include "csrc/ops/rope_pairs.cuh"
 #include "csrc/ops/thd_positions.h"
 
 namespace megagraph {
 
 constexpr int kLaneHeads = 5;
 constexpr int kMaxLaneGroups = 32;  // of heads, in a block
-
-// Two elements in one register; void if there is no such type.
-template <typename scalar_t>
-using Packed =
-    std::conditional_t<std::is_same_v<scalar_t, c10::BFloat16>, __nv_bfloat162,
-                       std::conditional_t<std::is_same_v<scalar_t, c10::Half>, __half2, void>>;
 
 // 16 bytes of a head.
 template <typename packed_t>

@@ -28,6 +28,16 @@ TORCH_LIBRARY(megagraph, m) {
       "-> Tensor[]",
       tags);
 
+  // Not traced: torch makes no functional form of an op that both writes and returns a list.
+  m.def(
+      "rope_mla_(Tensor(a!)? q, Tensor? kv, Tensor? k_pe, Tensor cos, Tensor sin, "
+      "Tensor cu_seqlens_padded, *, int v_dim=0, bool fused=False, int cp_size=1, int cp_rank=0) "
+      "-> Tensor[]");
+  m.def(
+      "rope_mla_backward(Tensor? dq, Tensor? dk, Tensor? dv, Tensor cos, Tensor sin, "
+      "Tensor cu_seqlens_padded, *, bool fused=False, int cp_size=1, int cp_rank=0) -> Tensor[]",
+      tags);
+
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, *, "
       "float? softmax_scale=None, bool causal=True) -> (Tensor out, Tensor softmax_lse)",

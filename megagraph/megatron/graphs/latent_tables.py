@@ -20,7 +20,8 @@ from megagraph.megatron.seams import LATENT_ATTENTION
 
 __all__ = ["LatentTables"]
 
-_OWN = "forward"
+# The angles; with fused RoPE of YaRN, cosines and sines of them, out of buffers that a longer pack replaces.
+_ANGLES, _COSINES = "forward", "get_cached_cos_sin"
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:
@@ -34,7 +35,7 @@ def _embeddings(block: nn.Module) -> list[nn.Module]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two answers are the same: a table, or one and YaRN's scale."""
+    """Whether two answers are the same: a table, one and YaRN's scale, or two."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, tuple) and isinstance(other, tuple):
@@ -77,24 +78,31 @@ class LatentTables:
         """
         embeddings = _embeddings(block)
         of_variant = self._answers.setdefault(variant, weakref.WeakKeyDictionary())
-        before = [vars(embedding).get(_OWN) for embedding in embeddings]
-        for embedding in embeddings:
-            answers = of_variant.setdefault(embedding, {})
-            vars(embedding)[_OWN] = self._kept(answers, getattr(embedding, _OWN))
+        asked = [(one, name) for one in embeddings for name in (_ANGLES, _COSINES) if hasattr(one, name)]
+        before = [vars(embedding).get(name) for embedding, name in asked]
+        kept = [
+            self._kept(of_variant.setdefault(embedding, {}), name, getattr(embedding, name))
+            for embedding, name in asked
+        ]
+        for (embedding, name), answer in zip(asked, kept, strict=True):
+            vars(embedding)[name] = answer
         try:
             yield
         finally:
-            for embedding, own in zip(embeddings, before, strict=True):
+            for (embedding, name), own in zip(asked, before, strict=True):
                 if own is None:
-                    del vars(embedding)[_OWN]
+                    del vars(embedding)[name]
                 else:
-                    vars(embedding)[_OWN] = own
+                    vars(embedding)[name] = own
 
-    def _kept(self, answers: _Answers, ask: Callable[..., Any]) -> Callable[..., Any]:
+    def _kept(self, answers: _Answers, name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Hashable, **named: Hashable) -> Any:
-            question = args, tuple(sorted(named.items()))
+            question = name, args, tuple(sorted(named.items()))
             if question not in answers:
-                answers[question] = self._shared(ask(*args, **named))
+                made = ask(*args, **named)
+                # Views of buffers are longer, and their memory is their owner's to free.
+                made = tuple(table.clone() for table in made) if name == _COSINES else made
+                answers[question] = self._shared(made)
             return answers[question]
 
         return answer

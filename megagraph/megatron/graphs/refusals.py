@@ -20,6 +20,7 @@ from megagraph.megatron.seams import (
     PREDICTION_FORWARD,
     has_latent_attention,
     is_replaced,
+    replaced_latent_rope,
     replaced_rope,
 )
 
@@ -125,11 +126,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
             return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
-    is_latent = has_latent_attention(model)
-    if is_latent and config.apply_rope_fusion:
-        return _not_supported("fused RoPE of multi-latent attention (apply_rope_fusion=True)")
-    rope = LATENT_ROPE if is_latent else ATTENTION_ROPE
-    replaced = None if config.apply_rope_fusion else replaced_rope(rope)
+    replaced = _replaced_rope(is_latent=has_latent_attention(model), is_fused=config.apply_rope_fusion)
     if replaced is not None:
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
@@ -141,6 +138,15 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
         return _not_supported(experts)
     broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
     return None if broken is None else Refusal(reason=broken.rule.reason, sentence=broken.sentence)
+
+
+def _replaced_rope(*, is_latent: bool, is_fused: bool) -> str | None:
+    """A host's function in place of one of Megatron's that our ops reproduce, or None."""
+    if is_latent and is_fused:
+        return replaced_latent_rope()
+    if is_fused:
+        return None
+    return replaced_rope(LATENT_ROPE if is_latent else ATTENTION_ROPE)
 
 
 def _refusal_of_prediction(model: Any) -> Refusal | None:

@@ -17,6 +17,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch.documents import wrap_documents
 from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers
+from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
 from megagraph.megatron.patch.overrides import Overrides
 from megagraph.megatron.patch.prediction import wrap_prediction
 from megagraph.megatron.patch.rope import wrap_rope
@@ -54,6 +55,8 @@ class _Installation:
         self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)
+        self._wrap(seams.LATENT_QUERY_ROPE, wrap_query_rope)
+        self._wrap(seams.LATENT_KEY_ROPE, wrap_key_rope)
         experts = ExpertWrappers(plugin)
         self._wrap(seams.ROUTER_FORWARD, experts.router)
         self._wrap(seams.ROUTING, experts.routing)

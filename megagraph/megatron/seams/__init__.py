@@ -37,12 +37,15 @@ from megagraph.megatron.seams.models import (
     DESTROY_PROCESS_GROUP,
     GPT_FORWARD,
     LATENT_ATTENTION,
+    LATENT_KEY_ROPE,
+    LATENT_QUERY_ROPE,
     LATENT_ROPE,
     PACK_GROUPS,
     PACKED_SEQ_PARAMS,
     PREDICTION_FORWARD,
     SCHEDULES,
     has_latent_attention,
+    replaced_latent_rope,
     replaced_rope,
 )
 from megagraph.megatron.seams.release import SUPPORTED, check_core
@@ -62,6 +65,8 @@ __all__ = [
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
     "LATENT_ATTENTION",
+    "LATENT_KEY_ROPE",
+    "LATENT_QUERY_ROPE",
     "LATENT_ROPE",
     "MAMBA_FORWARD",
     "MAMBA_STACK_FORWARD",
@@ -86,5 +91,6 @@ __all__ = [
     "packs_say_documents",
     "permutation_sorts",
     "replaced_choice",
+    "replaced_latent_rope",
     "replaced_rope",
 ]

@@ -14,6 +14,8 @@ __all__ = [
     "DESTROY_PROCESS_GROUP",
     "GPT_FORWARD",
     "LATENT_ATTENTION",
+    "LATENT_KEY_ROPE",
+    "LATENT_QUERY_ROPE",
     "LATENT_ROPE",
     "MODEL_SEAMS",
     "PACKED_SEQ_PARAMS",
@@ -21,6 +23,7 @@ __all__ = [
     "PREDICTION_FORWARD",
     "SCHEDULES",
     "has_latent_attention",
+    "replaced_latent_rope",
     "replaced_rope",
 ]
 
@@ -70,6 +73,21 @@ LATENT_ROPE = Seam(
     path="apply_rotary_pos_emb",
     parameters=ATTENTION_ROPE.parameters,
 )
+# Its fused RoPE of queries, and of keys with values: kernels of Triton, which need a GPU to run.
+LATENT_QUERY_ROPE = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="fused_apply_mla_rope_for_q",
+    parameters=("t", "cos", "sin", "qk_head_dim", "emb_dim", "cu_seqlens_q", "cp_rank", "cp_size"),
+)
+LATENT_KEY_ROPE = Seam(
+    module="megatron.core.transformer.multi_latent_attention",
+    path="fused_apply_mla_rope_for_kv",
+    parameters=(
+        *("kv", "k_pos_emb", "cos", "sin", "emb_dim", "k_dim", "v_dim", "cu_seqlens_kv"),
+        *("cp_rank", "cp_size"),
+    ),
+)
+_LATENT_ROPE_MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 # Says which modules make rotary tables of their own.
 LATENT_ATTENTION = Seam(
     module="megatron.core.transformer.multi_latent_attention",
@@ -122,6 +140,7 @@ _CALLED = (
 )
 MODEL_SEAMS = (
     *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PREDICTION_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
+    *(LATENT_QUERY_ROPE, LATENT_KEY_ROPE),
     *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED),
 )
 
@@ -140,6 +159,16 @@ def replaced_rope(seam: Seam) -> str | None:
     """
     own = vars(importlib.import_module(_ROPE_MODULE))
     for function in (below_ours(seam.function()), *(own[name] for name in _ROPE_PARTS if name in own)):
+        if getattr(function, "__globals__", None) is not own:
+            return called_name(function)
+    return None
+
+
+def replaced_latent_rope() -> str | None:
+    """The name of a function that a host has put in place of one of Megatron's fused latent RoPE, or None."""
+    own = vars(importlib.import_module(_LATENT_ROPE_MODULE))
+    for seam in (LATENT_QUERY_ROPE, LATENT_KEY_ROPE):
+        function = below_ours(seam.function())
         if getattr(function, "__globals__", None) is not own:
             return called_name(function)
     return None

@@ -6,13 +6,16 @@ Looks only; what follows from it is decided elsewhere.
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["AddressWatch"]
+
+# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/latent_tables.py).
+_UNREAD = ("cos_cached", "sin_cached")
 
 
 class AddressWatch:
@@ -45,9 +48,14 @@ class AddressWatch:
     def _parameters(self) -> list[Tensor]:
         return [param for spec in self._specs for param in spec.parameters()]
 
+    def _modules(self) -> list[nn.Module]:
+        return [module for spec in self._specs for module in spec.modules()]
+
     def _read_by_graphs(self) -> list[Tensor]:
         state = {id(tensor) for spec in self._with_state for tensor in spec.further_state()}
-        buffers = [buffer for spec in self._specs for buffer in spec.buffers() if id(buffer) not in state]
+        unread = {id(getattr(module, name, None)) for module in self._modules() for name in _UNREAD}
+        others = state.keys() | unread
+        buffers = [buffer for spec in self._specs for buffer in spec.buffers() if id(buffer) not in others]
         return [*self._parameters(), *buffers]
 
     def _main_grads(self) -> list[Tensor]:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE of multi-latent attention over packed sequences: queries in place, keys and values in one launch.
+
+Does not compute the tables, and does not trace under ``torch.compile``. `megagraph/packs/ops.py` says what
+the words mean.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megagraph import _C as _C  # registers torch.ops.megagraph
+
+__all__ = ["rope_mla"]
+
+_NO_GRADIENTS = (None,) * 5  # of the tables, the offsets and the options
+
+
+class _RopeMla(torch.autograd.Function):
+    """Rotates in place without telling autograd that it did.
+
+    Queries are a view of a projection's output, and to rebase a view's history copies its whole gradient
+    twice. Whoever saved the queries before learns from their version that they were written.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor | None,
+        kv: Tensor | None,
+        k_pe: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cu_seqlens: Tensor,
+        v_dim: int,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, ...]:
+        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, cos, sin, cu_seqlens, v_dim=v_dim, **options)
+        ctx.save_for_backward(cos, sin, cu_seqlens)
+        ctx.options, ctx.has_q, ctx.has_kv = options, q is not None, kv is not None
+        return tuple(made) if q is None else (q.view_as(q), *made)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq = grads[0] if ctx.has_q else None
+        dk, dv = grads[-2:] if ctx.has_kv else (None, None)
+        made = torch.ops.megagraph.rope_mla_backward(dq, dk, dv, *ctx.saved_tensors, **ctx.options)
+        of_q = made[:1] if ctx.has_q else [None]
+        of_kv = made[-2:] if ctx.has_kv else [None, None]
+        return (*of_q, *of_kv, *_NO_GRADIENTS)
+
+
+def rope_mla(
+    q: Tensor | None,
+    kv: Tensor | None,
+    k_pe: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens_padded: Tensor,
+    *,
+    v_dim: int = 0,
+    fused: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, ...]:
+    """Rotate the last dimensions of latent queries in place, and make keys and values, in one launch.
+
+    The tensor `q` must not be used afterwards: it holds what the result does, without its history. Is
+    differentiable once, and not in the tables. Positions begin at 0 in each document. Members of a pair lie
+    side by side in the inputs and half of R apart in the results, as in `rope_thd`'s ``mla_interleaved``.
+
+    Args:
+        q: [T, H, C + R] or None; the last R dimensions of each head are rotated. Dense, its last dimension
+            contiguous.
+        kv: [T, G, C + V] or None: of each head the key's C dimensions without a position, then its value.
+        k_pe: [T, 1, R], the rotary part of the key that all heads share; None where kv is.
+        cos: [positions, R] in the tensors' dtype, R even and at most 256, YaRN's scale multiplied in.
+        sin: like ``cos``.
+        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
+            length is a multiple of 2 * cp_size.
+        v_dim: V, where kv is given.
+        fused: which roundings the results have. False: each product and each sum is rounded, as in Megatron's
+            unfused path. True: as in its fused kernels, which round the product of a pair's second member
+            and add that of the first unrounded.
+        cp_size: number of context-parallel ranks.
+        cp_rank: this rank.
+
+    Returns:
+        q's memory, if q is given, then if kv is given keys [T, G, C + R] and values [T, G, V], contiguous.
+        Whole rows of the tail are zero, in the gradients as well. The gradient of k_pe is summed over the
+        heads in float32 (of float64 in float64), in their order, and rounded once before it is rotated back.
+
+    Raises:
+        ValueError: if shapes, dtypes, devices, the rank or (on the CPU only) the offsets do not fit.
+        IndexError: on the CPU, if a document is longer than the tables; on a GPU this is a device
+            assertion.
+
+    Source: DeepSeek-V2 (2024); the roundings are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``
+    as Triton compiles it.
+    """
+    options = {"fused": fused, "cp_size": cp_size, "cp_rank": cp_rank}
+    out: tuple[Tensor, ...] = _RopeMla.apply(  # type: ignore[no-untyped-call]  # torch's
+        q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, options
+    )
+    return out

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope_mla: bits of both roundings, gradients, tails, context parallelism, refusals."""
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rope_cases import Rank, frequencies, offsets, tables, without_empty_documents
+from torch import Tensor
+
+from megagraph.packs.latent_rope import rope_mla
+from megagraph.packs.ops import rope_thd
+
+MSCALE = 1.2079
+# heads, content, rotary and value dimensions
+SHAPES = [(3, 4, 8, 6), (1, 16, 16, 16), (5, 8, 2, 0), (2, 0, 16, 8), (16, 128, 64, 128), (7, 64, 32, 64)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+Shape = tuple[int, int, int, int]
+
+
+def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, kv and k_pe as attention has them: views of projections' outputs."""
+    heads, content, rotary, value = shape
+    q = torch.randn(rows, heads * (content + rotary), device=device).to(dtype)
+    kv = torch.randn(rows, heads * (content + value), device=device).to(dtype)
+    low_rank = torch.randn(rows, 16 + rotary, device=device).to(dtype)
+    return (
+        q.view(rows, heads, content + rotary),
+        kv.view(rows, heads, content + value),
+        low_rank[:, 16:].unsqueeze(1),
+    )
+
+
+def run(
+    q: Tensor, kv: Tensor, k_pe: Tensor, grads: Sequence[Tensor], *how: Any, **options: Any
+) -> list[Tensor]:
+    """q, k and v, then the gradients of q, kv and k_pe."""
+    leaves = [t.detach().clone().requires_grad_() for t in (q, kv, k_pe)]
+    # A copy that keeps its strides is what gets written.
+    out = rope_mla(leaves[0] * 1, leaves[1], leaves[2], *how, **options)
+    return [*(t.detach() for t in out), *torch.autograd.grad(out, leaves, grads)]
+
+
+def random_grads(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    heads, content, rotary, value = shape
+    dims = (content + rotary, content + rotary, value)
+    return [torch.randn(rows, heads, dim, device=device).to(dtype) for dim in dims]
+
+
+def summed(grads: Tensor) -> Tensor:
+    """Over heads, in their order, in float32. [T, H, R] to [T, 1, R]."""
+    total = torch.zeros_like(grads[:, :1], dtype=torch.float32)
+    for head in range(grads.size(1)):
+        total += grads[:, head : head + 1].float()
+    return total.to(grads.dtype)
+
+
+# -- roundings -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def rope_utils() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
+        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@settings(deadline=None, max_examples=15)
+@given(
+    units=st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5).filter(any),
+    tail=st.sampled_from([0, 1, 9]),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from(SHAPES),
+    mscale=st.sampled_from([1.0, MSCALE]),
+)
+def test_bits_of_megatrons_unfused_path(
+    rope_utils: ModuleType,
+    device: str,
+    cp_size: int,
+    units: list[int],
+    tail: int,
+    dtype: torch.dtype,
+    shape: Shape,
+    mscale: float,
+) -> None:
+    """Its split, rotation, expansion and concatenation, forward and backward, on every rank."""
+    heads, content, rotary, value = shape
+    lengths = [unit * 2 * cp_size for unit in units]
+    rows = sum(lengths) // cp_size
+    freqs = frequencies(sum(lengths) + 1, rotary, "mla_interleaved", device)
+    for cp_rank in range(cp_size):
+        group = Rank(cp_size=cp_size, cp_rank=cp_rank)
+
+        def theirs(t: Tensor, *, group: Rank = group) -> Tensor:
+            turned: Tensor = rope_utils._apply_rotary_pos_emb_thd(
+                t, without_empty_documents(lengths, device), freqs, False, True, mscale=mscale, cp_group=group
+            )
+            return turned
+
+        all_rows = inputs(shape, rows + tail, dtype, device)
+        grads = random_grads(shape, rows + tail, dtype, device)
+        for t in (*all_rows, *grads):
+            t[rows:] = torch.nan
+        q, kv, k_pe = (t[:rows].clone().requires_grad_() for t in all_rows)
+        turned = theirs(k_pe)
+        expected = (
+            torch.cat((q[..., :content], theirs(q[..., content:])), -1),
+            torch.cat((kv[..., :content], turned.expand(-1, heads, -1)), -1),
+            kv[..., content:],
+        )
+        dq, dk, dv = (grad[:rows] for grad in grads)
+        expected_grads = (
+            *torch.autograd.grad(expected[0], q, dq),
+            torch.cat((dk[..., :content], dv), -1),
+            *torch.autograd.grad(turned, k_pe, summed(dk[..., content:]), retain_graph=True),
+        )
+        actual = run(
+            *(*all_rows, grads, *tables(freqs, dtype, mscale), offsets(lengths, device)),
+            v_dim=value,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
+        for ours, theirs_ in zip(actual, (*expected, *expected_grads), strict=True):
+            assert torch.equal(ours[:rows], theirs_)
+            assert torch.equal(ours[rows:], torch.zeros_like(ours[rows:]))
+        if dtype is torch.float32:  # its sum over the heads has another order
+            (whole,) = torch.autograd.grad(expected[1], k_pe, dk)
+            torch.testing.assert_close(actual[-1][:rows], whole, rtol=1e-5, atol=1e-5)
+
+
+_BITS = {torch.bfloat16: (8, -125), torch.float16: (11, -13), torch.float32: (24, -125)}
+
+
+def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 to the nearest number of a type, to even if there are two, without a rounding between."""
+    bits, least = _BITS[dtype]
+    exponent = torch.frexp(exact).exponent.clamp(min=least)
+    return torch.ldexp(torch.round(torch.ldexp(exact, bits - exponent)), exponent - bits)
+
+
+def fused_reference(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    """One rounding for the second member's product, one for the sum. [T, H, R] with tables [T, 1, R]."""
+    dtype, half = x.dtype, x.size(-1) // 2
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    first, second = (x[..., :half], x[..., half:]) if backward else (x[..., ::2], x[..., 1::2])
+    (cos_first, cos_second), (sin_first, sin_second) = (t.split(half, -1) for t in (cos, sin))
+    if backward:
+        one = first * cos_first + rounded(second * sin_second, dtype)
+        other = -first * sin_first + rounded(second * cos_second, dtype)
+    else:
+        one = first * cos_first - rounded(second * sin_first, dtype)
+        other = first * sin_second + rounded(second * cos_second, dtype)
+    pair = rounded(one, dtype).to(dtype), rounded(other, dtype).to(dtype)
+    return torch.stack(pair, -1).flatten(-2) if backward else torch.cat(pair, -1)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, cp_size: int) -> None:
+    heads, content, rotary, value = shape
+    lengths = [unit * 2 * cp_size for unit in (3, 0, 7, 1)]
+    rows = sum(lengths) // cp_size
+    cos, sin = tables(frequencies(64, rotary, "mla_interleaved", device), dtype, MSCALE)
+    positions = torch.arange(64, device=device, dtype=torch.float64)[:, None].expand(-1, 2).contiguous()
+    for cp_rank in range(cp_size):
+        rank = {"cp_size": cp_size, "cp_rank": cp_rank}
+        ones = torch.ones(rows, 1, 2, device=device, dtype=torch.float64)
+        (at,) = rope_thd(
+            [ones], positions, torch.zeros_like(positions), offsets(lengths, device), layout="neox", **rank
+        )
+        c, s = (table[at[:, 0, 0].long()][:, None] for table in (cos, sin))
+        # Few bits, so that float64 holds every sum of float32.
+        all_rows = [t.bfloat16().to(dtype) for t in inputs(shape, rows + 2, dtype, device)]
+        grads = [t.bfloat16().to(dtype) for t in random_grads(shape, rows + 2, dtype, device)]
+        q, kv, k_pe = (t[:rows] for t in all_rows)
+        dq, dk, dv = (t[:rows] for t in grads)
+        key = fused_reference(k_pe, c, s, backward=False).expand(-1, heads, -1)
+        expected = [
+            torch.cat((q[..., :content], fused_reference(q[..., content:], c, s, backward=False)), -1),
+            torch.cat((kv[..., :content], key), -1),
+            kv[..., content:],
+            torch.cat((dq[..., :content], fused_reference(dq[..., content:], c, s, backward=True)), -1),
+            torch.cat((dk[..., :content], dv), -1),
+            fused_reference(summed(dk[..., content:]), c, s, backward=True),
+        ]
+        actual = run(*all_rows, grads, cos, sin, offsets(lengths, device), v_dim=value, fused=True, **rank)
+        for ours, reference in zip(actual, expected, strict=True):
+            assert torch.equal(ours[:rows], reference)
+            assert torch.equal(ours[rows:], torch.zeros_like(ours[rows:]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "one", "other"),
+    [(torch.bfloat16, 1 + 2**-4, 1 + 2**-4), (torch.float16, 1 + 2**-5, 1 + 2**-6)],
+    ids=["bfloat16", "float16"],
+)
+def test_a_fused_sum_is_rounded_once_however_small_its_second_part(
+    device: str, dtype: torch.dtype, one: float, other: float
+) -> None:
+    """The product lies half-way between two numbers, and what decides is lost beside it in a float64."""
+    below = one * other - torch.finfo(dtype).eps / 2
+    above = below + torch.finfo(dtype).eps
+    tiny = torch.finfo(dtype).tiny
+    for small, wanted in ((tiny, above), (0.0, below), (-tiny, below)):
+        q = torch.tensor([[[one, 1.0]]], dtype=dtype, device=device)
+        cos = torch.tensor([[other, 0.0]], dtype=dtype, device=device)
+        sin = torch.tensor([[-small, 0.0]], dtype=dtype, device=device)
+        (out,) = rope_mla(q, None, None, cos, sin, offsets([1], device), fused=True)
+        assert out[0, 0, 0].item() == wanted
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradcheck(device: str, fused: bool) -> None:
+    cos, sin = tables(frequencies(16, 8, "mla_interleaved", device), torch.float64, MSCALE)
+    leaves = [
+        torch.randn(9, heads, dim, device=device, dtype=torch.float64, requires_grad=True)
+        for heads, dim in ((3, 12), (2, 10), (1, 8))
+    ]
+
+    def turn(q: Tensor, kv: Tensor, k_pe: Tensor) -> tuple[Tensor, ...]:
+        return rope_mla(q * 1, kv, k_pe, cos, sin, offsets([4, 0, 3], device), v_dim=6, fused=fused)
+
+    assert torch.autograd.gradcheck(turn, leaves)
+
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_launch_has_the_bits_of_two(device: str, shape: Shape, fused: bool) -> None:
+    how = (
+        *tables(frequencies(16, shape[2], "mla_interleaved", device), torch.bfloat16),
+        offsets([5, 11], device),
+    )
+    q, kv, k_pe = inputs(shape, 19, torch.bfloat16, device)
+    dq, dk, dv = random_grads(shape, 19, torch.bfloat16, device)
+    together = run(q, kv, k_pe, (dq, dk, dv), *how, v_dim=shape[3], fused=fused)
+    (leaf,) = (q.detach().clone().requires_grad_(),)
+    (query,) = rope_mla(leaf * 1, None, None, *how, fused=fused)
+    query.backward(dq)
+    key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3], fused=fused)
+    made = torch.ops.megagraph.rope_mla_backward(None, dk, dv, *how, fused=fused)
+    for one, other in zip(together, (query, key, value, leaf.grad, *made), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_queries_are_written_where_they_are_and_gradients_are_not(device: str) -> None:
+    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    leaf = torch.randn(7, 2, 12, device=device, requires_grad=True)
+    q = leaf * 1
+    before = q.detach().clone()
+    version = q._version
+    (query,) = rope_mla(q, None, None, *how)
+    assert query.data_ptr() == q.data_ptr() and q._version > version
+    assert torch.equal(q[:5, :, :4], before[:5, :, :4]) and not torch.equal(q[1:5], before[1:5])
+    grad = torch.randn_like(query)
+    given_grad = grad.clone()
+    first = torch.autograd.grad(query, leaf, grad, retain_graph=True)
+    second = torch.autograd.grad(query, leaf, grad)
+    assert torch.equal(grad, given_grad) and torch.equal(first[0], second[0])
+
+
+def test_who_saved_the_queries_before_is_told(device: str) -> None:
+    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    q = torch.randn(7, 2, 12, device=device, requires_grad=True) * 1
+    squared = q.square()
+    rope_mla(q, None, None, *how)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (3, 2)])
+def test_no_rows_no_heads_no_documents(device: str, shape: tuple[int, int]) -> None:
+    rows, heads = shape
+    cos, sin = tables(frequencies(8, 8, "mla_interleaved", device), torch.float32)
+    all_rows = inputs((heads, 4, 8, 4), rows, torch.float32, device)
+    grads = [torch.randn(rows, heads, dim, device=device) for dim in (12, 12, 4)]
+    for out in run(*all_rows, grads, cos, sin, offsets([], device), v_dim=4):
+        assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
+    """Expanded, transposed, and of outputs that nothing was made of."""
+    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    _q, kv, k_pe = (t.requires_grad_() for t in inputs((2, 4, 8, 4), 6, torch.float32, device))
+    key, _value = rope_mla(None, kv, k_pe, *how, v_dim=4)
+    expanded = torch.autograd.grad(key.sum(), (kv, k_pe), retain_graph=True)
+    plain = torch.autograd.grad(key, (kv, k_pe), torch.ones_like(key), retain_graph=True)
+    assert all(map(torch.equal, expanded, plain))
+    grad = torch.randn(12, 2, 6, device=device).permute(2, 1, 0)
+    one = torch.autograd.grad(key, (kv, k_pe), grad, retain_graph=True)
+    other = torch.autograd.grad(key, (kv, k_pe), grad.contiguous())
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_second_derivative_is_an_error(device: str) -> None:
+    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    leaf = torch.randn(6, 2, 8, device=device, requires_grad=True)
+    (out,) = rope_mla(leaf * 1, None, None, *how)
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_the_op_itself_refuses_what_requires_grad(device: str) -> None:
+    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        torch.ops.megagraph.rope_mla_(
+            torch.randn(6, 2, 8, device=device, requires_grad=True), None, None, *how
+        )
+
+
+def refused_calls() -> dict[str, tuple[dict[str, object], str]]:
+    q, table = torch.zeros(6, 2, 12), torch.zeros(8, 8)
+    return {
+        "nothing": ({"q": None, "kv": None, "k_pe": None}, "expected queries, or keys and values, or both"),
+        "keys alone": ({"k_pe": None}, "kv and k_pe belong together"),
+        "one-dimensional table": ({"cos": torch.zeros(8)}, r"must both be \[positions, rotary_dim\]"),
+        "odd rotary_dim": (
+            {"cos": torch.zeros(8, 3), "sin": torch.zeros(8, 3)},
+            "rotary_dim must be even, positive and at most 256, got 3",
+        ),
+        "long rotary_dim": (
+            {"cos": torch.zeros(8, 258), "sin": torch.zeros(8, 258)},
+            "rotary_dim must be even, positive and at most 256, got 258",
+        ),
+        "strided table": ({"cos": torch.zeros(8, 8).t()}, "cos and sin must be contiguous"),
+        "two-dimensional tensor": ({"q": q[0]}, r"expected \[tokens, heads, dim\], got shape \[2, 12\]"),
+        "unlike tokens": ({"q": q[1:]}, "all tensors need the same number of tokens, got 5 and 6"),
+        "narrow queries": ({"q": q[..., :6].clone()}, "rotary_dim 8 is larger than the queries' dimension 6"),
+        "sparse queries": ({"q": torch.zeros(6, 2, 24)[..., ::2]}, "written in place and must be dense"),
+        "turned queries": (
+            {"q": torch.zeros(12, 2, 6).permute(2, 1, 0)},
+            "last dimension must be contiguous",
+        ),
+        "rotary key of each head": ({"k_pe": torch.zeros(6, 2, 8)}, r"k_pe must be \[tokens, 1, 8\]"),
+        "wide values": ({"v_dim": 11}, "v_dim must lie within kv's 10 dimensions, got 11"),
+        "other dtype": ({"q": q.bfloat16()}, "must have the tensors' dtype BFloat16, got Float and Float"),
+        "rank": ({"cp_rank": 1}, "need 0 <= cp_rank < cp_size, got cp_rank 1 and cp_size 1"),
+        "offsets": ({"cu_seqlens_padded": torch.zeros(2)}, "cu_seqlens must be int32, got Float"),
+        "device": ({"sin": table.to("meta")}, "all tensors must be on one device"),
+    }
+
+
+@pytest.mark.parametrize("case", refused_calls())
+def test_arguments_that_do_not_fit_are_refused(device: str, case: str) -> None:
+    change, message = refused_calls()[case]
+    arguments = {
+        **{"q": torch.zeros(6, 2, 12), "kv": torch.zeros(6, 2, 10), "k_pe": torch.zeros(6, 1, 8)},
+        **{"cos": torch.zeros(8, 8), "sin": torch.zeros(8, 8), "v_dim": 6},
+        "cu_seqlens_padded": offsets([4], "cpu"),
+    } | change
+
+    def move(value: object) -> object:
+        return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
+
+    with pytest.raises(ValueError, match=message):
+        torch.ops.megagraph.rope_mla_(**{name: move(value) for name, value in arguments.items()})
+
+
+def test_a_document_longer_than_the_tables_is_refused_on_the_cpu() -> None:
+    cos, sin = tables(frequencies(8, 8, "mla_interleaved", "cpu"), torch.float32)
+    with pytest.raises(IndexError, match="row 8 has position 8, past the 8 positions of the tables"):
+        rope_mla(torch.zeros(12, 1, 8), None, None, cos, sin, offsets([9], "cpu"))
+
+
+def test_opcheck(device: str) -> None:
+    cos, sin = tables(frequencies(16, 8, "mla_interleaved", device), torch.float32)
+    tensors = inputs((2, 4, 8, 6), 9, torch.float32, device)
+    how = (cos, sin, offsets([4, 0, 3], device))
+    eager = ("test_schema", "test_autograd_registration", "test_faketensor")
+    forward = torch.ops.megagraph.rope_mla_.default
+    torch.library.opcheck(forward, (*tensors, *how), {"v_dim": 6}, test_utils=eager)
+    grads = random_grads((2, 4, 8, 6), 9, torch.float32, device)
+    torch.library.opcheck(torch.ops.megagraph.rope_mla_backward.default, (*grads, *how))
+
+
+# -- Megatron's kernels --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Their backward sums heads in an order that goes by the block its autotuner picks: here, one head."""
+    module = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
+    if not module.HAVE_TRITON:
+        pytest.skip("Megatron's fused RoPE of multi-latent attention needs Triton")
+    kernel = module.rotary_bwd_kv_kernel
+    one_head = [config for config in kernel.configs if config.kwargs["BLOCK_H"] == 1]
+    monkeypatch.setattr(kernel, "configs", one_head)
+    monkeypatch.setattr(kernel, "cache", {})
+    return module  # type: ignore[no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.megatron
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(16, 128, 64, 128), (128, 128, 64, 128), (1, 64, 32, 64)], ids=str)
+def test_bits_of_megatrons_fused_kernels(
+    fused_kernels: ModuleType, shape: Shape, dtype: torch.dtype, cp_size: int
+) -> None:
+    """Theirs must not get a tail, nor heads that are no power of two: blocks of them run over."""
+    _heads, content, rotary, value = shape
+    for seed, lengths in enumerate(([40, 8, 120, 64], [1024], [8] * 17, [16, 0, 240, 0])):
+        torch.manual_seed(seed)
+        rows = sum(lengths) // cp_size
+        freqs = frequencies(1100, rotary, "mla_interleaved", "cuda")
+        cos, sin = tables(freqs, dtype, MSCALE)
+        cu_seqlens = offsets(lengths, "cuda")
+        for cp_rank in range(cp_size):
+            all_rows = inputs(shape, rows, dtype, "cuda")
+            grads = random_grads(shape, rows, dtype, "cuda")
+            q, kv, k_pe = (t.detach().clone().requires_grad_() for t in all_rows)
+            wide = [table[:, None, None] for table in (cos, sin)]
+            rank = (cu_seqlens, cp_rank, cp_size)
+            query = fused_kernels.fused_apply_mla_rope_for_q(q * 1, *wide, content, rotary, *rank)
+            made = fused_kernels.fused_apply_mla_rope_for_kv(kv, k_pe, *wide, rotary, content, value, *rank)
+            out = (query, *made)
+            theirs_grads = torch.autograd.grad(out, (q, kv, k_pe), [grad.clone() for grad in grads])
+            ours = run(
+                *(*all_rows, grads, cos, sin, cu_seqlens),
+                v_dim=value,
+                fused=True,
+                cp_size=cp_size,
+                cp_rank=cp_rank,
+            )
+            names = ("q", "k", "v", "dq", "dkv", "dk_pe")
+            for name, one, other in zip(names, ours, (*out, *theirs_grads), strict=True):
+                assert torch.equal(one, other), name
