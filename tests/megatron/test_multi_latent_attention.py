@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from worlds import World
 
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.refusals import refusal_of
@@ -276,18 +275,6 @@ def test_a_hybrid_model_of_such_layers(install: Install, kind: str) -> None:
     report = pair.report()
     assert report["failures"] == []
     assert report["eager"] == {"WARMING_UP": (3 + 2) * len(HYBRID_PATTERN)}
-
-
-def test_fused_rope_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads tables out of buffers that their owner replaces."""
-    trainer = LatentTrainer(kind="plain, YaRN")
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    monkeypatch.setattr(trainer.chunk.config, "apply_rope_fusion", True)
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == (
-        "fused RoPE of multi-latent attention (apply_rope_fusion=True) is not supported yet"
-    )
 
 
 @pytest.mark.parametrize(("seam", "is_refused"), [(seams.LATENT_ROPE, True), (seams.ATTENTION_ROPE, False)])

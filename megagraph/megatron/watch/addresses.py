@@ -54,7 +54,7 @@ class AddressWatch:
     def _read_by_graphs(self) -> list[Tensor]:
         state = {id(tensor) for spec in self._with_state for tensor in spec.further_state()}
         unread = {id(getattr(module, name, None)) for module in self._modules() for name in _UNREAD}
-        others = state.keys() | unread
+        others = state | unread
         buffers = [buffer for spec in self._specs for buffer in spec.buffers() if id(buffer) not in others]
         return [*self._parameters(), *buffers]
 

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused RoPE of multi-latent attention: the bits of eager and of Megatron's kernels, tables of its own."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import parallel_jobs
+import pytest
+import torch
+from latent_rig import LatentTrainer, pair_of
+from megatron_rig import CAPACITY, LAYERS, Micro, Pair
+from rope_rig import canonical, three_modes
+from torch import Tensor
+from worlds import World
+
+from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron import seams
+from megagraph.megatron.graphs.latent_tables import LatentTables
+from megagraph.megatron.graphs.positions import with_positions
+from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
+from megagraph.packs.latent_rope import rope_mla
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+KINDS = ["low rank, YaRN", "plain, YaRN"]
+FUSED = {"apply_rope_fusion": True}
+Install = Callable[..., GraphConfig]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _train(pair: Pair, count: int, *, at: int = 0) -> None:
+    for micros in parallel_jobs.steps_of(at + count)[at:]:
+        pair.step(*micros)
+
+
+def _embeddings(trainer: LatentTrainer) -> list[Any]:
+    block: Any = trainer.chunk.decoder
+    return [layer.self_attention.rotary_pos_emb for layer in block.layers]
+
+
+# -- bits ----------------------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize("scopes", [(), ("attn",)], ids=["layer", "attn"])
+def test_bits(install: Install, kind: str, scopes: Sequence[str]) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = pair_of(LatentTrainer, kind=kind, config=FUSED)
+    _train(pair, 20)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert report["replays"] >= 0.95 * report["calls"]
+    pair.evaluate(ONE, TWO)
+    pair.evaluate(TWO, ONE)
+    _train(pair, 2, at=20)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_that_share_layers(world2: World, sequence_parallel: bool) -> None:
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    reports = world2.run(
+        parallel_jobs.train_pair,
+        tensor_parallel=2,
+        latent="low rank, YaRN",
+        transformer={**parallel, **FUSED},
+        num_steps=8,
+        evaluate_at=(4, 6),
+    )
+    for report in reports:
+        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
+
+
+@pytest.mark.gpu
+@each_kind
+def test_canonical_packs_have_the_bits_of_an_unpatched_run(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which runs Megatron's kernels; they sum heads in the order of the block that is picked: here, one."""
+    fused = importlib.import_module("megatron.core.fusions.fused_mla_yarn_rope_apply")
+    kernel = fused.rotary_bwd_kv_kernel
+    one_head = [config for config in kernel.configs if config.kwargs["BLOCK_H"] == 1]
+    monkeypatch.setattr(kernel, "configs", one_head)
+    lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
+    steps: list[list[Micro]] = [
+        [canonical(lengths[(index + m) % 5], seed=7 * index + m) for m in range(2)] for index in range(8)
+    ]
+    runs = three_modes(steps, lambda: LatentTrainer(kind=kind, config=FUSED), capacities=(CAPACITY,))
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * LAYERS}
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def test_a_longer_pack_replaces_buffers_that_no_graph_reads(install: Install) -> None:
+    """Megatron makes longer tables then, and frees those of before."""
+    install()
+    pair = pair_of(LatentTrainer, kind="low rank, YaRN", config=FUSED)
+    rubbish: list[Tensor] = []
+    for index in range(6):
+        _train(pair, 1, at=index)
+        dtype = torch.get_default_dtype()
+        for trainer in pair.both:
+            for embedding in _embeddings(trainer):
+                before = embedding.cos_cached
+                embedding.get_cached_cos_sin(200 + 50 * index, dtype=dtype, packed_seq=True)
+                assert embedding.cos_cached is not before
+        rubbish += [torch.full_like(embedding.cos_cached[:64], float("nan")) for _ in range(64)]
+    pair.evaluate(ONE, TWO)
+    _train(pair, 2, at=6)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+
+
+def test_layers_that_are_captured_share_tables_of_their_own() -> None:
+    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    block: Any = trainer.chunk.decoder
+    embeddings, tables = _embeddings(trainer), LatentTables()
+    ask = {"dtype": torch.bfloat16, "packed_seq": True}
+    with tables.answering(block, "a variant"):
+        first = embeddings[0].get_cached_cos_sin(40, **ask)
+        assert all(embedding.get_cached_cos_sin(40, **ask) is first for embedding in embeddings)
+    assert all("get_cached_cos_sin" not in vars(embedding) for embedding in embeddings)
+    wanted = embeddings[0].get_cached_cos_sin(40, **ask)
+    for kept, buffer in zip(first, wanted, strict=True):
+        assert torch.equal(kept, buffer) and kept.data_ptr() != buffer.data_ptr()
+
+
+# -- in place of Megatron's ----------------------------------------------------------------------
+
+
+class _Called(Exception):
+    pass
+
+
+def _megatrons(*_args: Any, **_kwargs: Any) -> None:
+    raise _Called
+
+
+def _rows(device: str = "cpu") -> dict[str, Tensor]:
+    return {
+        "t": torch.randn(12, 2, 12, device=device),
+        "kv": torch.randn(12, 2, 10, device=device),
+        "k_pos_emb": torch.randn(12, 1, 8, device=device),
+        "cos": torch.randn(16, 1, 1, 8, device=device),
+        "sin": torch.randn(16, 1, 1, 8, device=device),
+    }
+
+
+def _offsets(values: Sequence[int], *, are_rows: bool | None) -> Tensor:
+    """As a canonical pack has them; None for a pack as it was given."""
+    names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
+    offsets = torch.tensor(values, dtype=torch.int32)
+    params = SimpleNamespace(**dict.fromkeys(names, offsets))
+    found = params if are_rows is None else with_positions(params, are_rows)
+    cu_seqlens: Tensor = found.cu_seqlens_q
+    return cu_seqlens
+
+
+@pytest.mark.parametrize("are_rows", [False, True])
+@pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
+def test_canonical_packs_are_rotated_by_document(are_rows: bool, cp: tuple[int, int]) -> None:
+    """Fused positions begin anew in each, also where a pack declares all its tokens."""
+    given, offsets = _rows(), _offsets([0, 4, 4, 8], are_rows=are_rows)
+    tables = given["cos"].flatten(1), given["sin"].flatten(1)
+    rank = {"cp_rank": cp[0], "cp_size": cp[1]}
+    how = {"fused": True, **rank}
+    wanted = rope_mla(given["t"].clone(), given["kv"], given["k_pos_emb"], *tables, offsets, v_dim=6, **how)
+    angles = given["cos"], given["sin"]
+    query = wrap_query_rope(_megatrons)(given["t"].clone(), *angles, 4, 8, offsets, *cp)
+    made = wrap_key_rope(_megatrons)(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, *cp)
+    assert all(map(torch.equal, (query, *made), wanted))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"offsets": None}, {"offsets": _offsets([0, 4, 8], are_rows=None)}, {"rotary_interleaved": True}],
+    ids=["no pack", "as it was given", "interleaved"],
+)
+def test_everything_else_is_megatrons(changes: dict[str, Any]) -> None:
+    given = _rows()
+    offsets = changes.pop("offsets", _offsets([0, 4, 8], are_rows=False))
+    angles = given["cos"], given["sin"]
+    with pytest.raises(_Called):
+        wrap_query_rope(_megatrons)(given["t"], *angles, 4, 8, offsets, **changes)
+    with pytest.raises(_Called):
+        wrap_key_rope(_megatrons)(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, **changes)
+
+
+@pytest.mark.parametrize("seam", [seams.LATENT_QUERY_ROPE, seams.LATENT_KEY_ROPE], ids=lambda seam: seam.path)
+def test_a_hosts_kernels_in_place_of_megatrons_are_refused(
+    seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError
+
+    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
+    refusal = refusal_of(trainer.chunk, trainer.model)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert "rope_of_a_host in place of Megatron's RoPE" in refusal.sentence
+    monkeypatch.setattr(trainer.chunk.config, "apply_rope_fusion", False)
+    assert refusal_of(trainer.chunk, trainer.model) is None
