@@ -15,7 +15,10 @@ from benchmarks.measuring.figures import RESULTS, Measurement
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
 # These take longer.
-FURTHER = ("main_job", "megatron_graphs", "right", "guarded", "groundwork", "scopes", "experts", "schedule")
+FURTHER = (
+    *("main_job", "megatron_graphs", "right", "guarded", "groundwork", "scopes", "experts", "schedule"),
+    "rope_mla",
+)
 NAMES = DEFAULT + FURTHER
 WITHOUT_GPU = {"schedule"}  # counts, and no times
 

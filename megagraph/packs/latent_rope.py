@@ -5,6 +5,7 @@ Does not compute the tables, and does not trace under ``torch.compile``. `megagr
 the words mean.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,40 @@ from torch.autograd.function import once_differentiable
 
 from megagraph import _C as _C  # registers torch.ops.megagraph
 
-__all__ = ["rope_mla"]
+__all__ = ["Rotation", "rope_mla"]
 
-_NO_GRADIENTS = (None,) * 5  # of the tables, the offsets and the options
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """Which angle each row of a pack is rotated by, and with which roundings.
+
+    Args:
+        cos: [positions, R] in the dtype of what is rotated, R even and at most 256, YaRN's scale multiplied
+            in.
+        sin: like ``cos``.
+        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
+            length is a multiple of 2 * cp_size.
+        fused: False: each product and each sum is rounded, as in Megatron's unfused path. True: as in its
+            fused kernels, which round the product of a pair's second member and add that of the first
+            unrounded.
+        cp_size: number of context-parallel ranks.
+        cp_rank: this rank.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens_padded: Tensor
+    fused: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tables and offsets."""
+        return self.cos, self.sin, self.cu_seqlens_padded
+
+    def options(self) -> dict[str, Any]:
+        """The rest, by the ops' names."""
+        return {"fused": self.fused, "cp_size": self.cp_size, "cp_rank": self.cp_rank}
 
 
 class _RopeMla(torch.autograd.Function):
@@ -27,44 +59,27 @@ class _RopeMla(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor | None,
-        kv: Tensor | None,
-        k_pe: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cu_seqlens: Tensor,
-        v_dim: int,
-        options: dict[str, Any],
+        ctx: Any, q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, v_dim: int
     ) -> tuple[Tensor, ...]:
-        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, cos, sin, cu_seqlens, v_dim=v_dim, **options)
-        ctx.save_for_backward(cos, sin, cu_seqlens)
+        options = how.options()
+        made = torch.ops.megagraph.rope_mla_(q, kv, k_pe, *how.tensors(), v_dim=v_dim, **options)
+        ctx.save_for_backward(*how.tensors())
         ctx.options, ctx.has_q, ctx.has_kv = options, q is not None, kv is not None
         return tuple(made) if q is None else (q.view_as(q), *made)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq = grads[0] if ctx.has_q else None
         dk, dv = grads[-2:] if ctx.has_kv else (None, None)
         made = torch.ops.megagraph.rope_mla_backward(dq, dk, dv, *ctx.saved_tensors, **ctx.options)
         of_q = made[:1] if ctx.has_q else [None]
         of_kv = made[-2:] if ctx.has_kv else [None, None]
-        return (*of_q, *of_kv, *_NO_GRADIENTS)
+        return (*of_q, *of_kv, None, None)
 
 
 def rope_mla(
-    q: Tensor | None,
-    kv: Tensor | None,
-    k_pe: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens_padded: Tensor,
-    *,
-    v_dim: int = 0,
-    fused: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
+    q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, *, v_dim: int = 0
 ) -> tuple[Tensor, ...]:
     """Rotate the last dimensions of latent queries in place, and make keys and values, in one launch.
 
@@ -77,16 +92,8 @@ def rope_mla(
             contiguous.
         kv: [T, G, C + V] or None: of each head the key's C dimensions without a position, then its value.
         k_pe: [T, 1, R], the rotary part of the key that all heads share; None where kv is.
-        cos: [positions, R] in the tensors' dtype, R even and at most 256, YaRN's scale multiplied in.
-        sin: like ``cos``.
-        cu_seqlens_padded: int32 [N + 1], global offsets; under context parallelism every document's
-            length is a multiple of 2 * cp_size.
+        how: the angles and roundings.
         v_dim: V, where kv is given.
-        fused: which roundings the results have. False: each product and each sum is rounded, as in Megatron's
-            unfused path. True: as in its fused kernels, which round the product of a pair's second member
-            and add that of the first unrounded.
-        cp_size: number of context-parallel ranks.
-        cp_rank: this rank.
 
     Returns:
         q's memory, if q is given, then if kv is given keys [T, G, C + R] and values [T, G, V], contiguous.
@@ -101,8 +108,5 @@ def rope_mla(
     Source: DeepSeek-V2 (2024); the roundings are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``
     as Triton compiles it.
     """
-    options = {"fused": fused, "cp_size": cp_size, "cp_rank": cp_rank}
-    out: tuple[Tensor, ...] = _RopeMla.apply(  # type: ignore[no-untyped-call]  # torch's
-        q, kv, k_pe, cos, sin, cu_seqlens_padded, v_dim, options
-    )
+    out: tuple[Tensor, ...] = _RopeMla.apply(q, kv, k_pe, how, v_dim)  # type: ignore[no-untyped-call]  # torch's
     return out

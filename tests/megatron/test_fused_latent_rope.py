@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused RoPE of multi-latent attention: the bits of eager and of Megatron's kernels, tables of its own."""
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.positions import with_positions
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
-from megagraph.packs.latent_rope import rope_mla
+from megagraph.packs.latent_rope import Rotation, rope_mla
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -140,8 +141,17 @@ class _Called(Exception):
     pass
 
 
-def _megatrons(*_args: Any, **_kwargs: Any) -> None:
-    raise _Called
+def _megatrons(seam: seams.Seam) -> Callable[..., Any]:
+    """A function of its signature."""
+
+    @functools.wraps(seam.function())
+    def called(*_args: Any, **_kwargs: Any) -> None:
+        raise _Called
+
+    return called
+
+
+_QUERY, _KEY = seams.LATENT_QUERY_ROPE, seams.LATENT_KEY_ROPE
 
 
 def _rows(device: str = "cpu") -> dict[str, Tensor]:
@@ -169,13 +179,18 @@ def _offsets(values: Sequence[int], *, are_rows: bool | None) -> Tensor:
 def test_canonical_packs_are_rotated_by_document(are_rows: bool, cp: tuple[int, int]) -> None:
     """Fused positions begin anew in each, also where a pack declares all its tokens."""
     given, offsets = _rows(), _offsets([0, 4, 4, 8], are_rows=are_rows)
-    tables = given["cos"].flatten(1), given["sin"].flatten(1)
-    rank = {"cp_rank": cp[0], "cp_size": cp[1]}
-    how = {"fused": True, **rank}
-    wanted = rope_mla(given["t"].clone(), given["kv"], given["k_pos_emb"], *tables, offsets, v_dim=6, **how)
+    how = Rotation(
+        cos=given["cos"].flatten(1),
+        sin=given["sin"].flatten(1),
+        cu_seqlens_padded=offsets,
+        fused=True,
+        cp_rank=cp[0],
+        cp_size=cp[1],
+    )
+    wanted = rope_mla(given["t"].clone(), given["kv"], given["k_pos_emb"], how, v_dim=6)
     angles = given["cos"], given["sin"]
-    query = wrap_query_rope(_megatrons)(given["t"].clone(), *angles, 4, 8, offsets, *cp)
-    made = wrap_key_rope(_megatrons)(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, *cp)
+    query = wrap_query_rope(_megatrons(_QUERY))(given["t"].clone(), *angles, 4, 8, offsets, *cp)
+    made = wrap_key_rope(_megatrons(_KEY))(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, *cp)
     assert all(map(torch.equal, (query, *made), wanted))
 
 
@@ -189,9 +204,9 @@ def test_everything_else_is_megatrons(changes: dict[str, Any]) -> None:
     offsets = changes.pop("offsets", _offsets([0, 4, 8], are_rows=False))
     angles = given["cos"], given["sin"]
     with pytest.raises(_Called):
-        wrap_query_rope(_megatrons)(given["t"], *angles, 4, 8, offsets, **changes)
+        wrap_query_rope(_megatrons(_QUERY))(given["t"], *angles, 4, 8, offsets, **changes)
     with pytest.raises(_Called):
-        wrap_key_rope(_megatrons)(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, **changes)
+        wrap_key_rope(_megatrons(_KEY))(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, **changes)
 
 
 @pytest.mark.parametrize("seam", [seams.LATENT_QUERY_ROPE, seams.LATENT_KEY_ROPE], ids=lambda seam: seam.path)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rope_cases import Rank, frequencies, offsets, tables, without_empty_documents
 from torch import Tensor
 
-from megagraph.packs.latent_rope import rope_mla
+from megagraph.packs.latent_rope import Rotation
+from megagraph.packs.latent_rope import rope_mla as rotate
 from megagraph.packs.ops import rope_thd
 
 MSCALE = 1.2079
@@ -35,6 +36,20 @@ def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Te
         kv.view(rows, heads, content + value),
         low_rank[:, 16:].unsqueeze(1),
     )
+
+
+def rope_mla(
+    q: Tensor | None,
+    kv: Tensor | None,
+    k_pe: Tensor | None,
+    *tensors: Tensor,
+    v_dim: int = 0,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """With tables and offsets one by one."""
+    cos, sin, cu_seqlens = tensors
+    how = Rotation(cos=cos, sin=sin, cu_seqlens_padded=cu_seqlens, **options)
+    return rotate(q, kv, k_pe, how, v_dim=v_dim)
 
 
 def run(

@@ -7,79 +7,69 @@ that are not canonical keep Megatron's own.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from megagraph.megatron.graphs.positions import rows_are_positions
-from megagraph.packs.latent_rope import rope_mla
+from megagraph.megatron.seams import LATENT_KEY_ROPE, LATENT_QUERY_ROPE, Seam
+from megagraph.packs.latent_rope import Rotation, rope_mla
 
 __all__ = ["wrap_key_rope", "wrap_query_rope"]
 
+_Arguments = Mapping[str, Any]
 
-def _is_ours(cu_seqlens: Tensor | None, further: dict[str, Any]) -> bool:
-    """Whether these are the offsets of a canonical pack, and nothing else is asked for.
+
+def _rotation(arguments: _Arguments, seam: Seam) -> Rotation | None:
+    """Of a canonical pack, of which nothing further is asked; None for whatever Megatron has to rotate.
 
     Fused positions begin anew in each document, whatever the pack declares.
     """
-    is_canonical = cu_seqlens is not None and rows_are_positions(cu_seqlens) is not None
-    return is_canonical and not any(further.values())
+    cu_seqlens = arguments[next(name for name in seam.parameters if name.startswith("cu_seqlens"))]
+    asks_more = any(value for name, value in arguments.items() if name not in seam.parameters)
+    if cu_seqlens is None or rows_are_positions(cu_seqlens) is None or asks_more:
+        return None
+    return Rotation(
+        cos=arguments["cos"].flatten(1),
+        sin=arguments["sin"].flatten(1),
+        cu_seqlens_padded=cu_seqlens,
+        fused=True,
+        cp_size=arguments["cp_size"],
+        cp_rank=arguments["cp_rank"],
+    )
+
+
+def _wrap(
+    original: Callable[..., Any], seam: Seam, ours: Callable[[_Arguments, Rotation], Any]
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rotate(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named)
+        given.apply_defaults()
+        how = _rotation(given.arguments, seam)
+        return original(*args, **named) if how is None else ours(given.arguments, how)
+
+    return rotate
+
+
+def _query(arguments: _Arguments, how: Rotation) -> Tensor:
+    (query,) = rope_mla(arguments["t"], None, None, how)
+    return query
+
+
+def _key_and_value(arguments: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
+    return rope_mla(None, arguments["kv"], arguments["k_pos_emb"], how, v_dim=arguments["v_dim"])
 
 
 def wrap_query_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fused_apply_mla_rope_for_q` as multi-latent attention sees it."""
-
-    @functools.wraps(original)
-    def fused_apply_mla_rope_for_q(
-        t: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        qk_head_dim: int,
-        emb_dim: int,
-        cu_seqlens_q: Tensor | None = None,
-        cp_rank: int = 0,
-        cp_size: int = 1,
-        **rest: Any,
-    ) -> Any:
-        if cu_seqlens_q is None or not _is_ours(cu_seqlens_q, rest):
-            return original(t, cos, sin, qk_head_dim, emb_dim, cu_seqlens_q, cp_rank, cp_size, **rest)
-        tables = cos.flatten(1), sin.flatten(1)
-        (query,) = rope_mla(
-            t, None, None, *tables, cu_seqlens_q, fused=True, cp_size=cp_size, cp_rank=cp_rank
-        )
-        return query
-
-    return fused_apply_mla_rope_for_q
+    return _wrap(original, LATENT_QUERY_ROPE, _query)
 
 
 def wrap_key_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
-
-    @functools.wraps(original)
-    def fused_apply_mla_rope_for_kv(
-        kv: Tensor,
-        k_pos_emb: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        emb_dim: int,
-        k_dim: int,
-        v_dim: int,
-        cu_seqlens_kv: Tensor | None = None,
-        cp_rank: int = 0,
-        cp_size: int = 1,
-        **rest: Any,
-    ) -> Any:
-        if cu_seqlens_kv is None or not _is_ours(cu_seqlens_kv, rest):
-            given = (kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim, cu_seqlens_kv, cp_rank, cp_size)
-            return original(*given, **rest)
-        tables = cos.flatten(1), sin.flatten(1)
-        return rope_mla(
-            *(None, kv, k_pos_emb, *tables, cu_seqlens_kv),
-            v_dim=v_dim,
-            fused=True,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
-
-    return fused_apply_mla_rope_for_kv
+    return _wrap(original, LATENT_KEY_ROPE, _key_and_value)
