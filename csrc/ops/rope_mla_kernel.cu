@@ -18,8 +18,8 @@
 namespace megagraph {
 namespace {
 
-constexpr int kThreads = 256;  // one for each rotary dimension, at least
-constexpr int kHeads = 4;      // that a thread holds at once
+constexpr int kFewThreads = 128, kThreads = 256;  // at least one for each rotary dimension
+constexpr int kHeads = 4;                         // that a thread holds at once
 constexpr int kSharedBytes = 16384;
 
 template <typename scalar_t>
@@ -33,9 +33,10 @@ struct Share {
 
   // No more than `chunks` threads to a head; those that make no whole head are left out.
   __device__ Share(int chunks, int total_heads) {
-    const int wide = max(min(chunks, kThreads), 1);
+    const int threads = blockDim.x;
+    const int wide = max(min(chunks, threads), 1);
     this->chunks = wide;
-    heads = kThreads / wide;
+    heads = threads / wide;
     chunk = threadIdx.x % wide;
     head = threadIdx.x / wide;
     if (head >= heads) head = total_heads;
@@ -146,65 +147,95 @@ __device__ void rotate_queries(const RopeMlaArgs& args, Token& token) {
   }
 }
 
-// The sum over all heads of the gradients of the rotary key, in float and in the order of the
-// heads, and its rotation back.
-template <typename scalar_t, int kVec, RopeRounding rounding>
-__device__ void sum_rotary_keys(const RopeMlaArgs& args, Token& token) {
+// The gradients of the rotary key: their sum over all heads, in float and in the order of the
+// heads, rotated back. The first of them are loaded when it is made.
+template <typename scalar_t, int kVec>
+class RotaryGradients {
+ public:
   using V = Vec<scalar_t, kVec>;
   using sum_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-  __shared__ alignas(16) unsigned char shared[kSharedBytes];
-  auto* tile = reinterpret_cast<scalar_t*>(shared);
-  const int32_t row = blockIdx.x;
-  const int content = args.k.dim - args.rotary_dim, chunks = args.rotary_dim / kVec;
-  const int tile_heads = kSharedBytes / static_cast<int>(sizeof(scalar_t)) / args.rotary_dim;
-  const int d = threadIdx.x;
-  sum_t sum = 0;
-  for (int base = 0; base < args.k.heads; base += tile_heads) {
-    const int heads = min(tile_heads, args.k.heads - base);
-    for (int i = threadIdx.x; i < heads * chunks; i += kThreads) {
-      const int head = i / chunks, at_dim = (i - head * chunks) * kVec;
-      *reinterpret_cast<V*>(tile + head * args.rotary_dim + at_dim) =
-          *reinterpret_cast<const V*>(at<scalar_t>(args.k, row, base + head) + content + at_dim);
-    }
-    __syncthreads();
-    if (d < args.rotary_dim) {
-#pragma unroll 8
-      for (int head = 0; head < heads; ++head) {
-        sum += static_cast<sum_t>(tile[head * args.rotary_dim + d]);
-      }
-    }
-    __syncthreads();
+
+  __device__ explicit RotaryGradients(const RopeMlaArgs& args)
+      : args_(args), content_(args.k.dim - args.rotary_dim), chunks_(args.rotary_dim / kVec) {
+    if (threadIdx.x < args.k.heads * chunks_) first_ = load(0, threadIdx.x);
   }
-  if (d < args.rotary_dim) tile[d] = static_cast<scalar_t>(sum);
-  __syncthreads();
-  const int half = args.rotary_dim / 2;
-  for (int chunk = threadIdx.x; chunk < half / kVec; chunk += kThreads) {
+
+  template <RopeRounding rounding>
+  __device__ void rotate_back(Token& token) {
+    __shared__ alignas(16) unsigned char shared[kSharedBytes];
+    auto* tile = reinterpret_cast<scalar_t*>(shared);
+    const int rotary_dim = args_.rotary_dim;
+    const int tile_heads = kSharedBytes / static_cast<int>(sizeof(scalar_t)) / rotary_dim;
+    const int d = threadIdx.x, threads = blockDim.x;
+    sum_t sum = 0;
+    for (int base = 0; base < args_.k.heads; base += tile_heads) {
+      const int heads = min(tile_heads, args_.k.heads - base);
+      for (int i = threadIdx.x; i < heads * chunks_; i += threads) {
+        const bool is_here = base == 0 && i < threads;
+        *reinterpret_cast<V*>(tile + i * kVec) = is_here ? first_ : load(base, i);
+      }
+      __syncthreads();
+      if (d < rotary_dim) {
+#pragma unroll 8
+        for (int head = 0; head < heads; ++head) {
+          sum += static_cast<sum_t>(tile[head * rotary_dim + d]);
+        }
+      }
+      __syncthreads();
+    }
+    if (d < rotary_dim) tile[d] = static_cast<scalar_t>(sum);
+    __syncthreads();
+    const int half = rotary_dim / 2;
+    for (int chunk = threadIdx.x; chunk < half / kVec; chunk += threads) {
+      Pairs<scalar_t, kVec> y{};
+      if (!token.is_tail()) {
+        y.load(tile, chunk, half, true);
+        y = rotated<rounding, true>(y, Tables<scalar_t, kVec>(args_, token, chunk));
+      }
+      y.store(at<scalar_t>(args_.k_pe, blockIdx.x, 0), chunk, half, false);
+    }
+  }
+
+ private:
+  // Chunk i of those of all heads from `base` on.
+  __device__ V load(int base, int i) const {
+    const int head = i / chunks_, d = (i - head * chunks_) * kVec;
+    return *reinterpret_cast<const V*>(at<scalar_t>(args_.k, blockIdx.x, base + head) + content_ +
+                                       d);
+  }
+
+  const RopeMlaArgs& args_;
+  const int content_, chunks_;
+  V first_;
+};
+
+// A chunk of the rotary key, loaded when it is made, for some of the heads.
+template <typename scalar_t, int kVec>
+class RotaryKey {
+ public:
+  __device__ explicit RotaryKey(const RopeMlaArgs& args)
+      : args_(args), half_(args.rotary_dim / 2), share_(half_ / kVec, args.k.heads) {
+    x_.load(at<scalar_t>(args.k_pe, blockIdx.x, 0), share_.chunk, half_, false);
+  }
+
+  template <RopeRounding rounding>
+  __device__ void rotate(Token& token) {
     Pairs<scalar_t, kVec> y{};
     if (!token.is_tail()) {
-      y.load(tile, chunk, half, true);
-      y = rotated<rounding, true>(y, Tables<scalar_t, kVec>(args, token, chunk));
+      y = rotated<rounding, false>(x_, Tables<scalar_t, kVec>(args_, token, share_.chunk));
     }
-    y.store(at<scalar_t>(args.k_pe, row, 0), chunk, half, false);
+    const int content = args_.k.dim - args_.rotary_dim;
+    for (int head = share_.head; head < args_.k.heads; head += share_.heads) {
+      y.store(at<scalar_t>(args_.k, blockIdx.x, head) + content, share_.chunk, half_, true);
+    }
   }
-}
 
-template <typename scalar_t, int kVec, RopeRounding rounding>
-__device__ void spread_rotary_key(const RopeMlaArgs& args, Token& token) {
-  const int half = args.rotary_dim / 2;
-  const int content = args.k.dim - args.rotary_dim;
-  const Share share(half / kVec, args.k.heads);
-  if (share.head >= args.k.heads || share.chunk >= half / kVec) return;
-  const int32_t row = blockIdx.x;
-  Pairs<scalar_t, kVec> x;
-  x.load(at<scalar_t>(args.k_pe, row, 0), share.chunk, half, false);
-  Pairs<scalar_t, kVec> y{};
-  if (!token.is_tail()) {
-    y = rotated<rounding, false>(x, Tables<scalar_t, kVec>(args, token, share.chunk));
-  }
-  for (int head = share.head; head < args.k.heads; head += share.heads) {
-    y.store(at<scalar_t>(args.k, row, head) + content, share.chunk, half, true);
-  }
-}
+ private:
+  const RopeMlaArgs& args_;
+  const int half_;
+  const Share share_;
+  Pairs<scalar_t, kVec> x_;
+};
 
 template <typename scalar_t, int kVec, RopeRounding rounding, bool backward>
 __global__ void __launch_bounds__(kThreads)
@@ -222,11 +253,13 @@ __global__ void __launch_bounds__(kThreads)
   };
   const int chunks = args.kv.dim / kVec;
   if constexpr (backward) {
+    RotaryGradients<scalar_t, kVec> gradients(args);
     copy_heads<scalar_t, kVec>(token, chunks, args.kv.heads, apart, joint);
-    sum_rotary_keys<scalar_t, kVec, rounding>(args, token);
+    gradients.template rotate_back<rounding>(token);
   } else {
+    RotaryKey<scalar_t, kVec> key(args);
     copy_heads<scalar_t, kVec>(token, chunks, args.kv.heads, joint, apart);
-    spread_rotary_key<scalar_t, kVec, rounding>(args, token);
+    key.template rotate<rounding>(token);
   }
 }
 
@@ -247,8 +280,12 @@ void launch(const RopeMlaArgs& args, RopeRounding rounding, bool backward, cudaS
   constexpr int kWide = 16 / sizeof(scalar_t);
   const bool has_both = args.q.data != nullptr && args.k_pe.data != nullptr;
   const dim3 grid(static_cast<unsigned>(args.tokens), has_both ? 2 : 1);
+  // With few heads, so many threads that each has something to load.
+  const RopeMlaView& most = args.k_pe.data != nullptr ? args.kv : args.q;
+  const int64_t row_bytes = int64_t{most.heads} * most.dim * sizeof(scalar_t);
+  const bool few = row_bytes <= kFewThreads * kHeads * 16 && args.rotary_dim <= kFewThreads;
   const auto run = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, stream>>>(args);
+    kernel<<<grid, few ? kFewThreads : kThreads, 0, stream>>>(args);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   };
   const auto with = [&](auto vec, auto how) {
