@@ -222,9 +222,13 @@ def recompute_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
+@pytest.mark.parametrize(
+    ("kind", "fused"), [("low rank, YaRN", False), ("low rank, YaRN", True), ("plain, RoPE", False)]
+)
 @pytest.mark.parametrize("module", ["mla_up_proj", "core_attn"])
-def test_selective_recompute_has_the_bits_of_none(install: Install, module: str, kind: str) -> None:
+def test_selective_recompute_has_the_bits_of_none(
+    install: Install, module: str, kind: str, fused: bool
+) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
     from megatron.core.tensor_parallel import random
 
@@ -233,8 +237,9 @@ def test_selective_recompute_has_the_bits_of_none(install: Install, module: str,
         pytest.skip("this release compiles C++ to recompute: no ninja or no compiler")
     install()
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [module]}
-    pair = pair_of(LatentTrainer, kind=kind, config=recomputed)
-    pair.eager = LatentTrainer(kind=kind)
+    rope = {"apply_rope_fusion": fused}
+    pair = pair_of(LatentTrainer, kind=kind, config={**recomputed, **rope})
+    pair.eager = LatentTrainer(kind=kind, config=rope)
     _train(pair, 5)
     pair.evaluate(ONE, TWO)
     _train(pair, 2, at=5)
