@@ -132,19 +132,6 @@ def routers(trainer: Trainer) -> list[Any]:
     return [mixture.router for mixture in mixtures if hasattr(mixture, "router")]
 
 
-def _forget_routes(trainer: Trainer) -> None:
-    """Drops what dispatchers keep of a call.
-
-    Megatron's keep probabilities with their autograd history, which leads to the hooks of DDP and through
-    them to the model: a cycle that no garbage collector sees. The process groups of each model would stay.
-    """
-    for layer in trainer.chunk.decoder.layers:
-        dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-        for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                setattr(dispatcher, name, None)
-
-
 class ExpertTrainer(Trainer):
     """A model with experts. Keeps what they counted."""
 
@@ -170,7 +157,6 @@ class ExpertTrainer(Trainer):
             if router.local_tokens_per_expert is not None
         ]
         finalize_model_grads(*args, **kwargs)
-        _forget_routes(self)
 
 
 def metrics() -> dict[str, Tensor]:
