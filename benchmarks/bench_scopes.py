@@ -30,11 +30,13 @@ def figures_of(name: str, answer: Answer, eager: Answer) -> list[Figure]:
     figures = [timed(f"{name}: a step of four micro-batches", answer["walls_ms"], "ms", value=wall, **rival)]
     rival = {} if is_eager else {"rival": EAGER, "rival_value": its_reserved, "bar": PEAK_BAR * its_reserved}
     figures.append(Figure(name=f"{name}: peak memory reserved", value=reserved, unit="MiB", **rival))
-    counts = {
+    counts: dict[str, tuple[float, str]] = {
         f"kernels of {part}, {where} of graphs": (count, "kernels")
         for part, of_part in answer["kernels"].items()
         for where, count in of_part.items()
     }
+    counts["work that graphs launch"] = (100 * answer["graphed_share"], "%")
+    counts["host for a layer and micro-batch, profiled, without its waits"] = (answer["host_us"], "us")
     calls = [] if is_eager else counts_of_calls(name, answer["report"])
     return [*figures, *plain(name, counts), *calls]
 

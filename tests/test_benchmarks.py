@@ -88,6 +88,7 @@ KERNELS = {half: {"inside": 16, "outside": 0} for half in groundwork.KERNELS}
 ANSWERS |= {**dict.fromkeys(groundwork.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
 EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
 SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
+SCOPES |= {"graphed_share": 0.5, "host_us": 80.0}
 ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
 ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
 ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
@@ -347,9 +348,12 @@ def test_a_timeline_tells_work_from_gaps() -> None:
         event("kernel", "a", 5, 9, 1),
         event("kernel", "b", 14, 16, 1),
         event("kernel", "c", 24, 25, 2),
+        event("cuda_runtime", "cudaStreamSynchronize", 3, 7, 3),
+        event("cuda_runtime", "cudaDeviceSynchronize", 22, 30, 4),
     ]
-    rows = read_timeline({"traceEvents": events}).rows_us()
-    assert rows == {
+    timeline = read_timeline({"traceEvents": events})
+    assert timeline.host_us() == 18 and timeline.graphed_share() == 2 / 3
+    assert timeline.rows_us() == {
         **{"wall of the profiled step": 30, "busy: graphs": 6, "busy: eager parts": 1},
         **{"idle: host: final norm": 8, "idle: before the first kernel": 5},
         **{"idle: between nodes of a graph": 5, "idle: after the last kernel": 5},

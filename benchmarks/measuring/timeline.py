@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _CALLS = frozenset(("cuda_runtime", "cuda_driver"))
+_WAIT = "Synchronize"
 _PHASE = "phase: "
 _STEP = "schedule"
 _SHORT_US = 2.0
@@ -39,6 +40,15 @@ class Timeline:
     end: float  # of the schedule, the device being done
     work: Sequence[Work]  # what the step launched, by its start on the device
     phases: Sequence[tuple[float, float, str]]  # of the host: start, end and name, outer ones first
+    waits: Sequence[tuple[float, float]] = ()  # of the host for the device: start and end of each call
+
+    def host_us(self) -> float:
+        """Time that the host was at work, not waiting for the device; a profiler makes it longer."""
+        return self.end - self.start - sum(end - start for start, end in self.waits)
+
+    def graphed_share(self) -> float:
+        """How much of all kernels, copies and fills graphs launch, by number."""
+        return sum(work.graph is not None for work in self.work) / max(1, len(self.work))
 
     def kernels_us(self) -> float:
         """Summed duration of all work."""
@@ -132,7 +142,9 @@ def read_timeline(trace: Mapping[str, Any]) -> Timeline:
     work = [_work_of(event, calls) for event in events if event.get("cat") in _DEVICE]
     launched = sorted((each for each in work if start <= each.launched <= end), key=lambda each: each[:2])
     within = [phase for phase in phases if start <= phase[0] <= end]
-    return Timeline(start=start, end=end, work=launched, phases=within)
+    spans = (_span(call) for call in calls.values() if _WAIT in call["name"])
+    waits = sorted(span for span in spans if start <= span[0] <= end)
+    return Timeline(start=start, end=end, work=launched, phases=within, waits=waits)
 
 
 def _correlation(event: Mapping[str, Any]) -> int | None:

@@ -24,6 +24,7 @@ from benchmarks.subjects.steps import (
     Batch,
     StepTrainer,
     mean_loss,
+    rows_of,
     step_case,
     trace_of,
     without_collection,
@@ -80,7 +81,11 @@ def _experts(is_engine: bool) -> dict[str, Any]:
 
 
 def measure_scopes(is_engine: bool, scopes: str) -> Answer:
-    """Walls of steps in ms, the peak that torch reserved by then, and kernels of a profiled step."""
+    """Walls of steps in ms, the peak that torch reserved by then.
+
+    Of a profiled step: whose kernels are inside of graphs, how much of all work is, and the host's time in
+    microseconds for one layer of one micro-batch.
+    """
     mode = "eager" if scopes == EAGER else "graph"
     install(capacities=(CASE.capacity,), cuda_graph_modules=SCOPES[scopes], mode=mode)
     try:
@@ -93,8 +98,12 @@ def measure_scopes(is_engine: bool, scopes: str) -> Answer:
         report = megatron.reports()[-1]
         if mode == "graph":
             check_replays(report)
-        kernels = count_kernels(trace_of(trainer, steps[0]), KERNELS)
-        return {"walls_ms": walls, "reserved": reserved, "kernels": kernels, "report": report}
+        timeline = trace_of(trainer, steps[0])
+        return {
+            **{"walls_ms": walls, "reserved": reserved, "report": report},
+            **{"kernels": count_kernels(timeline, KERNELS), "graphed_share": timeline.graphed_share()},
+            "host_us": timeline.host_us() / (MICRO_BATCHES * CASE.model.layers),
+        }
     finally:
         megatron.uninstall()
 
@@ -104,13 +113,7 @@ class UnpackedTrainer(StepTrainer):
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
-        losses = model(
-            input_ids=batch["tokens"],
-            position_ids=batch["positions"],
-            attention_mask=None,
-            labels=batch["labels"],
-        )
-        return losses, partial(mean_loss, mask=batch["mask"])
+        return model(**rows_of(batch)), partial(mean_loss, mask=batch["mask"])
 
 
 def measure_megatrons(scopes: str) -> Answer:

@@ -116,13 +116,15 @@ class StepTrainer(Trainer):
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
         losses = model(
-            input_ids=batch["tokens"],
-            position_ids=batch["positions"],
-            attention_mask=None,
-            labels=batch["labels"],
-            packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
+            **rows_of(batch), packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"])
         )
         return losses, partial(mean_loss, mask=batch["mask"])
+
+
+def rows_of(batch: Batch) -> dict[str, Any]:
+    """What a model takes of a batch, but for its pack."""
+    rows = {"input_ids": batch["tokens"], "position_ids": batch["positions"], "labels": batch["labels"]}
+    return {**rows, "attention_mask": None}
 
 
 def mean_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from megagraph.bank.attributes import plain_tensors
 from megagraph.bank.backends import Backend, Notes, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import CapturedVariant, Chain
+from megagraph.bank.differences import MOST_FURTHER
 from megagraph.bank.restore import main_grad_of
 from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
 from megagraph.bank.saved import Saves
@@ -296,8 +297,10 @@ class Bank:
             KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
         """
         verification = self._verify_once(chain, key, example)
-        if verification.is_doubtful():
-            verification.keep_what_recurs(self._verify_once(chain, key, example))
+        for times in range(MOST_FURTHER):
+            if not verification.is_doubtful(times):
+                break
+            verification.keep_what_recurs(self._verify_once(chain, key, example), times)
         return verification
 
     def _verify_once(self, chain: Chain, key: Any, example: Example) -> Verification:

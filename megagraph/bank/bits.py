@@ -4,12 +4,14 @@
 import torch
 from torch import Tensor
 
-__all__ = ["Range", "Results", "distance", "has_bits", "have_same_bits"]
+__all__ = ["Range", "Results", "differ_as_rounded", "distance", "has_bits", "have_same_bits"]
 
 Results = dict[str, Tensor]  # of one run, by what they are in words
 
 # Of as many runs that all differ, any one is in the pair that lies furthest apart with a chance of 1 in 3.
 _SPREADS = 2
+# What an order of additions changes, where few of them are in another order: entries, and of the largest one.
+_FEW, _ROUNDING = 1e-2, 2.0**-6
 _CHUNK = 2**20  # entries that are compared at once, since doubles of all of them would take much memory
 
 
@@ -43,6 +45,15 @@ def _distance(one: Tensor, other: Tensor) -> float:
     is_same = (one == other) | (one.isnan() & other.isnan())
     found = float((one.double() - other.double()).abs().masked_fill(is_same, 0.0).max())
     return found if found == found else float("inf")
+
+
+def differ_as_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors differ in few entries, and there by little beside the largest of all entries."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return False
+    most_entries = max(8, int(_FEW * one.numel()))
+    most = _ROUNDING * float(one.abs().max()) if one.numel() else 0.0
+    return int((one != other).sum()) <= most_entries and distance(one, other) <= most
 
 
 class Range:
@@ -80,3 +91,7 @@ class Range:
     def holds(self, other: Tensor) -> bool:
         """Whether another run is as near to these as one more of them may be."""
         return self.spread > 0 and self.largest(other) <= _SPREADS * self.spread
+
+    def as_rounded(self, other: Tensor) -> bool:
+        """Whether another run differs from the least of these by nothing but roundings."""
+        return differ_as_rounded(other, self._least)

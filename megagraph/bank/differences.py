@@ -3,7 +3,11 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Difference"]
+__all__ = ["MOST_FURTHER", "Difference"]
+
+MOST_FURTHER = (
+    3  # verifications: of dozens of tensors some differ by chance in two verifications, hardly any in four
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +20,7 @@ class Difference:
         tensor: what differs, in words.
         largest: between the graph and the module, over all entries.
         spread: between runs of the module.
+        is_rounding: it is as small and as rare as what kernels that add with atomics make of one call.
     """
 
     slot: int
@@ -23,6 +28,11 @@ class Difference:
     tensor: str
     largest: float
     spread: float
+    is_rounding: bool = False
+
+    def may_be_chance(self, times: int) -> bool:
+        """Whether it may not recur in further verifications, having recurred in `times` of them."""
+        return times < (MOST_FURTHER if self.is_rounding else 1 if self.spread else 0)
 
     @property
     def place(self) -> tuple[int, int, str]:

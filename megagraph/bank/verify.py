@@ -13,7 +13,8 @@ memory of the graphs' own pool, that which later sites and this one need no more
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to lie within twice what these differ
 by: it is one run more, and may well be the one that lies furthest from another. Where differences are rare
-and of several sizes that is no bound, so that a graph which lies further off has to do so twice.
+and of several sizes that is no bound, so that a graph which lies further off has to do so twice; and where no
+more than roundings of few entries differ, four times, unless torch is asked for deterministic algorithms.
 """
 
 import contextlib
@@ -41,6 +42,8 @@ __all__ = ["Example", "Verification"]
 # Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
 # which its graph does.
 _FURTHER_RUNS, _MOST_RUNS = 4, 20
+# Of what a site gets: gradients that pass over gaps may grow from site to site beyond what types hold.
+_LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"
 
 _Run = Callable[[], contextlib.AbstractContextManager[Results]]
@@ -138,22 +141,23 @@ class Verification:
             self._rng.restore(start)
         return reason
 
-    def is_doubtful(self) -> bool:
-        """Whether something differs, on any rank, from modules that differ from themselves."""
-        return self._somewhere(any(found.spread for found in self.differences))
+    def is_doubtful(self, times: int) -> bool:
+        """Whether something differs, on any rank, that may be chance after `times` further verifications."""
+        return self._somewhere(any(found.may_be_chance(times) for found in self.differences))
 
     def _somewhere(self, here: bool) -> bool:
         (found,) = self._exchange([int(here)])
         return bool(found)
 
-    def keep_what_recurs(self, again: "Verification") -> None:
-        """Forgets what differs from such modules and did not in another verification.
+    def keep_what_recurs(self, again: "Verification", times: int) -> None:
+        """Forgets what may be chance and does not differ in another verification.
 
         Args:
             again: of the same graphs.
+            times: how many there were between.
         """
-        recurs = {found.place for found in again.differences}
-        chance = [found for found in self.differences if found.spread and found.place not in recurs]
+        recurs, mine = {found.place for found in again.differences}, self.differences
+        chance = [found for found in mine if found.may_be_chance(times) and found.place not in recurs]
         self.within_spread |= {found.index for found in chance}
         self.differences = [found for found in self.differences if found not in chance]
 
@@ -217,7 +221,8 @@ class Verification:
     def _run_backwards(self) -> None:
         grad = self._example.grad
         while self._flights:
-            grad = self._compare_backward(self._flights.pop(), grad)
+            before = self._compare_backward(self._flights.pop(), grad)
+            grad = before if float(before.abs().max()) <= _LARGEST_GRADIENT else None
 
     def _compare_backward(self, flight: _Flight, of_first: Tensor | None) -> Tensor:
         """Returns the gradient of the site's input.
@@ -258,7 +263,7 @@ class Verification:
     def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
         with run() as eager:
             for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
-                self._add(flight, name, float("inf"), 0.0)
+                self._add(flight, name, float("inf"), 0.0, False)
             both = [name for name in graph if name in eager]
             differing = [name for name in both if not have_same_bits(graph[name], eager[name])]
             ranges = {name: Range(eager[name]) for name in differing}
@@ -281,11 +286,13 @@ class Verification:
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
         for name in unlike:
-            self._add(flight, name, ranges[name].largest(graph[name]), ranges[name].spread)
+            found, is_exact = ranges[name], torch.are_deterministic_algorithms_enabled()
+            is_rounding = not is_exact and found.as_rounded(graph[name])
+            self._add(flight, name, found.largest(graph[name]), found.spread, is_rounding)
 
-    def _add(self, flight: _Flight, tensor: str, largest: float, spread: float) -> None:
-        slot = self._chain.core.slot_index
-        found = Difference(slot=slot, index=flight.index, tensor=tensor, largest=largest, spread=spread)
+    def _add(self, flight: _Flight, tensor: str, largest: float, spread: float, is_rounding: bool) -> None:
+        slot, index, how = self._chain.core.slot_index, flight.index, {"is_rounding": is_rounding}
+        found = Difference(slot=slot, index=index, tensor=tensor, largest=largest, spread=spread, **how)
         self.differences.append(found)
 
     @contextlib.contextmanager

@@ -196,7 +196,7 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
     Counts.calls, is_verified = 0, True
     verified = bank.verify(chain, "it", example("cpu"))
     assert verified.differences == [] and verified.within_spread == set()
-    assert Counts.calls == (2 * 20 if differs_elsewhere else 1)  # verified once more, there, too
+    assert Counts.calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
@@ -222,6 +222,58 @@ def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: i
     verified = bank.verify(chain, "it", example("cpu"))
     assert [found.tensor for found in verified.differences] == ["output"] * (times - 1)
     assert verified.within_spread == ({0} if times == 1 else set()) and layer.far == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
+@pytest.mark.parametrize("entry", [1 + 2**-8, 1.5])
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deterministic(
+    times: int, entry: float
+) -> None:
+    class Rounds(nn.Module):
+        """Its calls are alike, and one entry of its graph's first ones is another one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = [entry] * times
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out = hidden * 1.5
+            if Baked.is_captured and is_verified and self.others:
+                out.data[0, 0] *= self.others.pop()
+            return out
+
+    for is_exact in (False, True):
+        torch.use_deterministic_algorithms(is_exact)
+        is_verified = False
+        layer = Rounds()
+        bank, chain = captured([layer], "cpu", training=False)
+        is_verified = True
+        given = dataclasses.replace(example("cpu"), hidden=torch.ones(ROWS, WIDTH))
+        is_chance = not is_exact and entry < 1.5 and times < 4
+        assert bool(bank.verify(chain, "it", given).differences) is not is_chance
+        assert len(layer.others) == (0 if not is_exact and entry < 1.5 else times - 1)
+
+
+@pytest.mark.parametrize("growth", [1e4, 1.0])
+def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device: str, growth: float) -> None:
+    """Bug: with parts between sites that stay eager they overflowed, and were infinite on both ways."""
+
+    class Scale(nn.Module):
+        """Its input again, whose gradient grows."""
+
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden * self.factor - hidden.detach() * (self.factor - 1)
+
+    layers = [Baked(2.5), *(Scale(growth) for _ in range(12))]
+    bank, chain = captured(layers, device, training=True)
+    found = bank.verify(chain, "it", example(device)).differences
+    assert "gradient of the input" in {it.tensor for it in found if it.index == 0}
+    assert {it.index for it in found} == {0}
 
 
 def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:

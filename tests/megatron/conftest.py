@@ -10,6 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 
 import pytest
 import torch
+from leftovers import free_models
 from megatron_rig import graph_config
 from worlds import World
 
@@ -43,6 +44,7 @@ def megatron(process_group: None) -> Iterator[None]:
     torch.set_num_threads(1)
     with megatron_on_cpu():
         yield
+        free_models()
     torch.set_num_threads(threads)
 
 

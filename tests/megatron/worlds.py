@@ -9,7 +9,6 @@ Ranks that wait for one another for ever are a failure that says where.
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import itertools
 import logging
@@ -25,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
+from leftovers import free_models
 from torch import distributed, multiprocessing
 
 START_SECONDS = 240  # imports, on a machine that does other things too
@@ -67,7 +67,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
                 pipe.send((True, _run(*job)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-            gc.collect()  # a model that holds groups would keep their threads
+            free_models()  # which would keep the threads of their groups
 
 
 def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]) -> Any:
