@@ -83,6 +83,8 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
         return None
     if recomputes_experts(config):  # in the backward pass nobody knows how many rows were given
         return _in_words("whose routing is replayed or a host's, and recomputed", "recompute_modules", config)
+    if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
+        return _in_words("whose routing is replayed or a host's", "tensor_model_parallel_size", config)
     if is_replaced(layer.router, ROUTER_FORWARD):
         what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
         return _of_class(what, layer.router)
