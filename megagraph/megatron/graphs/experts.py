@@ -20,7 +20,6 @@ _NEED_EQUAL_ROWS = (
 )
 # (config attribute, value that is fine, what it is called)
 _UNSUPPORTED = (
-    ("tensor_model_parallel_size", 1, "with tensor parallelism"),
     ("expert_tensor_parallel_size", 1, "each over several ranks"),
     ("moe_router_fusion", False, "whose router is fused, and takes no padding mask"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
@@ -55,6 +54,9 @@ def why_not_experts(config: Any, block: Any) -> str | None:
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _in_words(name, attribute, config)
+    if need_equal_rows(config) and config.tensor_model_parallel_size > 1:
+        name = "over several ranks that need equal rows, with tensor parallelism"
+        return _in_words(name, "tensor_model_parallel_size", config)
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind in _LOOK_AT_ALL_ROWS:
@@ -81,6 +83,8 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
         return None
     if recomputes_experts(config):  # in the backward pass nobody knows how many rows were given
         return _in_words("whose routing is replayed or a host's, and recomputed", "recompute_modules", config)
+    if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
+        return _in_words("whose routing is replayed or a host's", "tensor_model_parallel_size", config)
     if is_replaced(layer.router, ROUTER_FORWARD):
         what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
         return _of_class(what, layer.router)

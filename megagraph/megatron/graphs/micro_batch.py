@@ -236,8 +236,12 @@ class MicroBatch:
             remember_positions(self._canonical, self._rows_are_positions)
         return self._canonical
 
-    def mask_at_entry(self, mask: Tensor) -> Tensor:
-        """The padding mask that the model is given: the canonical pack's where that is padded at entry."""
+    def mask_at_entry(self, mask: Tensor | None) -> Tensor | None:
+        """The padding mask that the model is given: the canonical pack's where that is padded at entry.
+
+        Args:
+            mask: the user's, or None.
+        """
         return self._padded_mask(mask) if self._pads_at_entry and not self.is_as_given else mask
 
     def take_mask(self, mask: Any, hidden_states: Tensor) -> bool:

@@ -56,6 +56,7 @@ class ModelGraphs:
         changes: what keeps a step eager.
         decider: says which variant takes a pack.
         refusal: why the whole model stays eager, or None.
+        masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         equal_rows: agrees with ranks that run other packs on their rows, where they must.
     """
 
@@ -80,8 +81,9 @@ class ModelGraphs:
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
-        masks_tail = has_experts(model.config)
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, masks_tail)
+        is_mixture = has_experts(model.config)
+        self.masks_at_entry = is_mixture and self.tensor.shards_sequence
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
@@ -136,14 +138,15 @@ class ModelGraphs:
         """
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
-        has_mask = mask is not None and entries.are_megatrons
+        has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
         key = self.decider.decide(params, tokens, has_mask)
         if isinstance(key, EagerReason):
             return key
         if not entries.are_settled:
             return _WARMING_UP
         capacity, kind = key
-        is_other = has_mask and not (is_mask_shared and is_mask(mask, tokens, self.block.device))
+        is_plain = mask is None or is_mask(mask, tokens, self.block.device)
+        is_other = has_mask and not (is_mask_shared and is_plain)
         if is_other or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
@@ -197,7 +200,8 @@ class ModelGraphs:
             table: the rotary table that the block was given.
             mask: the padding mask that a block of Megatron's was given.
         """
-        has_mask = batch.kind.has_mask or (mask is not None and self.entries.are_megatrons)
+        is_masked = batch.kind.has_mask and not (mask is None and batch.is_as_given)
+        has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
         if has_mask and not batch.take_mask(mask, hidden_states):
             self.block.count_eager(batch.misfits(table, hidden_states))
             return None

@@ -64,10 +64,11 @@ class ExpertWrappers:
             batch = self._graphs[router].running
             if not isinstance(batch, MicroBatch) or batch.is_as_given:
                 return original(router, input, padding_mask, **further)
-            if recomputes_experts(router.config):
+            if recomputes_experts(router.config) or router.config.sequence_parallel:
                 raise RuntimeError(
-                    "expected no 'moe' in recompute_modules where routing is replayed or a host's; without "
-                    "it, or with routers that are told so before the model's first call, training goes on"
+                    "expected no 'moe' in recompute_modules, and no sequence parallelism, where routing is "
+                    "replayed or a host's; without them, or with routers that are told so before the model's "
+                    "first call, training goes on"
                 )
             rows, added = batch.tokens, input.size(0) - batch.tokens
             if is_replaced(router, ROUTING):

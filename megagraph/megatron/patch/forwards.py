@@ -65,7 +65,8 @@ class ForwardWrappers:
             is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
             if batch is None:
                 mask, is_skipped = get("padding_mask"), is_cuda_graph_skipped()
-                is_shared = mask is None or graphs.tensor.shares_masks(from_ids=hidden_states is None)
+                is_masked = mask is not None or graphs.masks_at_entry
+                is_shared = not is_masked or graphs.tensor.shares_masks(from_ids=hidden_states is None)
                 batch = graphs.decide(params, tokens, mask, is_mask_shared=is_shared, is_skipped=is_skipped)
             added_rows, processor = 0, None
             if isinstance(batch, MicroBatch):
