@@ -27,7 +27,10 @@ MIN_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
 DEFAULT_ARCHS = ("9.0", "10.0")
 
-OPS_WITH_KERNELS = ["pad_cu_seqlens", "thd_partition_indices", "zero_tail", "rope_thd", "rope_mla"]
+OPS_WITH_KERNELS = [
+    *("pad_cu_seqlens", "thd_partition_indices", "thd_context", "zero_tail", "rope_thd", "rope_mla"),
+]
+OPS = ["rope_mla_tensors", "varlen_attention", "varlen_attention_cpu"]
 BANK = [
     "host_executable",
     "capture/main_grad_node",
@@ -65,10 +68,7 @@ DECIDE = ["balance", "dispatch", "document_costs", "pack_schedule", "placement"]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),
-    *(
-        f"csrc/ops/{name}.cpp"
-        for name in ["schemas", *OPS_WITH_KERNELS, "rope_mla_tensors", "varlen_attention"]
-    ),
+    *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, *OPS]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
     *(f"csrc/python/{name}.cpp" for name in PYTHON),
 ]

@@ -80,9 +80,10 @@ HOST_SHAPES, PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[2]), (SHAPES[0], SH
 def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
     """The op's forward and backward."""
     q, k, v, grad = inputs
-    out, lse = torch.ops.megagraph.varlen_attention(q, k, v, cu_seqlens, longest)
+    packed = (cu_seqlens, cu_seqlens, longest, longest)
+    out, lse = torch.ops.megagraph.varlen_attention(q, k, v, *packed)
     backward = torch.ops.megagraph.varlen_attention_backward
-    again = partial(backward, grad, q, k, v, out, lse, cu_seqlens, longest)
+    again = partial(backward, grad, q, k, v, out, lse, *packed)
     return {"forward": lambda: ops.varlen_attention(q, k, v, cu_seqlens, longest), "backward": again}
 
 

@@ -18,6 +18,20 @@ void pad_offsets(const int32_t* in, int64_t given, int32_t* out, int64_t total, 
 void partition_rows(const int32_t* cu_seqlens, int32_t num_seqs, int32_t* out, int32_t rows,
                     int32_t total_tokens, int32_t cp_size, int32_t cp_rank, cudaStream_t stream);
 
+// out[0] and out[1] are [total_tokens] each, csrc/ops/thd_context.h.
+void gathered_rows(const int32_t* cu_seqlens, int32_t num_seqs, int32_t* out, int32_t total_tokens,
+                   int32_t cp_size, cudaStream_t stream);
+
+struct ContextKeys {
+  const int32_t* cu_seqlens;
+  int32_t* queries;  // [2 * num_seqs + 1], and so is `seen`
+  int32_t* seen;
+  int32_t* keys;    // [num_keys]
+  int32_t* places;  // [2, total_tokens]
+  int32_t num_seqs, num_keys, total_tokens, cp_size, cp_rank;
+};
+void context_keys(const ContextKeys& maps, cudaStream_t stream);
+
 constexpr int kMaxTailTensors = 4;
 struct Tails {
   void* data[kMaxTailTensors];

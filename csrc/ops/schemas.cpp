@@ -14,6 +14,12 @@ TORCH_LIBRARY(megagraph, m) {
       "thd_partition_indices(Tensor cu_seqlens_padded, SymInt total_tokens, int cp_size, "
       "int cp_rank) -> Tensor",
       tags);
+  m.def("thd_gathered_rows(Tensor cu_seqlens_padded, SymInt total_tokens, int cp_size) -> Tensor",
+        tags);
+  m.def(
+      "thd_context_keys(Tensor cu_seqlens_padded, SymInt total_tokens, int cp_size, int cp_rank) "
+      "-> (Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor keys, Tensor places)",
+      tags);
   m.def("zero_tail(Tensor x, Tensor cu_seqlens, SymInt tokens) -> Tensor", tags);
   m.def("zero_tail_(Tensor(a!)[] xs, Tensor cu_seqlens) -> ()", tags);
 
@@ -39,12 +45,14 @@ TORCH_LIBRARY(megagraph, m) {
       tags);
 
   m.def(
-      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, *, "
-      "float? softmax_scale=None, bool causal=True) -> (Tensor out, Tensor softmax_lse)",
+      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+      "SymInt max_seqlen_q, SymInt max_seqlen_k, *, float? softmax_scale=None, bool causal=True) "
+      "-> (Tensor out, Tensor softmax_lse)",
       tags);
   m.def(
       "varlen_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, "
-      "Tensor softmax_lse, Tensor cu_seqlens, SymInt max_seqlen, *, float? softmax_scale=None, "
-      "bool causal=True) -> (Tensor, Tensor, Tensor)",
+      "Tensor softmax_lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+      "SymInt max_seqlen_k, *, float? softmax_scale=None, bool causal=True) "
+      "-> (Tensor, Tensor, Tensor)",
       tags);
 }

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """A THD core attention for Megatron's local layer spec, which has none without Transformer Engine.
 
-Does not drop out, window, or split over context-parallel ranks: refuses what it does not do.
+Does not drop out or window: refuses what it does not do.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from megagraph.modules.context import SharedPack, attend_gathered, attend_over_heads, first, padded
 from megagraph.packs import ops
 from megagraph.packs.packing import PackedSequences
 
 __all__ = ["VarlenAttention"]
 
 
-def _first(out: Tensor, dim: int) -> Tensor:
-    """The first entries of the last dimension; all of them are no view, whose gradient would be a copy."""
-    return out if out.size(-1) == dim else out[..., :dim]
+# What Megatron calls the ways to share a pack; a ring (`p2p`) is its default, and here not one of them.
+_WAYS = {
+    None: attend_gathered,
+    "p2p": attend_gathered,
+    "all_gather": attend_gathered,
+    "a2a": attend_over_heads,
+}
 
 
 class VarlenAttention(nn.Module):
@@ -27,7 +31,8 @@ class VarlenAttention(nn.Module):
     The constructor and `forward()` take what Megatron's `DotProductAttention` takes. Under a causal
     mask documents are bounded by their physical rows, so padding at a document's end is harmless;
     without one, a pack with padding is refused. Values of fewer dimensions than the keys, as those of
-    multi-latent attention, are padded with zeros.
+    multi-latent attention, are padded with zeros. Context-parallel ranks share a pack as it says
+    (`local_cp_size`, `cp_group`), else as the config does; its `max_seqlen` is of all ranks together.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -36,6 +41,8 @@ class VarlenAttention(nn.Module):
         attention_type: `self`.
         attention_dropout: expected to be 0; by default the config's.
         softmax_scale: by default 1 / sqrt(head dimension).
+        further: of what Megatron hands over, `cp_comm_type` says how ranks share a pack: `all_gather`, which
+            `p2p` and None stand for, too, or `a2a`; and `pg_collection` has their group, `cp`.
 
     Raises:
         ValueError: naming the option of the config that this attention does not have.
@@ -49,7 +56,7 @@ class VarlenAttention(nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **unused: Any,
+        **further: Any,
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -57,10 +64,10 @@ class VarlenAttention(nn.Module):
             raise ValueError(f"VarlenAttention: expected attention_dropout 0, got {dropout}")
         if attention_type != "self":
             raise ValueError(f"VarlenAttention: expected self attention, got {attention_type!r}")
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"VarlenAttention: expected context_parallel_size 1, got {config.context_parallel_size}"
-            )
+        cp_comm_type: str | None = further.get("cp_comm_type")
+        if cp_comm_type not in _WAYS:
+            known = ", ".join(filter(None, _WAYS))
+            raise ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
         for option, expected in (("window_size", None), ("softmax_type", "vanilla")):
             if getattr(config, option, expected) != expected:
                 raise ValueError(
@@ -69,6 +76,15 @@ class VarlenAttention(nn.Module):
         if config.apply_query_key_layer_scaling:
             raise ValueError("VarlenAttention: expected apply_query_key_layer_scaling False, got True")
         self.softmax_scale = softmax_scale
+        self.cp_comm_type = cp_comm_type
+        self.cp_group: distributed.ProcessGroup | None = None
+        if config.context_parallel_size > 1:
+            self.cp_group = getattr(further.get("pg_collection"), "cp", None)
+            if self.cp_group is None:
+                raise ValueError(
+                    f"VarlenAttention: expected a pg_collection with the context-parallel group of "
+                    f"context_parallel_size {config.context_parallel_size}, got none"
+                )
         self._mask_name: str = attn_mask_type.name
         self.is_causal = self._causal(attn_mask_type)
 
@@ -107,34 +123,54 @@ class VarlenAttention(nn.Module):
         if attention_bias is not None:
             raise ValueError("VarlenAttention: expected no attention_bias, got one")
         causal = self.is_causal if attn_mask_type is None else self._causal(attn_mask_type)
-        kept = value.size(-1)
-        value = F.pad(value, (0, key.size(-1) - kept)) if kept < key.size(-1) else value
         if packed_seq_params is None:
             mask = self._mask_name if attn_mask_type is None else attn_mask_type.name
             if attention_mask is not None and mask.startswith("padding"):
                 raise ValueError(f"VarlenAttention: a {mask} mask is taken as a pack only, got a tensor")
-            return _first(self._unpacked(query, key, value, causal), kept).flatten(2)
-        cp_size = getattr(packed_seq_params, "local_cp_size", None)
-        if cp_size not in (None, 1):
-            raise ValueError(f"VarlenAttention: expected local_cp_size 1, got {cp_size}")
-        padded = packed_seq_params.cu_seqlens_q_padded
-        if padded is not None and not causal:
+            if self.cp_group is not None:
+                raise ValueError("VarlenAttention: context-parallel ranks share packs only, got none")
+            return self._unpacked(query, key, value, causal).flatten(2)
+        padded_offsets = packed_seq_params.cu_seqlens_q_padded
+        if padded_offsets is not None and not causal:
             raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")
-        offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+        offsets = packed_seq_params.cu_seqlens_q if padded_offsets is None else padded_offsets
+        longest, group = int(packed_seq_params.max_seqlen_q), self._group_of(packed_seq_params)
+        if group is not None:
+            pack = SharedPack(cu_seqlens=offsets, max_seqlen=longest, group=group)
+            return self._shared(query, key, value, pack, causal).flatten(1)
         out = ops.varlen_attention(
             query,
             key,
-            value,
+            padded(value, key.size(-1)),
             offsets,
-            int(packed_seq_params.max_seqlen_q),
+            longest,
             softmax_scale=self.softmax_scale,
             causal=causal,
         )
-        return _first(out, kept).flatten(1)
+        return first(out, value.size(-1)).flatten(1)
+
+    def _group_of(self, params: PackedSequences) -> distributed.ProcessGroup | None:
+        """The ranks that share a pack, or None for this one alone."""
+        size = getattr(params, "local_cp_size", None)
+        group: distributed.ProcessGroup | None = getattr(params, "cp_group", None)
+        if size is None:
+            return self.cp_group
+        if size > 1 and (group is None or group.size() != size):
+            found = "none" if group is None else f"one of {group.size()} ranks"
+            raise ValueError(f"VarlenAttention: expected a cp_group of local_cp_size {size}, got {found}")
+        return group if size > 1 else None
+
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, pack: SharedPack, causal: bool) -> Tensor:
+        if _WAYS[self.cp_comm_type] is attend_over_heads:
+            return attend_over_heads(query, key, value, pack, softmax_scale=self.softmax_scale, causal=causal)
+        if not causal:
+            raise ValueError("VarlenAttention: all_gather needs a causal mask, got none; a2a takes any")
+        return attend_gathered(query, key, value, pack, softmax_scale=self.softmax_scale)
 
     def _unpacked(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         length, batch, heads, dim = query.shape
-        q, k, v = (t.transpose(0, 1).reshape(batch * length, -1, dim) for t in (query, key, value))
+        kept, values = value.size(-1), padded(value, dim)
+        q, k, v = (t.transpose(0, 1).reshape(batch * length, -1, dim) for t in (query, key, values))
         offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
         out = ops.varlen_attention(q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal)
-        return out.view(batch, length, heads, dim).transpose(0, 1).contiguous()
+        return first(out.view(batch, length, heads, dim).transpose(0, 1).contiguous(), kept)

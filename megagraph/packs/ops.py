@@ -25,8 +25,11 @@ __all__ = [
     "pad_cu_seqlens",
     "pad_cu_seqlens_for_cuda_graph",
     "rope_thd",
+    "thd_context_keys",
+    "thd_gathered_rows",
     "thd_partition_indices",
     "varlen_attention",
+    "varlen_attention_to_keys",
     "zero_tail",
 ]
 
@@ -106,6 +109,59 @@ def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size:
     """
     out: Tensor = torch.ops.megagraph.thd_partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
     return out
+
+
+def thd_gathered_rows(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int) -> Tensor:
+    """Map the rows of a pack to rows as they are gathered, one context-parallel rank after another.
+
+    Does not gather them.
+
+    Args:
+        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
+            2 * cp_size.
+        total_tokens: physical tokens of all ranks together, a multiple of cp_size.
+        cp_size: number of context-parallel ranks, at least 2.
+
+    Returns:
+        int32 [2, total_tokens]: of each physical row its gathered one, and of each gathered row its
+        physical one.
+
+    Raises:
+        ValueError: if a size or (on the CPU only) an offset breaks the above. On a GPU such offsets give
+            undefined rows.
+    """
+    out: Tensor = torch.ops.megagraph.thd_gathered_rows(cu_seqlens_padded, total_tokens, cp_size)
+    return out
+
+
+def thd_context_keys(
+    cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lay out the keys that one context-parallel rank's queries see under a causal mask.
+
+    A rank holds two chunks of each document, one behind the other. To attention these are two documents
+    whose queries lie where they are held, and whose keys are the document's rows up to the chunk's end.
+
+    Args:
+        cu_seqlens_padded: int32 [N + 1], global offsets; every document's length is a multiple of
+            2 * cp_size.
+        total_tokens: physical tokens of all ranks together, a multiple of 2 * cp_size.
+        cp_size: number of context-parallel ranks, at least 2.
+        cp_rank: this rank.
+
+    Returns:
+        Offsets of the queries and offsets of their keys, int32 [2 * N + 1] each; of each key the row among
+        those gathered rank by rank, int32 [K] with K = total_tokens / (2 * cp_size) * (2 * cp_size + 1); and
+        of each gathered row its key for a document's first and second chunk, int32 [2, total_tokens], K
+        where there is none. Rows of keys past the last offset are those of any row.
+
+    Raises:
+        ValueError: if a size, the rank or (on the CPU only) an offset breaks the above. On a GPU such
+            offsets give undefined rows.
+    """
+    maps = torch.ops.megagraph.thd_context_keys(cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    queries, seen, keys, places = maps
+    return queries, seen, keys, places
 
 
 def zero_tail(x: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -197,7 +253,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attend inside each document of a pack. Differentiable once in q, k and v.
 
-    Does not drop out, and does not split over context-parallel ranks. On a GPU it runs
+    Does not drop out, and exchanges nothing with context-parallel ranks. On a GPU it runs
     FlashAttention 2 through ATen, whose backward pass is deterministic only under
     ``torch.use_deterministic_algorithms(True)``; the CPU side is a slow reference.
 
@@ -220,7 +276,42 @@ def varlen_attention(
 
     Source: FlashAttention-2 (Dao, 2023).
     """
+    packed = cu_seqlens, max_seqlen
+    return varlen_attention_to_keys(q, k, v, packed, packed, softmax_scale=softmax_scale, causal=causal)
+
+
+def varlen_attention_to_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: tuple[Tensor, int],
+    keys: tuple[Tensor, int],
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Attend from queries of a document to keys of its own number. Differentiable once in q, k and v.
+
+    Does what ``varlen_attention`` does, whose words and limits hold.
+
+    Args:
+        q: [T, H, D].
+        k: [S, G, D].
+        v: [S, G, D].
+        queries: int32 [N + 1], the offsets of the queries, and how many a document has at most.
+        keys: the same of the keys.
+        softmax_scale: factor on the scores; by default 1 / sqrt(D).
+        causal: the last query of a document sees all of its keys, the one before it a key less; else each
+            sees all.
+
+    Returns:
+        [T, H, D] in q's dtype. The tail is zero, in the three gradients as well.
+
+    Raises:
+        ValueError: as ``varlen_attention`` does.
+    """
+    (offsets_q, longest_q), (offsets_k, longest_k) = queries, keys
     out: Tensor = torch.ops.megagraph.varlen_attention(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal
+        q, k, v, offsets_q, offsets_k, longest_q, longest_k, softmax_scale=softmax_scale, causal=causal
     )[0]
     return out

@@ -76,13 +76,23 @@ def install() -> Callable[..., GraphConfig]:
     return with_options
 
 
-@pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
-    """Two ranks, on two GPUs or over gloo. They end by themselves, and well, unless a test has said more."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    world = World(2)
+def _ranks(size: int) -> Iterator[World]:
+    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    world = World(size)
     yield world
     was_broken = world.is_broken
     codes = world.close()
-    assert was_broken or codes == [0, 0]
+    assert was_broken or codes == [0] * size
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    """Two ranks, on two GPUs or over gloo. They end by themselves, and well, unless a test has said more."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    """Four ranks, as long as a file of tests: every process takes a gigabyte."""
+    yield from _ranks(4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts beside tensor parallelism: ranks that share the rows of a pack, each with all experts or with some."""
+"""Experts beside tensor parallelism: ranks that share the rows of a pack, each with all experts or some."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of several ranks come to those that their schedule names, cut as attention expects them."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +23,6 @@ LENGTHS = [
     [[], [250, 30, 31], [], [5, 6, 7, 8, 9]],
     [[], [], [11], []],
 ]
-
-
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    if torch.cuda.is_available() and torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    world = World(4)
-    yield world
-    world.close()
 
 
 def check_step(batches: list[list[dict[str, Any]]], lengths: list[int], limits: ScheduleLimits) -> None:

@@ -81,7 +81,10 @@ def run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, **arguments: A
     ("changes", "message"),
     [
         ({"attention_dropout": 0.1}, "expected attention_dropout 0, got 0.1"),
-        ({"context_parallel_size": 2}, "expected context_parallel_size 1, got 2"),
+        (
+            {"context_parallel_size": 2},
+            "expected a pg_collection with the context-parallel group of context_parallel_size 2, got none",
+        ),
         ({"apply_query_key_layer_scaling": True}, "expected apply_query_key_layer_scaling False, got True"),
         ({"window_size": (64, 0)}, r"expected window_size None, got \(64, 0\)"),
         ({"softmax_type": "learnable"}, "expected softmax_type vanilla, got learnable"),
@@ -99,6 +102,10 @@ def test_an_option_of_the_config_that_it_lacks_is_refused_by_name(
     ("arguments", "message"),
     [
         ({"attention_dropout": 0.5}, "expected attention_dropout 0, got 0.5"),
+        (
+            {"cp_comm_type": "a2a+p2p"},
+            r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p",
+        ),
         ({"attention_type": "cross"}, "expected self attention, got 'cross'"),
         ({"mask": Mask.arbitrary}, "expected a causal mask or none, got arbitrary"),
         ({"mask": Mask.causal_bottom_right}, "expected a causal mask or none, got causal_bottom_right"),
@@ -140,10 +147,10 @@ def test_padding_in_a_pack_without_a_causal_mask_is_refused() -> None:
         attention()(*inputs(12), None, attn_mask_type=Mask.padding, packed_seq_params=pack)
 
 
-def test_a_pack_that_several_ranks_share_is_refused() -> None:
+def test_a_pack_that_several_ranks_share_without_their_group_is_refused() -> None:
     """Under dynamic context parallelism the config says 1 and each pack says its own size."""
     pack = pack_of([8], local_cp_size=2)
-    with pytest.raises(ValueError, match="VarlenAttention: expected local_cp_size 1, got 2"):
+    with pytest.raises(ValueError, match="expected a cp_group of local_cp_size 2, got none"):
         attention()(*inputs(8), None, packed_seq_params=pack)
     for alone in (None, 1):
         attention()(*inputs(8), None, packed_seq_params=pack_of([8], local_cp_size=alone))

@@ -249,10 +249,11 @@ def test_opcheck(device: str) -> None:
     *qkv, grad = inputs(12, 4, 2, 16, device)
     leaves = [t.requires_grad_() for t in qkv]
     cu_seqlens = offsets([5, 0, 7], device)  # no tail, where softmax_lse is undefined on a GPU
-    torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, cu_seqlens, 8))
-    out, lse = torch.ops.megagraph.varlen_attention(*leaves, cu_seqlens, 8)
+    packed = (cu_seqlens, cu_seqlens, 8, 8)
+    torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, *packed))
+    out, lse = torch.ops.megagraph.varlen_attention(*leaves, *packed)
     saved = [t.detach() for t in (grad, *leaves, out, lse)]
-    torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, cu_seqlens, 8))
+    torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, *packed))
 
 
 def test_compiles_without_a_graph_break(device: str) -> None:

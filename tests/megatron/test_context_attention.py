@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of ranks that share a pack agrees with that of one process."""
+
+import context_jobs
+import pytest
+import torch
+from context_jobs import Heads
+from worlds import World
+
+# Over the largest entry: sums in another order, in float32 on the CPU; in bfloat16 on a GPU, where partial
+# gradients are rounded before they travel.
+BOUND = 2e-2 if torch.cuda.is_available() else 2e-6
+GROUPED = Heads(8, 4, 16, 16)
+LATENT = Heads(4, 4, 48, 32)
+PACKS = {
+    "one document": ((64,), 0),
+    "some, of which a few are empty": ((8, 0, 40, 16, 0), 0),
+    "rows past the end": ((16, 8), 24),
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("heads", [GROUPED, LATENT], ids=["grouped queries", "latent"])
+@pytest.mark.parametrize("comm_type", [None, "a2a"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_its_rows_of_the_whole(
+    request: pytest.FixtureRequest, ranks: int, comm_type: str | None, heads: Heads, pack: str
+) -> None:
+    world: World = request.getfixturevalue(f"world{ranks}")
+    lengths, tail = PACKS[pack]
+    answers = world.run(context_jobs.attend, comm_type=comm_type, heads=heads, lengths=lengths, tail=tail)
+    for answer in answers:
+        for name, (distance, recurs) in answer.items():
+            assert recurs, name
+            assert distance <= BOUND, name
