@@ -45,7 +45,7 @@ def needs_of(observed: Collection[PackShape], extra_seqs: int = 0) -> Needs:
     )
 
 
-def capacities_for(needs: Needs, extra_seqs: int = 0) -> tuple[Capacity, ...]:
+def capacities_for(needs: Needs, extra_seqs: int = 0, cp_size: int = 1) -> tuple[Capacity, ...]:
     """Capacities that would have held every observed pack: one for most packs, one for the rest.
 
     The longest document is taken to be as long as a pack, since a later one may be.
@@ -53,8 +53,9 @@ def capacities_for(needs: Needs, extra_seqs: int = 0) -> tuple[Capacity, ...]:
     Args:
         needs: of at least one pack.
         extra_seqs: documents that the convention of the tail adds to each shape.
+        cp_size: ranks that share each pack.
     """
     return tuple(
-        Capacity(tokens=needs.tokens, num_seqs=count + extra_seqs, max_seqlen=needs.tokens)
+        Capacity(tokens=needs.tokens, num_seqs=count + extra_seqs, max_seqlen=needs.tokens * cp_size)
         for count in sorted({needs.usual_seqs, needs.most_seqs})
     )

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do that share packs: their attention beside that of one process."""
+"""What ranks do that share packs: their attention beside that of one process, and graphs beside eager."""
 
+from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import megatron_rig as rig
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, distributed
 
+import megagraph
 from megagraph.modules import VarlenAttention
 from megagraph.packs.ops import thd_partition_indices
 
@@ -89,3 +94,64 @@ def attend(
         distance = (one.double() - whole[mine].double()).abs().max() / whole.double().abs().max()
         found[name] = float(distance), torch.equal(one, other)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMicro(rig.Micro):
+    """A micro-batch of which a rank has its share of every document's rows."""
+
+    def _mine(self) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        offsets = torch.tensor([0, *accumulate(self.rows)], dtype=torch.int32)
+        return thd_partition_indices(offsets, self.physical, group.size(), group.rank())
+
+    def row_lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, labels, mask, positions = (rows[self._mine()] for rows in super().row_lists())
+        return tokens, labels, mask, positions
+
+    def padding_mask(self) -> Tensor | None:
+        mask = super().padding_mask()
+        return None if mask is None else mask[:, self._mine()]
+
+
+def steps_of(count: int, size: int, *, misfits: bool = False) -> list[list[rig.Micro]]:
+    """Packs of documents that ranks can share, padded; another one in each micro-batch."""
+    generator = torch.Generator().manual_seed(17)
+
+    def micro(index: int) -> rig.Micro:
+        documents = int(torch.randint(1, 5, (1,), generator=generator))
+        units = torch.randint(1, 4, (documents,), generator=generator).tolist()
+        rows = tuple(2 * size * unit for unit in units)
+        if misfits and index % 5 == 4:
+            rows = (2 * size,) * 7
+        lengths = tuple(max(1, each - index % 3) for each in rows)
+        return SharedMicro(lengths=lengths, seed=index, padded=rows, tail=2 * size * (index % 2))
+
+    return [[micro(3 * step + place) for place in range(3)] for step in range(count)]
+
+
+def train_shared(
+    *, cp_size: int, num_steps: int = 20, misfits: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Trains eager and graphed on packs that ranks share and compares every step's bits on this rank.
+
+    Args:
+        cp_size: how many share a pack.
+        num_steps: to train.
+        misfits: every fifth pack fits no capacity.
+        options: further ones of Megatron's config.
+
+    Returns:
+        The report of the graphed run.
+    """
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    config = rig.graph_config(capacities=(), cuda_graph_max_packed_seqs=(5,), max_seqlen_per_dp_cp_rank=64)
+    megagraph.install(config)
+    steps = steps_of(num_steps, cp_size, misfits=misfits)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    pair = rig.Pair(config={"context_parallel_size": cp_size, **options})
+    for index, micros in enumerate(steps):
+        one, other = rig.step(pair.eager, micros, eager=True), rig.step(pair.graphed, micros)
+        rig.assert_same(one, other, f"step {index}:")
+    return pair.report()

@@ -6,7 +6,7 @@ from typing import Any
 
 from megagraph.bank.agreement import Exchange
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import PackShape
+from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
 from megagraph.log import log
 from megagraph.packs.packing import pack_shape
@@ -21,20 +21,31 @@ class Capacities:
 
     Args:
         config: the plugin's options.
+        cp_size: ranks that share each pack.
 
     Attributes:
         known: smallest first; empty while they are still to be learned.
     """
 
-    def __init__(self, config: GraphConfig) -> None:
-        self.known = config.all_capacities()
+    def __init__(self, config: GraphConfig, cp_size: int = 1) -> None:
+        self.known = config.all_capacities(cp_size)
+        self._cp_size = cp_size
+        for capacity in self.known:
+            self._check(capacity)
         self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
         self._observed: set[PackShape] = set()
         self._waited = 0  # steps
 
+    def _check(self, capacity: Capacity) -> None:
+        if self._cp_size > 1 and capacity.tokens % 2:
+            raise ValueError(
+                f"expected capacities of an even number of tokens, which {self._cp_size} context-parallel "
+                f"ranks share, got {capacity.tokens}"
+            )
+
     def observe(self, params: Any, tokens: int) -> None:
         """Remembers the shape of a pack of the warm-up, of `tokens` physical tokens."""
-        shape = pack_shape(params, tokens, self._tail)
+        shape = pack_shape(params, tokens, self._tail, cp_size=self._cp_size)
         if shape is not None:
             self._observed.add(shape)
 
@@ -62,7 +73,7 @@ class Capacities:
                     _PATIENCE,
                 )
             return False
-        self.known = capacities_for(Needs(*needs), self._extra_seqs)
+        self.known = capacities_for(Needs(*needs), self._extra_seqs, self._cp_size)
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "

@@ -2,6 +2,7 @@
 """Decides which variant takes a micro-batch, in C++, in the words of Python."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from megagraph import _C
@@ -28,6 +29,7 @@ class Decider(_C.Decider):
         tables: the model's rotary tables.
         states: numbers the state that its layers are in.
         masks_tail: its layers are given a padding mask in any case, of what lies past a pack's end.
+        cp_size: ranks that share each pack.
     """
 
     def __init__(
@@ -37,20 +39,23 @@ class Decider(_C.Decider):
         tables: OwnTables,
         states: LayerStates,
         masks_tail: bool,
+        cp_size: int,
     ) -> None:
         rotary = tables.depend_on_max_seqlen, tables.are_cut
-        key = functools.partial(_key, masks_tail)
+        key = functools.partial(_key, {"masks_tail": masks_tail, "cp_size": cp_size})
         super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
-        self._capacities = capacities
+        self._capacities, self._cp_size = capacities, cp_size
         self.follow()
 
     def follow(self) -> None:
         """Takes note of capacities that were learned."""
         known = self._capacities.known
-        self.set_capacities({1: known} if known else {})
+        self.set_capacities({self._cp_size: known} if known else {})
 
 
-def _key(masks_tail: bool, capacity: Capacity | None, *of_kind: Any) -> tuple[Capacity | None, Kind]:
+def _key(
+    of_model: Mapping[str, Any], capacity: Capacity | None, *of_kind: Any
+) -> tuple[Capacity | None, Kind]:
     """The name of a variant: its capacity, then the values of its form and of its kind."""
     form = len(PackForm._fields)
-    return capacity, Kind(PackForm(*of_kind[:form]), *of_kind[form:])._replace(masks_tail=masks_tail)
+    return capacity, Kind(PackForm(*of_kind[:form]), *of_kind[form:])._replace(**of_model)

@@ -99,7 +99,7 @@ class EqualRows:
         numbers = sorted({capacity.tokens for capacity in known})
         if isinstance(batch, EagerReason):
             return [None] * len(numbers)
-        shape = pack_shape(batch.params, batch.tokens, self._tail)
+        shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.kind.cp_size)
         assert shape is not None
         holding = sorted(capacity for capacity in known if shape.exceeds(capacity) is None)
         return [next((each for each in holding if each.tokens == rows), None) for rows in numbers]

@@ -48,6 +48,7 @@ class Kind(NamedTuple):
             from document to document; else they begin anew in each.
         has_mask: layers are given a padding mask of the user's.
         masks_tail: layers are given one in any case, of the rows past the pack's end.
+        cp_size: ranks that share the pack.
     """
 
     form: PackForm
@@ -56,11 +57,12 @@ class Kind(NamedTuple):
     rows_are_positions: bool = False
     has_mask: bool = False
     masks_tail: bool = False
+    cp_size: int = 1
 
     @property
     def family(self) -> tuple[Any, ...]:
         """What it has in common with the kinds that differ in their state alone."""
-        return self.form, self.grad, self.rows_are_positions, self.has_mask
+        return self.form, self.grad, self.rows_are_positions, self.has_mask, self.cp_size
 
     def in_words(self) -> list[str]:
         """What sets its graphs apart from those of plain training packs."""
@@ -97,7 +99,8 @@ class MicroBatch:
     Attributes:
         is_as_given: layers run on the pack as it was given.
         mask: the padding mask that the block was given, of this rank's rows; None for none.
-        sources: what staging reads: offsets, `seq_idx`, the mask, as far as there are any.
+        sources: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, the mask, as far as
+            there are any.
     """
 
     __slots__ = (
@@ -116,6 +119,7 @@ class MicroBatch:
         "params",
         "physical_offsets",
         "reason",
+        "row_offsets",
         "sources",
         "tokens",
     )
@@ -136,9 +140,10 @@ class MicroBatch:
         self.capacity, self.kind = key
         self.reason = reason
         form = self.kind.form
-        self.sources = sources_of(params, form)
+        self.sources = sources_of(params, form, self.kind.cp_size)
         self.mask: Tensor | None = None
         self.physical_offsets = self.sources[form.has_padded]  # whose last entry is the pack's physical end
+        self.row_offsets = self.sources[-1] if self.kind.cp_size > 1 else self.physical_offsets
         # Rows to add to each row list of the model's input.
         self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
         self._tail = tail
@@ -225,7 +230,7 @@ class MicroBatch:
             return self.params
         if self._canonical is None:
             form = self.kind.form
-            rules = _rules(self._tail, self.capacity.tokens, form.has_padded)
+            rules = _rules(self._tail, self.capacity.tokens * self.kind.cp_size, form.has_padded)
             given = {"actual": self.sources[0], "padded": self.physical_offsets}
             offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
@@ -257,7 +262,7 @@ class MicroBatch:
         if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
         self.mask = mask
-        self.sources = [*sources_of(self.params, self.kind.form), mask.contiguous()]
+        self.sources = [*sources_of(self.params, self.kind.form, self.kind.cp_size), mask.contiguous()]
         return True
 
     def canonical_mask(self) -> Tensor | None:
@@ -271,7 +276,7 @@ class MicroBatch:
 
     def _padded_mask(self, mask: Tensor | None) -> Tensor:
         given = None if mask is None else mask.flatten()
-        return mask_content(self.capacity.tokens, given, self.physical_offsets[-1:])[None]
+        return mask_content(self.capacity.tokens, given, self.row_offsets[-1:])[None]
 
     def constant_params(self) -> Any:
         """A pack with the canonical pack's constants and the offsets as given.
@@ -298,13 +303,13 @@ class MicroBatch:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
         if self._pads_at_entry or self.is_as_given:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.physical_offsets, self.capacity.tokens)
+        return ops.zero_tail(hidden_states, self.row_offsets, self.capacity.tokens)
 
     def cut(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given."""
         if self._pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
-        return ops.zero_tail(hidden_states, self.physical_offsets, self.tokens)
+        return ops.zero_tail(hidden_states, self.row_offsets, self.tokens)
 
     def first_rows(self, hidden_states: Tensor) -> Tensor:
         """The same rows as a view, whatever they hold past the pack's end."""

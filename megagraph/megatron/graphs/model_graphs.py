@@ -72,18 +72,20 @@ class ModelGraphs:
     ) -> None:
         check_graph_options(model.config)
         self._config = config
-        self._capacities = Capacities(config)
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.peers = Peers(model)
         self.tensor = self.peers.tensor
+        self._cp_size = self.peers.context.size
+        self._capacities = Capacities(config, self._cp_size)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         is_mixture = has_experts(model.config)
         self.masks_at_entry = is_mixture and self.tensor.shards_sequence
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture)
+        of_model = self._tables, self._states, is_mixture, self._cp_size
+        self.decider = Decider(self._capacities, config.tail, *of_model)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
@@ -118,7 +120,7 @@ class ModelGraphs:
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
         if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
-        reason: EagerReason | None = self.decider.why_not(params, tokens)
+        reason: EagerReason | None = self.decider.why_not(params, tokens, self._cp_size)
         return reason
 
     def decide(
@@ -139,7 +141,7 @@ class ModelGraphs:
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
-        key = self.decider.decide(params, tokens, has_mask)
+        key = self.decider.decide(params, tokens, has_mask, self._cp_size)
         if isinstance(key, EagerReason):
             return key
         if not entries.are_settled:

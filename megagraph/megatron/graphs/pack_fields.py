@@ -57,12 +57,19 @@ def constant_fields(
     return {name: value for name, value in fields.items() if name in known}
 
 
-def sources_of(params: Any, form: PackForm) -> list[Tensor]:
-    """What staging reads of a pack: actual offsets and, where it has them, padded ones and `seq_idx`."""
+def sources_of(params: Any, form: PackForm, cp_size: int) -> list[Tensor]:
+    """What staging reads of a pack: offsets, padded ones, `seq_idx`, those of its rows, if it has them.
+
+    Args:
+        params: the pack.
+        form: of the pack.
+        cp_size: how many ranks share it; each has a share of the rows of every document.
+    """
     sources = [params.cu_seqlens_q]
     if form.has_padded:
         sources.append(params.cu_seqlens_q_padded)
-    return [*sources, params.seq_idx] if form.has_seq_idx else sources
+    shared = [] if cp_size == 1 else [sources[-1] // cp_size]
+    return [*sources, *([params.seq_idx] if form.has_seq_idx else ()), *shared]
 
 
 def put_seq_idx(params: Any, seq_idx: Tensor, tokens: int) -> None:

@@ -48,7 +48,6 @@ _UNSUPPORTED = (
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
-    ("context_parallel_size", 1, "context parallelism"),
     ("hybrid_context_parallel", False, "hybrid context parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
     ("qk_clip", False, "clipping of attention's queries and keys"),

@@ -23,11 +23,20 @@ from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_field
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
 _MASK, _SEQ_IDX = "padding_mask", "seq_idx"  # as layers and packs call them
+_ROWS = "rows"  # offsets of this rank's rows, where ranks share the pack
 
 
-def example_offsets(capacity: Capacity, device: torch.device) -> Tensor:
-    """Offsets of a legal pack that fills the capacity, int32 [num_seqs + 1]."""
-    ends = [min(i * capacity.max_seqlen, capacity.tokens) for i in range(capacity.num_seqs + 1)]
+def example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> Tensor:
+    """Offsets of a legal pack that fills the capacity, int32 [num_seqs + 1].
+
+    Args:
+        capacity: of each rank's share.
+        cp_size: ranks that share the pack.
+        device: of the offsets.
+    """
+    multiple = 1 if cp_size == 1 else 2 * cp_size
+    longest, tokens = capacity.max_seqlen // multiple * multiple, capacity.tokens * cp_size
+    ends = [min(i * longest, tokens) for i in range(capacity.num_seqs + 1)]
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
@@ -39,6 +48,13 @@ def _offsets_spec(rule: OffsetsRule, example: Tensor, source: int) -> MetadataSp
         fill=rule.fill,
         extend_last=rule.extend_last,
     )
+
+
+def _end_buffer(rules: Mapping[str, OffsetsRule], cp_size: int) -> str:
+    """The buffer whose last entry says where this rank's rows end."""
+    if cp_size > 1:
+        return _ROWS
+    return "padded" if "padded" in rules else "actual"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +96,25 @@ def variant_spec(
         context: entered around the warm-up and the capture.
     """
     capacity, kind = key
-    rules = offsets_rules(block.tail, capacity.tokens, has_padded=kind.form.has_padded)
+    cp_size = kind.cp_size
+    rules = offsets_rules(block.tail, capacity.tokens * cp_size, has_padded=kind.form.has_padded)
     physical = int(kind.form.has_padded)
-    example = example_offsets(capacity, block.valid_tokens.device)
+    example = example_offsets(capacity, cp_size, block.valid_tokens.device)
+    # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
+    of_rows = physical if cp_size == 1 else physical + kind.form.has_seq_idx + 1
+    of_mask = physical + kind.form.has_seq_idx + (1 if cp_size == 1 else 2)
     metadata = {
         name: _offsets_spec(rule, example, source=physical if name == "padded" else 0)
         for name, rule in rules.items()
     }
     metadata["valid_tokens"] = MetadataSpec(
-        kind=_C.SegmentKind.COUNT, example=block.valid_tokens, source=0, shared=True
+        kind=_C.SegmentKind.COUNT,
+        example=block.valid_tokens,
+        source=0 if cp_size == 1 else of_rows,
+        shared=True,
     )
+    if cp_size > 1:
+        metadata[_ROWS] = _offsets_spec(OffsetsRule(fill=-1), example // cp_size, of_rows)
     rows = block.local_rows(capacity.tokens)
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
@@ -98,7 +123,7 @@ def variant_spec(
         metadata[_MASK] = MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
-            source=physical + kind.form.has_seq_idx + 1 if kind.has_mask else -1,
+            source=of_mask if kind.has_mask else -1,
         )
     if kind.form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
         metadata[_SEQ_IDX] = MetadataSpec(
@@ -126,8 +151,8 @@ def variant_spec(
         row_shape=block.row_shape,
         dtype=block.dtype,
         metadata=metadata,
-        end_source=physical if is_whole else -1,
-        end_buffer=("padded" if "padded" in rules else "actual") if is_whole else None,
+        end_source=of_rows if is_whole else -1,
+        end_buffer=_end_buffer(rules, cp_size) if is_whole else None,
         fewer_rows=is_whole,
         arguments=arguments,
         context=context,

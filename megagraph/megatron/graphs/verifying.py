@@ -24,6 +24,7 @@ from megagraph.megatron.graphs.loops import Key
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
 from megagraph.megatron.graphs.pack_fields import sources_of
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.packing import TailConvention, pack_shape
 
 __all__ = ["Verifier"]
@@ -69,7 +70,7 @@ class Verifier:
     def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
         self._tail = tail
         self._peers = peers
-        self._tensor = peers.tensor
+        self._tensor, self._context = peers.tensor, peers.context
         self._is_on = option != "off"
         self.every = option if isinstance(option, int) else 0
         self._kept: dict[Any, _Kept] = {}  # by the family of a kind
@@ -101,7 +102,7 @@ class Verifier:
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
-        shape = pack_shape(batch.params, batch.tokens, self._tail)
+        shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.kind.cp_size)
         self._put(batch.kind, shape, batch.sources, hidden_states, capacity)
 
     def keep_as_given(self, kind: Kind, params: Any, mask: Tensor | None, hidden_states: Tensor) -> None:
@@ -114,8 +115,8 @@ class Verifier:
             hidden_states: what its block is given.
         """
         if self._is_on and not self._tensor.shards_sequence:
-            sources = [*sources_of(params, kind.form), *(() if mask is None else (mask,))]
-            shape = pack_shape(params, hidden_states.size(0), self._tail)
+            sources = [*sources_of(params, kind.form, kind.cp_size), *(() if mask is None else (mask,))]
+            shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=kind.cp_size)
             self._put(kind, shape, sources, hidden_states, None)
 
     def _put(
@@ -204,6 +205,10 @@ class Verifier:
             for begin, length in zip(physical, lengths, strict=False)
             for row in range(begin, begin + length)
         ]
+        if kind.cp_size > 1:
+            offsets = torch.tensor(physical, dtype=torch.int32)
+            held = thd_partition_indices(offsets, physical[-1], kind.cp_size, self._context.rank())
+            rows = torch.isin(held, torch.tensor(rows)).nonzero().flatten().tolist()
         count = self._tensor.rows(capacity.tokens)
         first = count * self._tensor.rank() if self._tensor.shards_sequence else 0
         here = [row - first for row in rows if 0 <= row - first < count]

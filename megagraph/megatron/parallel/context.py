@@ -1,12 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of ranks that may share a pack, one of each size for each rank."""
+"""The ranks that share a model's packs, and process groups of ranks that may share one, of several sizes."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import distributed
 
-__all__ = ["ContextGroups"]
+from megagraph.megatron.parallel.groups import ModelGroups
+
+__all__ = ["ContextGroups", "ContextRanks"]
+
+
+class ContextRanks:
+    """The context-parallel group of one model, all of whose ranks share each pack.
+
+    Args:
+        groups: its process groups.
+
+    Attributes:
+        size: of the group.
+    """
+
+    def __init__(self, groups: ModelGroups) -> None:
+        self._groups = groups
+        group = self._group()
+        self.size: int = 1 if group is None else distributed.get_world_size(group)
+
+    def _group(self) -> distributed.ProcessGroup | None:
+        group: distributed.ProcessGroup | None = self._groups.of_pack().get("cp")
+        return group
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.size == 1 else distributed.get_rank(self._group())
 
 
 class ContextGroups:

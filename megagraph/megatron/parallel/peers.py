@@ -15,6 +15,7 @@ import torch
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
+from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import ModelGroups, Ranks
 from megagraph.megatron.parallel.tensor import TensorRanks
 
@@ -89,11 +90,13 @@ class Peers(AskingRanks):
     Attributes:
         groups: the model's process groups.
         tensor: its tensor-parallel ranks.
+        context: its context-parallel ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = ModelGroups(model)
         self.tensor = TensorRanks(model, self.groups)
+        self.context = ContextRanks(self.groups)
         super().__init__(self.groups.ranks, "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
 
