@@ -3,7 +3,8 @@
 
 Over gloo on the CPU, over NCCL on as many GPUs. Core's imports take seconds, hence one set of processes for
 each number of ranks and session. Each function has process groups of its own: every group of gloo has threads
-that wake up a hundred times a second, and those of a session's groups together would take up the machine.
+that wake up a hundred times a second, and those of a session's groups together would take up the machine, so
+that ranks with too many of them give way to others.
 Ranks that wait for one another for ever are a failure that says where.
 """
 
@@ -30,6 +31,7 @@ from torch import distributed, multiprocessing
 START_SECONDS = 240  # imports, on a machine that does other things too
 TIMEOUT_SECONDS = 50  # of one function, which takes ten on such a machine
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
+MOST_THREADS = 200  # of a rank; one function's groups have a hundred
 
 
 def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
@@ -93,6 +95,10 @@ class _Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
     log: str
+
+    def num_threads(self) -> int:
+        """How many threads it has, those that wait for a group among them."""
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def stacks(self) -> str:
         """Where its threads are just now, as the rank itself writes it down."""
@@ -162,6 +168,9 @@ class World:
         """
         if self.is_broken:
             self.close()
+            self._start()
+        elif self._has_started and any(rank.num_threads() > MOST_THREADS for rank in self._ranks):
+            assert self.close() == [0] * self.size  # some groups never end, whatever holds them
             self._start()
         if not self._has_started:
             self._answers(START_SECONDS)
