@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do that share packs: their attention beside that of one process, and graphs beside eager."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, distributed
 
 import megagraph
+from megagraph.demo.trainer import Trainer
 from megagraph.modules import VarlenAttention
 from megagraph.packs.ops import thd_partition_indices
 
@@ -100,25 +102,26 @@ def attend(
 class SharedMicro(rig.Micro):
     """A micro-batch of which a rank has its share of every document's rows."""
 
-    def _mine(self) -> Tensor:
+    def mine(self) -> Tensor:
+        """Which of the pack's rows this rank has, int32 [rows]."""
         group = parallel_state.get_context_parallel_group()
         offsets = torch.tensor([0, *accumulate(self.rows)], dtype=torch.int32)
         return thd_partition_indices(offsets, self.physical, group.size(), group.rank())
 
     def row_lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens, labels, mask, positions = (rows[self._mine()] for rows in super().row_lists())
+        tokens, labels, mask, positions = (rows[self.mine()] for rows in super().row_lists())
         return tokens, labels, mask, positions
 
     def padding_mask(self) -> Tensor | None:
         mask = super().padding_mask()
-        return None if mask is None else mask[:, self._mine()]
+        return None if mask is None else mask[:, self.mine()]
 
 
-def steps_of(count: int, size: int, *, misfits: bool = False) -> list[list[rig.Micro]]:
+def steps_of(count: int, size: int, *, misfits: bool = False) -> list[list[SharedMicro]]:
     """Packs of documents that ranks can share, padded; another one in each micro-batch."""
     generator = torch.Generator().manual_seed(17)
 
-    def micro(index: int) -> rig.Micro:
+    def micro(index: int) -> SharedMicro:
         documents = int(torch.randint(1, 5, (1,), generator=generator))
         units = torch.randint(1, 4, (documents,), generator=generator).tolist()
         rows = tuple(2 * size * unit for unit in units)
@@ -130,28 +133,91 @@ def steps_of(count: int, size: int, *, misfits: bool = False) -> list[list[rig.M
     return [[micro(3 * step + place) for place in range(3)] for step in range(count)]
 
 
+def _start(cp_size: int, tensor_parallel: int) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, context_parallel_size=cp_size
+    )
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
 def train_shared(
-    *, cp_size: int, num_steps: int = 20, misfits: bool = False, **options: Any
+    *,
+    cp_size: int,
+    tensor_parallel: int = 1,
+    num_steps: int = 20,
+    misfits: bool = False,
+    plugin: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Trains eager and graphed on packs that ranks share and compares every step's bits on this rank.
 
+    Evaluates between steps, too.
+
     Args:
-        cp_size: how many share a pack.
+        cp_size: how many share the rows of a pack.
+        tensor_parallel: how many share each of their layers.
         num_steps: to train.
         misfits: every fifth pack fits no capacity.
+        plugin: further options of the plugin.
         options: further ones of Megatron's config.
 
     Returns:
         The report of the graphed run.
     """
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
-    config = rig.graph_config(capacities=(), cuda_graph_max_packed_seqs=(5,), max_seqlen_per_dp_cp_rank=64)
-    megagraph.install(config)
-    steps = steps_of(num_steps, cp_size, misfits=misfits)
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-    pair = rig.Pair(config={"context_parallel_size": cp_size, **options})
-    for index, micros in enumerate(steps):
+    _start(cp_size, tensor_parallel)
+    capacity = {"cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
+    megagraph.install(rig.graph_config(capacities=(), **{**capacity, **(plugin or {})}))
+    sizes = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tensor_parallel}
+    pair = rig.Pair(config={**sizes, **options})
+    for index, micros in enumerate(steps_of(num_steps, cp_size, misfits=misfits)):
         one, other = rig.step(pair.eager, micros, eager=True), rig.step(pair.graphed, micros)
         rig.assert_same(one, other, f"step {index}:")
+        if index % 4 == 3:
+            pair.evaluate(*micros)
     return pair.report()
+
+
+def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of the rows that count, and what they add to the gradients of this rank, summed."""
+    trainer.zero_grad()
+    losses = []
+    for micro in micros:
+        given, _ = rig.forward(trainer.model, micro, trainer.device)
+        losses.append(given.float().view(-1) * micro.row_lists()[2].to(given.device))
+        losses[-1].sum().backward()
+    return [each.detach() for each in losses], rig.grads(trainer.chunk)
+
+
+def beside_one_process(*, cp_size: int, **options: Any) -> tuple[float, float]:
+    """Runs the same micro-batches on packs that all ranks share, and each rank alone on whole ones.
+
+    Args:
+        cp_size: how many share a pack.
+        options: further ones of Megatron's config.
+
+    Returns:
+        How far this rank's losses, and the gradients of all ranks together, are from those of whole packs,
+        over the largest entry of each.
+    """
+    found = []
+    shared = [micro for micros in steps_of(2, cp_size) for micro in micros]
+    whole = [rig.Micro(**vars(micro)) for micro in shared]
+    capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}
+    for size, micros in ((1, whole), (cp_size, shared)):
+        _start(size, 1)
+        tokens = 64 * cp_size // size
+        megagraph.install(rig.graph_config(mode="eager", max_seqlen_per_dp_cp_rank=tokens, **capacity))
+        trainer = Trainer(rig.OPTIONS, config={"context_parallel_size": size, **options})
+        found.append(_pass(trainer, micros))
+        megagraph.uninstall()
+    (losses_alone, grads_alone), (losses, grads) = found
+    far = [
+        (mine - alone[micro.mine()]).abs().max() / alone.abs().max()
+        for mine, alone, micro in zip(losses, losses_alone, shared, strict=True)
+    ]
+    for name, grad in grads.items():
+        distributed.all_reduce(grad)
+        grad -= grads_alone[name]
+    grads_far = [grad.abs().max() / grads_alone[name].abs().max() for name, grad in grads.items()]
+    return float(max(far)), float(max(grads_far))

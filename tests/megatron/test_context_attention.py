@@ -33,10 +33,3 @@ def test_each_rank_has_its_rows_of_the_whole(
         for name, (distance, recurs) in answer.items():
             assert recurs, name
             assert distance <= BOUND, name
-
-
-@pytest.mark.parametrize("comm_type", [None, "a2a"])
-def test_graphs_of_ranks_that_share_packs_have_eager_bits(world2: World, comm_type: str | None) -> None:
-    reports = world2.run(context_jobs.train_shared, cp_size=2, cp_comm_type=comm_type)
-    for report in reports:
-        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []

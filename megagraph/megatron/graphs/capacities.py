@@ -2,6 +2,7 @@
 """The capacities of one model: as configured, or learned from the packs of its warm-up."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from megagraph.bank.agreement import Exchange
@@ -24,28 +25,37 @@ class Capacities:
         cp_size: ranks that share each pack.
 
     Attributes:
+        cp_size: as given.
         known: smallest first; empty while they are still to be learned.
     """
 
     def __init__(self, config: GraphConfig, cp_size: int = 1) -> None:
         self.known = config.all_capacities(cp_size)
-        self._cp_size = cp_size
-        for capacity in self.known:
-            self._check(capacity)
+        self.cp_size = cp_size
         self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
         self._observed: set[PackShape] = set()
         self._waited = 0  # steps
 
-    def _check(self, capacity: Capacity) -> None:
-        if self._cp_size > 1 and capacity.tokens % 2:
+    def check(self, rows: Callable[[int], int]) -> None:
+        """Raises `ValueError` where the ranks of the model cannot share the tokens of a capacity.
+
+        Args:
+            rows: from tokens of a pack to those of a tensor-parallel rank, likewise.
+        """
+        for capacity in self.known:
+            rows(capacity.tokens)
+            self._check_context(capacity)
+
+    def _check_context(self, capacity: Capacity) -> None:
+        if self.cp_size > 1 and capacity.tokens % 2:
             raise ValueError(
-                f"expected capacities of an even number of tokens, which {self._cp_size} context-parallel "
+                f"expected capacities of an even number of tokens, which {self.cp_size} context-parallel "
                 f"ranks share, got {capacity.tokens}"
             )
 
     def observe(self, params: Any, tokens: int) -> None:
         """Remembers the shape of a pack of the warm-up, of `tokens` physical tokens."""
-        shape = pack_shape(params, tokens, self._tail, cp_size=self._cp_size)
+        shape = pack_shape(params, tokens, self._tail, cp_size=self.cp_size)
         if shape is not None:
             self._observed.add(shape)
 
@@ -73,7 +83,7 @@ class Capacities:
                     _PATIENCE,
                 )
             return False
-        self.known = capacities_for(Needs(*needs), self._extra_seqs, self._cp_size)
+        self.known = capacities_for(Needs(*needs), self._extra_seqs, self.cp_size)
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "

@@ -29,7 +29,6 @@ class Decider(_C.Decider):
         tables: the model's rotary tables.
         states: numbers the state that its layers are in.
         masks_tail: its layers are given a padding mask in any case, of what lies past a pack's end.
-        cp_size: ranks that share each pack.
     """
 
     def __init__(
@@ -39,18 +38,17 @@ class Decider(_C.Decider):
         tables: OwnTables,
         states: LayerStates,
         masks_tail: bool,
-        cp_size: int,
     ) -> None:
         rotary = tables.depend_on_max_seqlen, tables.are_cut
-        key = functools.partial(_key, {"masks_tail": masks_tail, "cp_size": cp_size})
+        key = functools.partial(_key, {"masks_tail": masks_tail, "cp_size": capacities.cp_size})
         super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
-        self._capacities, self._cp_size = capacities, cp_size
+        self._capacities = capacities
         self.follow()
 
     def follow(self) -> None:
         """Takes note of capacities that were learned."""
         known = self._capacities.known
-        self.set_capacities({self._cp_size: known} if known else {})
+        self.set_capacities({self._capacities.cp_size: known} if known else {})
 
 
 def _key(

@@ -76,24 +76,21 @@ class ModelGraphs:
         self._model = weakref.ref(model)
         self.peers = Peers(model)
         self.tensor = self.peers.tensor
-        self._cp_size = self.peers.context.size
-        self._capacities = Capacities(config, self._cp_size)
+        self._capacities = Capacities(config, self.peers.context.size)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         is_mixture = has_experts(model.config)
         self.masks_at_entry = is_mixture and self.tensor.shards_sequence
-        of_model = self._tables, self._states, is_mixture, self._cp_size
-        self.decider = Decider(self._capacities, config.tail, *of_model)
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp, self.block.scopes))
         if self.refusal is None:
-            for capacity in self._capacities.known:
-                self.tensor.rows(capacity.tokens)  # raises where ranks cannot share them
+            self._capacities.check(self.tensor.rows)
             self.equal_rows = equal_rows_of(model, self._capacities, config.tail, self._tables)
         self._learners = self.peers if self.equal_rows is None else self.equal_rows.ranks
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
@@ -120,7 +117,7 @@ class ModelGraphs:
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
         if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
-        reason: EagerReason | None = self.decider.why_not(params, tokens, self._cp_size)
+        reason: EagerReason | None = self.decider.why_not(params, tokens, self._capacities.cp_size)
         return reason
 
     def decide(
@@ -141,15 +138,14 @@ class ModelGraphs:
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
-        key = self.decider.decide(params, tokens, has_mask, self._cp_size)
+        key = self.decider.decide(params, tokens, has_mask, self._capacities.cp_size)
         if isinstance(key, EagerReason):
             return key
         if not entries.are_settled:
             return _WARMING_UP
         capacity, kind = key
-        is_plain = mask is None or is_mask(mask, tokens, self.block.device)
-        is_other = has_mask and not (is_mask_shared and is_plain)
-        if is_other or (kind.masks_tail and rows_are_samples(params)):
+        is_plain = is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
+        if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
         self._kinds.note(kind)
@@ -161,8 +157,7 @@ class ModelGraphs:
         is_off = is_skipped or in_mode_eager
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
         batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
-        # The reference is on canonical packs throughout, and so is what must have the rows of other ranks';
-        # but of several ranks one alone may skip graphs.
+        # These are on canonical packs throughout; but of several ranks one alone may skip graphs.
         is_reference = in_mode_eager or self.equal_rows is not None or (is_skipped and self.peers.size == 1)
         left_eager = None if is_reference else self.block.why_left_eager(key)
         if left_eager is not None:
@@ -182,8 +177,7 @@ class ModelGraphs:
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
-        if self.refusal is not None:
-            reason = self.refusal.reason
+        reason = reason if self.refusal is None else self.refusal.reason
         if reason in CAPTURED_LATER and hidden_states is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             if self._unlearned is not None:

@@ -10,7 +10,7 @@ from torch import nn
 from megagraph.config import graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.experts import why_not_experts
+from megagraph.megatron.graphs.experts import has_experts, why_not_experts
 from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import Asked, broken_rule
@@ -23,6 +23,7 @@ from megagraph.megatron.seams import (
     replaced_latent_rope,
     replaced_rope,
 )
+from megagraph.modules import VarlenAttention
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -130,6 +131,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
+    refusal = refusal or _refusal_of_context(model)
     if refusal is not None:
         return refusal
     experts = why_not_experts(config, block)
@@ -158,6 +160,26 @@ def _refusal_of_prediction(model: Any) -> Refusal | None:
         return _not_supported("multi-token prediction with sequence parallelism (sequence_parallel=True)")
     if is_replaced(block, PREDICTION_FORWARD):
         return _not_supported(f"multi-token prediction by a forward of {type(block).__qualname__}'s own")
+    return None
+
+
+def _refusal_of_context(model: Any) -> Refusal | None:
+    """What ranks cannot share packs in, or None where they share none."""
+    config = model.config
+    if config.context_parallel_size == 1:
+        return None
+    kinds = {
+        "experts": has_experts(config),
+        "Mamba layers": any(map(is_mamba, model.decoder.modules())),
+        "multi-token prediction": getattr(model, "mtp", None) is not None,
+    }
+    cores = (getattr(module, "core_attention", None) for module in model.decoder.modules())
+    others = {type(core).__name__ for core in cores if not isinstance(core, VarlenAttention | None)}
+    kinds |= {f"attention of class {name}": True for name in sorted(others)}
+    for name, is_there in kinds.items():
+        if is_there:
+            where = f"context_parallel_size={config.context_parallel_size}"
+            return _not_supported(f"{name} with context parallelism ({where})")
     return None
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose context-parallel ranks share every pack: graphs have the bits of eager, and eager is right."""
+
+from typing import Any
+
+import context_jobs
+import pytest
+import torch
+from worlds import World
+
+# Over the largest entry: sums over rows in another order, in float32 on the CPU, in bfloat16 on a GPU.
+BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
+WARMING_UP = {"WARMING_UP"}
+
+
+@pytest.mark.parametrize("comm_type", [None, "a2a"])
+def test_graphs_have_eager_bits(world2: World, comm_type: str | None) -> None:
+    reports = world2.run(context_jobs.train_shared, cp_size=2, cp_comm_type=comm_type)
+    for report in reports:
+        assert set(report["eager"]) == WARMING_UP and report["failures"] == []
+        assert 0 < report["padding_share"] < 1
+
+
+def test_packs_that_fit_no_capacity_run_eager_on_all_ranks(world2: World) -> None:
+    reports = world2.run(context_jobs.train_shared, cp_size=2, misfits=True)
+    assert reports[0]["eager"] == reports[1]["eager"]
+    for report in reports:
+        assert set(report["eager"]) == WARMING_UP | {"TOO_MANY_SEQS"} and report["failures"] == []
+
+
+@pytest.mark.parametrize("tail", ["dummy", "empty_dummy", "extend_last"])
+def test_other_conventions_of_the_tail(world2: World, tail: str) -> None:
+    plugin = {"tail": tail, "cuda_graph_max_packed_seqs": (6,)}
+    for report in world2.run(context_jobs.train_shared, cp_size=2, num_steps=6, plugin=plugin):
+        assert set(report["eager"]) == WARMING_UP and report["failures"] == []
+
+
+def test_capacities_are_learned(world2: World) -> None:
+    plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
+    reports = world2.run(context_jobs.train_shared, cp_size=2, num_steps=8, plugin=plugin)
+    assert reports[0]["capacities"] == reports[1]["capacities"]
+    for report in reports:
+        (capacity, *_) = report["capacities"]
+        assert capacity["max_seqlen"] == 2 * capacity["tokens"] and report["replays"] > 0
+
+
+def test_beside_tensor_parallelism(world4: World) -> None:
+    sizes: dict[str, Any] = {"cp_size": 2, "tensor_parallel": 2, "sequence_parallel": True}
+    for report in world4.run(context_jobs.train_shared, num_steps=8, **sizes):
+        assert set(report["eager"]) == WARMING_UP and report["failures"] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("comm_type", [None, "a2a"])
+def test_each_rank_has_its_share_of_whole_packs(
+    request: pytest.FixtureRequest, ranks: int, comm_type: str | None
+) -> None:
+    world: World = request.getfixturevalue(f"world{ranks}")
+    options = {"cp_comm_type": comm_type, "num_attention_heads": 4}
+    for losses, gradients in world.run(context_jobs.beside_one_process, cp_size=ranks, **options):
+        assert losses <= BOUND and gradients <= BOUND
