@@ -4,6 +4,7 @@
 Does not drop out or window: refuses what it does not do.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ _WAYS = {
 }
 
 
+def _of_layer(option: str | Sequence[str] | None, layer_number: int) -> str | None:
+    """What a config says of one layer, by a word for all or by one for each."""
+    return option if option is None or isinstance(option, str) else option[layer_number - 1]
+
+
+def _unknown(cp_comm_type: str | None) -> ValueError:
+    known = ", ".join(filter(None, _WAYS))
+    return ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
+
+
 class VarlenAttention(nn.Module):
     """Attention inside each document of a pack, in place of the spec's `core_attention`.
 
@@ -36,13 +47,14 @@ class VarlenAttention(nn.Module):
 
     Args:
         config: Megatron's `TransformerConfig`.
-        layer_number: unused, as there is no per-layer scaling here.
+        layer_number: from 1; says which entry of a config's list is this layer's.
         attn_mask_type: Megatron's `AttnMaskType`; causal ones and `no_mask`.
         attention_type: `self`.
         attention_dropout: expected to be 0; by default the config's.
         softmax_scale: by default 1 / sqrt(head dimension).
         further: of what Megatron hands over, `cp_comm_type` says how ranks share a pack: `all_gather`, which
-            `p2p` and None stand for, too, or `a2a`; and `pg_collection` has their group, `cp`.
+            `p2p` and None stand for, too, or `a2a`; and `pg_collection` has their group, `cp`. Megatron hands
+            over the former only where all packs are shared; else it is the config's, of this layer.
 
     Raises:
         ValueError: naming the option of the config that this attention does not have.
@@ -65,9 +77,10 @@ class VarlenAttention(nn.Module):
         if attention_type != "self":
             raise ValueError(f"VarlenAttention: expected self attention, got {attention_type!r}")
         cp_comm_type: str | None = further.get("cp_comm_type")
-        if cp_comm_type not in _WAYS:
-            known = ", ".join(filter(None, _WAYS))
-            raise ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
+        if cp_comm_type is None and config.context_parallel_size == 1:
+            cp_comm_type = _of_layer(getattr(config, "cp_comm_type", None), layer_number)
+        elif cp_comm_type not in _WAYS:
+            raise _unknown(cp_comm_type)
         for option, expected in (("window_size", None), ("softmax_type", "vanilla")):
             if getattr(config, option, expected) != expected:
                 raise ValueError(
@@ -161,6 +174,8 @@ class VarlenAttention(nn.Module):
         return group if size > 1 else None
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, pack: SharedPack, causal: bool) -> Tensor:
+        if self.cp_comm_type not in _WAYS:  # of the config alone, whose other users may know it
+            raise _unknown(self.cp_comm_type)
         if _WAYS[self.cp_comm_type] is attend_over_heads:
             return attend_over_heads(query, key, value, pack, softmax_scale=self.softmax_scale, causal=causal)
         if not causal:

@@ -147,6 +147,27 @@ def test_padding_in_a_pack_without_a_causal_mask_is_refused() -> None:
         attention()(*inputs(12), None, attn_mask_type=Mask.padding, packed_seq_params=pack)
 
 
+@pytest.mark.parametrize(
+    ("of_config", "layer", "expected"),
+    [("a2a", 3, "a2a"), (["all_gather", "a2a"], 1, "all_gather"), (["all_gather", "a2a"], 2, "a2a")],
+)
+def test_where_packs_say_who_shares_them_the_config_says_how(
+    of_config: Any, layer: int, expected: str
+) -> None:
+    """Megatron hands layers no `cp_comm_type` where context_parallel_size is 1."""
+    module = attention(config=config(cp_comm_type=of_config), layer_number=layer)
+    assert module.cp_comm_type == expected
+
+
+def test_a_way_to_share_that_it_lacks_is_refused_when_a_pack_is_shared() -> None:
+    """A config may name one that its other layers have, and share no pack."""
+    module = attention(config=config(cp_comm_type="a2a+p2p"))
+    module(*inputs(8), None, packed_seq_params=pack_of([8]))
+    pack = pack_of([8], local_cp_size=2, cp_group=SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match=r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"):
+        module(*inputs(4), None, packed_seq_params=pack)
+
+
 def test_a_pack_that_several_ranks_share_without_their_group_is_refused() -> None:
     """Under dynamic context parallelism the config says 1 and each pack says its own size."""
     pack = pack_of([8], local_cp_size=2)

@@ -64,6 +64,21 @@ def test_each_chunk_sees_its_document_up_to_its_end(
         assert sorted(used) == list(range(len(expected)))
 
 
+@settings(deadline=None, max_examples=30)
+@given(cp_size=PACKS["cp_size"], units=PACKS["units"])
+def test_every_rank_multiplies_as_much(cp_size: int, units: list[int]) -> None:
+    """Pairs of a query and a key that it sees, and keys that are laid out; and no pair twice."""
+    lengths = [unit * 2 * cp_size for unit in units]
+    work = []
+    for rank in range(cp_size):
+        queries, seen, *_ = thd_context_keys(offsets(lengths, "cpu"), sum(lengths), cp_size, rank)
+        rows, keys = queries.long().diff(), seen.long().diff()
+        pairs = rows * keys - rows * (rows - 1) // 2  # the last query sees all keys, others one less each
+        work.append((int(pairs.sum()), int(keys.sum())))
+    assert len(set(work)) == 1
+    assert sum(pairs for pairs, _ in work) == sum(length * (length + 1) // 2 for length in lengths)
+
+
 @pytest.mark.gpu
 def test_neither_waits_for_the_device(request: pytest.FixtureRequest) -> None:
     cu_seqlens = offsets([8, 0, 16], "cuda")

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megagraph.packs.ops import varlen_attention
+from megagraph.packs.ops import (
+    thd_context_keys,
+    thd_partition_indices,
+    varlen_attention,
+    varlen_attention_to_keys,
+)
 
 # The error that a result may have against float64, in units of eps(dtype) * max(1, max|expected|):
 # sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
@@ -62,8 +67,54 @@ def attend(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+def seen_keys(queries: list[int], keys: list[int], *, causal: bool) -> Tensor:
+    """Which query sees which key, bool [queries, keys]: of its own document, the last query all of them."""
+    mask = torch.zeros(sum(queries), sum(keys), dtype=torch.bool)
+    row = column = 0
+    for count, seen in zip(queries, keys, strict=True):
+        block = torch.ones(count, seen, dtype=torch.bool)
+        mask[row : row + count, column : column + seen] = block.tril(seen - count) if causal else block
+        row, column = row + count, column + seen
+    return mask
+
+
+def attend_to_keys_in_float64(
+    tensors: list[Tensor], queries: list[int], keys: list[int], *, causal: bool
+) -> list[Tensor]:
+    """Output and gradients on the host, of one score matrix of all documents, without their tails."""
+    ends = (sum(queries), sum(keys), sum(keys), sum(queries))
+    *leaves, grad = (
+        t.detach()[:end].cpu().double().requires_grad_() for t, end in zip(tensors, ends, strict=True)
+    )
+    out = scaled_dot_product_attention(
+        *(leaf[None].transpose(1, 2) for leaf in leaves),
+        attn_mask=seen_keys(queries, keys, causal=causal),
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def attend_to_keys(
+    tensors: list[Tensor], queries: list[int], keys: list[int], *, causal: bool = True, slack: int = 0
+) -> list[Tensor]:
+    """Output and gradients of the op."""
+    *leaves, grad = (t.detach().requires_grad_(place < 3) for place, t in enumerate(tensors))
+    of_queries, of_keys = (
+        (offsets(lengths, grad.device.type), max(lengths) + slack) for lengths in (queries, keys)
+    )
+    out = varlen_attention_to_keys(*leaves, of_queries, of_keys, causal=causal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def keyed_inputs(rows: int, keys: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
+    """q, k, v and a gradient of the output."""
+    shapes = (rows, heads), (keys, groups), (keys, groups), (rows, heads)
+    return [torch.randn(*shape, dim, device=device).to(DTYPE[device]) for shape in shapes]
+
+
 def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device: str) -> None:
-    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+    assert len(actual) == len(expected)
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=False):
         if e.numel() == 0:
             continue
         bound = ERROR_UNITS[device] * torch.finfo(a.dtype).eps * max(1.0, e.abs().max().item())
@@ -154,6 +205,77 @@ def test_no_rows_no_documents(device: str, rows: int, lengths: list[int], max_se
         assert torch.equal(result, torch.zeros_like(result))
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    documents=st.lists(
+        st.tuples(st.sampled_from([0, 1, 2, 17, 64]), st.sampled_from([0, 1, 130])), min_size=1
+    ),
+    tails=st.sampled_from([(0, 0), (1, 3), (130, 0)]),
+    slack=st.sampled_from([0, 100]),
+    heads=st.sampled_from([(4, 4), (4, 2)]),
+    causal=st.booleans(),
+)
+# One query a document, as the smallest chunks of context parallelism have.
+@example(documents=[(1, 0), (1, 2), (1, 1)], tails=(1, 0), slack=0, heads=(4, 2), causal=True)
+def test_queries_see_keys_up_to_the_end_and_poison_in_the_tails_changes_no_bit(
+    device: str,
+    documents: list[tuple[int, int]],
+    tails: tuple[int, int],
+    slack: int,
+    heads: tuple[int, int],
+    causal: bool,
+) -> None:
+    """Each document has as many keys as queries, or more in front of them."""
+    queries = [count for count, _ in documents]
+    keys = [count + (before if count else 0) for count, before in documents]
+    ends = (sum(queries), sum(keys), sum(keys), sum(queries))
+    clean = keyed_inputs(ends[0] + tails[0], ends[1] + tails[1], *heads, 16, device)
+    poisoned = [t.clone() for t in clean]
+    for t, end in zip(poisoned, ends, strict=True):
+        t[end:] = torch.nan
+    actual = attend_to_keys(clean, queries, keys, causal=causal, slack=slack)
+    if ends[0]:
+        expected = attend_to_keys_in_float64(clean, queries, keys, causal=causal)
+        assert_close_to_float64(actual, expected, device)
+    from_poisoned = attend_to_keys(poisoned, queries, keys, causal=causal, slack=slack)
+    for one, other, end in zip(actual, from_poisoned, (ends[0], *ends[:3]), strict=True):
+        assert torch.equal(one, other)
+        assert not one[end:].any()
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1, 3])
+def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank: int) -> None:
+    """Latent attention's head dimension, keys taken out of rows that are gathered rank by rank."""
+    lengths, cp_size = [64, 0, 8, 24], 4
+    total = sum(lengths) + 2 * cp_size
+    q, k, v, grad = keyed_inputs(total, total, 4, 2, 192, device)
+    packed = offsets(lengths, device)
+    held = [thd_partition_indices(packed, total, cp_size, rank) for rank in range(cp_size)]
+    gathered = torch.cat(held)
+    of_queries, of_keys, keys, _ = thd_context_keys(packed, total, cp_size, cp_rank)
+    seen_key, seen_value = (t[gathered][keys] for t in (k, v))
+    chunk = max(lengths) // (2 * cp_size)
+    longest = chunk * (2 * cp_size - cp_rank)
+    ours = varlen_attention_to_keys(
+        q[held[cp_rank]], seen_key, seen_value, (of_queries, chunk), (of_keys, longest)
+    )
+    whole = attend_alone(q, k, v, grad, lengths, scale=None, causal=True)[0]
+    rows = held[cp_rank].cpu().long()[: sum(lengths) // cp_size]
+    assert_close_to_float64([ours[: rows.numel()]], [whole[rows]], device)
+    assert not ours[rows.numel() :].any()
+
+
+@pytest.mark.gpu
+def test_queries_and_keys_of_their_own_repeat_bit_for_bit_in_deterministic_mode() -> None:
+    assert torch.are_deterministic_algorithms_enabled()
+    queries, keys = [500, 500, 0, 24, 24], [1500, 2500, 0, 72, 120]
+    tensors = keyed_inputs(1100, 4300, 8, 2, 128, "cuda")
+    first = attend_to_keys(tensors, queries, keys)
+    for _ in range(5):
+        for a, b in zip(first, attend_to_keys(tensors, queries, keys), strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.gpu
 def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
     assert torch.are_deterministic_algorithms_enabled()
@@ -217,6 +339,8 @@ def test_other_arguments_that_do_not_fit_are_refused(device: str) -> None:
         varlen_attention(q, q, q, cu_seqlens.long(), 4)
     with pytest.raises(ValueError, match="max_seqlen must not be negative, got -1"):
         varlen_attention(q, q, q, cu_seqlens, -1)
+    with pytest.raises(ValueError, match="as many documents for queries and keys, got 1 and 2"):
+        varlen_attention_to_keys(q, q, q, (cu_seqlens, 4), (offsets([2, 2], device), 4))
 
 
 @pytest.mark.parametrize(
@@ -249,11 +373,13 @@ def test_opcheck(device: str) -> None:
     *qkv, grad = inputs(12, 4, 2, 16, device)
     leaves = [t.requires_grad_() for t in qkv]
     cu_seqlens = offsets([5, 0, 7], device)  # no tail, where softmax_lse is undefined on a GPU
-    packed = (cu_seqlens, cu_seqlens, 8, 8)
-    torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, *packed))
-    out, lse = torch.ops.megagraph.varlen_attention(*leaves, *packed)
-    saved = [t.detach() for t in (grad, *leaves, out, lse)]
-    torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, *packed))
+    fewer = offsets([2, 0, 5], device)
+    for rows, packed in ((12, (cu_seqlens, cu_seqlens, 8, 8)), (7, (fewer, cu_seqlens, 5, 8))):
+        leaves[0] = qkv[0][:rows].detach().requires_grad_()
+        torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, *packed))
+        out, lse = torch.ops.megagraph.varlen_attention(*leaves, *packed)
+        saved = [t.detach() for t in (grad[:rows], *leaves, out, lse)]
+        torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, *packed))
 
 
 def test_compiles_without_a_graph_break(device: str) -> None:
