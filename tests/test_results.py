@@ -122,3 +122,10 @@ def test_the_environment_names_device_versions_and_the_command(monkeypatch: pyte
     assert described["torch"] == torch.__version__ and described["device"]
     assert (described["driver"] is None) == (not torch.cuda.is_available())
     assert described["command"] == "pytest --name 'two words'"
+
+
+def test_the_command_of_a_result_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = (ROOT / "benchmarks" / "results").glob("*.json")
+    monkeypatch.setattr(environment.sys, "argv", ["x", "memory", "--out", "/somewhere", "--json"])
+    assert environment.describe_environment()["command"].endswith(" memory --json")
+    assert not any(" --out" in read_result(path).environment["command"] for path in results)

@@ -15,6 +15,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+_FOLDER = "--out"  # takes a path of the machine
+
+
 def describe_environment() -> dict[str, str | None]:
     """Describes the running process, in the order of the file's keys.
 
@@ -64,7 +67,12 @@ def _version(module: str, distribution: str) -> str | None:
 
 
 def _command() -> str:
+    """What reproduces the result, wherever this run has put it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = None if spec is None else str(spec.name).removesuffix(".__main__")
     program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
-    return shlex.join([*program, *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if _FOLDER in arguments:
+        place = arguments.index(_FOLDER)
+        del arguments[place : place + 2]
+    return shlex.join([*program, *arguments])
