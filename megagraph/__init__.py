@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megagraph.config import GraphConfig as GraphConfig
     from megagraph.decide.dispatch import Capacity as Capacity
     from megagraph.decide.reasons import EagerReason as EagerReason
+    from megagraph.megatron import context_groups as context_groups
     from megagraph.megatron import disable_cuda_graphs_this_step as disable_cuda_graphs_this_step
     from megagraph.megatron import get_gpt_block_varlen_spec as get_gpt_block_varlen_spec
     from megagraph.megatron import get_gpt_layer_varlen_spec as get_gpt_layer_varlen_spec
@@ -45,6 +46,7 @@ _HOME = {
     "EagerPart": "megagraph.bank.sites",
     "SiteSpec": "megagraph.bank.sites",
     "VariantSpec": "megagraph.bank.sites",
+    "context_groups": "megagraph.megatron",
     "disable_cuda_graphs_this_step": "megagraph.megatron",
     "get_gpt_block_varlen_spec": "megagraph.megatron",
     "get_gpt_layer_varlen_spec": "megagraph.megatron",

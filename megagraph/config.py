@@ -42,9 +42,13 @@ class GraphConfig:
             every bitwise claim; `off`, nothing is patched.
         cuda_graph_max_packed_seqs: documents that a pack may hold, one capacity for each entry.
         max_seqlen_per_dp_cp_rank: physical tokens of one rank's share, of every capacity.
-        max_seqlen: tokens of the longest document; by default all tokens of a pack.
+        max_seqlen: tokens of the longest document, all ranks that share it together; by default all tokens
+            of a pack.
         capacities: the bank of capacities outright, in place of the three above. Where neither is
             given, capacities are learned from the warm-up steps.
+        cp_sizes: by how many ranks packs may be shared, where each says so itself (`local_cp_size`,
+            `cp_group`): ascending powers of two, each with graphs of its own; none where all packs are shared
+            by the ranks that the model's own config says.
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
         cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
             at least 1; those that were not used for the longest time go.
@@ -74,6 +78,7 @@ class GraphConfig:
     max_seqlen_per_dp_cp_rank: int | None = None
     max_seqlen: int | None = None
     capacities: tuple[Capacity, ...] = ()
+    cp_sizes: tuple[int, ...] = ()
     cuda_graph_warmup_steps: int = 3
     cuda_graph_max_states: int = 8
     cuda_graph_slots: int = 1
@@ -110,20 +115,15 @@ class GraphConfig:
             )
         if self.max_seqlen is not None and not counts:
             raise ValueError("max_seqlen: expected together with cuda_graph_max_packed_seqs")
-        for capacity in self.all_capacities():
-            if capacity.max_seqlen > capacity.tokens:
-                raise ValueError(
-                    f"max_seqlen: expected at most the {capacity.tokens} tokens of a pack, "
-                    f"got {capacity.max_seqlen}"
-                )
-            if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens:
-                raise ValueError(
-                    f"tail: {self.tail.value!r} makes documents as long as the tail, which needs a "
-                    f"max_seqlen of {capacity.tokens}, got {capacity.max_seqlen}"
-                )
+        if any(size & (size - 1) for size in self.cp_sizes) or [*self.cp_sizes] != sorted({*self.cp_sizes}):
+            raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
 
     def all_capacities(self, cp_size: int = 1) -> tuple[Capacity, ...]:
-        """The configured bank of capacities, smallest first; empty where it is to be learned."""
+        """The configured bank of capacities, smallest first; empty where it is to be learned.
+
+        Args:
+            cp_size: ranks that share a pack.
+        """
         if self.capacities:
             return tuple(sorted(self.capacities))
         tokens = self.max_seqlen_per_dp_cp_rank
@@ -320,6 +320,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "max_seqlen_per_dp_cp_rank": _or_none(_integer),
     "max_seqlen": _or_none(_integer),
     "capacities": _list_of(_capacity),
+    "cp_sizes": _list_of(partial(_integer, at_least=1)),
     "cuda_graph_warmup_steps": partial(_integer, at_least=1),
     "cuda_graph_max_states": partial(_integer, at_least=1),
     "cuda_graph_slots": partial(_integer, at_least=1),

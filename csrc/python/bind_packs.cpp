@@ -55,6 +55,7 @@ void bind_packs(py::module_& m) {
            py::arg("depend_on_longest"), py::arg("are_cut"), py::arg("reasons"),
            py::arg("make_key"), py::arg("state_of_call"))
       .def("set_capacities", &Decider::set_capacities, py::arg("by_cp_size"))
+      .def("set_groups", &Decider::set_groups, py::arg("by_cp_size"))
       .def("refuse", &Decider::refuse, py::arg("reason"))
       .def("why_not", &Decider::why_not, py::arg("params"), py::arg("tokens"),
            py::arg("cp_size") = 1)

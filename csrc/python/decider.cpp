@@ -41,21 +41,23 @@ void Decider::set_capacities(const py::dict& by_cp_size) {
 Decider::Found Decider::find(const py::object& params, int64_t tokens, int64_t cp_size) {
   const auto against = [&](EagerReason why) { return Found{reason(why), {}, {}, {}}; };
   if (!refused_.is_none()) return Found{refused_, {}, {}, {}};
-  const auto shape = pack_shape(params, tokens, extra_seqs_, cp_size);
+  const std::optional<int64_t> known = known_cp_size(params, cp_size);
+  const auto shape = pack_shape(params, tokens, extra_seqs_, known.value_or(cp_size));
   if (!shape) return against(EagerReason::kNoPackMetadata);
+  if (!known) return against(EagerReason::kCpSizeNotCaptured);
   auto form = pack_form(params);
   if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
     return against(EagerReason::kSignatureChanged);
   }
   py::object capacity = py::none();
   if (!banks_.empty()) {
-    const auto bank = banks_.find(cp_size);
+    const auto bank = banks_.find(*known);
     const Decision decision =
         bank == banks_.end() ? Decision{} : megagraph::decide(*shape, bank->second.capacities);
     if (decision.capacity < 0) return against(decision.reason);
     capacity = bank->second.objects[decision.capacity];
   }
-  if (has_own_cp_group(params)) return against(EagerReason::kCpSizeNotCaptured);
+  if (groups_.empty() && has_own_cp_group(params)) return against(EagerReason::kCpSizeNotCaptured);
   return Found{py::none(), std::move(capacity), *shape, std::move(*form)};
 }
 
@@ -71,19 +73,22 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
   const PackForm& form = found.form;
   const bool grad = at::GradMode::is_enabled();
   const bool are_rows = are_rows_positions(params, found.shape);
+  const int64_t shared_by = found.shape.cp_size;
+  // Each rank's rows are several runs of positions then, for which no op of ours is made.
+  if (are_rows && shared_by > 1) return reason(EagerReason::kSignatureChanged);
   const py::object state = state_of_call_();
   // What a pack says of padding is None, True or False; for anything else the name is made anew.
   PyObject* between = form.pad_between_seqs.ptr();
   const bool is_known = between == Py_None || PyBool_Check(between);
   const Fields fields{
       found.capacity.ptr(),  form.has_padded, form.is_aliased, between, form.has_seq_idx, grad,
-      state.cast<int64_t>(), are_rows,        has_mask};
+      state.cast<int64_t>(), are_rows,        has_mask,        shared_by};
   if (is_known) {
     if (const auto made = keys_.find(fields); made != keys_.end()) return made->second;
   }
   py::object key =
       make_key_(found.capacity, form.has_padded, form.is_aliased, form.pad_between_seqs,
-                form.has_seq_idx, grad, state, are_rows, has_mask);
+                form.has_seq_idx, grad, state, are_rows, has_mask, shared_by);
   if (is_known) {
     if (keys_.size() >= kMostKeys) keys_.clear();
     keys_.emplace(fields, key);
@@ -92,11 +97,26 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
 }
 
 // Megatron's table has a row for each of the longest document's: of as many as the pack has, each
-// row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well.
+// row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well;
+// it cuts none of packs that ranks share.
 bool Decider::are_rows_positions(const py::object& params, const PackShape& shape) const {
-  if (!depend_on_longest_ || (!are_cut_ && shape.max_seqlen != shape.tokens)) return false;
+  const int64_t tokens = shape.tokens * shape.cp_size;
+  const bool are_cut = are_cut_ && shape.cp_size == 1;
+  if (!depend_on_longest_ || (!are_cut && shape.max_seqlen != tokens)) return false;
   const auto rows = declared_rows(params);
-  return rows && (*rows == shape.tokens || (are_cut_ && *rows > shape.tokens));
+  return rows && (*rows == tokens || (are_cut && *rows > tokens));
+}
+
+// How many ranks share a pack; none where they are in another group than graphs were captured with.
+std::optional<int64_t> Decider::known_cp_size(const py::object& params, int64_t cp_size) const {
+  if (groups_.empty() || params.is_none()) return cp_size;
+  const py::object group = cp_group_of(params);
+  const auto own = local_cp_size(params);
+  if (!own) return group.is_none() ? std::optional(cp_size) : std::nullopt;
+  const py::int_ size(*own);
+  const bool is_ours =
+      groups_.contains(size) && (*own == 1 || py::object(groups_[size]).is(group));
+  return is_ours ? own : std::nullopt;
 }
 
 }  // namespace megagraph

@@ -28,7 +28,8 @@ class Decider {
  public:
   // `reasons`: Python's members of EagerReason, in order. `make_key`: makes the name of a variant
   // of a capacity, the four values of a form, gradients or not, a state, whether rows are
-  // positions, whether there is a mask. `state_of_call`: numbers the state that the layers are in.
+  // positions, whether there is a mask, and how many ranks share the pack. `state_of_call`: numbers
+  // the state that the layers are in.
   // `depend_on_longest`: the model's rotary tables have as many rows as a pack's longest document;
   // `are_cut`: it then cuts them to the rows of the pack.
   Decider(int64_t extra_seqs, bool depend_on_longest, bool are_cut, pybind11::list reasons,
@@ -36,11 +37,14 @@ class Decider {
 
   // By context-parallel size, Python's own; none while they are still to be learned.
   void set_capacities(const pybind11::dict& by_cp_size);
+  // By context-parallel size, the process groups that a pack may name, None for one rank; none
+  // where every pack is shared alike.
+  void set_groups(pybind11::dict by_cp_size) { groups_ = std::move(by_cp_size); }
   // Why the model takes no graph at all; None for nothing.
   void refuse(pybind11::object reason) { refused_ = std::move(reason); }
 
   // Why no graph of the model could take a pack of `tokens` rows, whatever state the layers are in;
-  // None where one could.
+  // None where one could. `cp_size`: of packs that do not say their own.
   pybind11::object why_not(const pybind11::object& params, int64_t tokens, int64_t cp_size);
 
   // The name of the variant, whose capacity is None while capacities are still to be learned; or
@@ -63,6 +67,7 @@ class Decider {
   pybind11::object reason(EagerReason why) const { return reasons_[static_cast<size_t>(why)]; }
   Found find(const pybind11::object& params, int64_t tokens, int64_t cp_size);
   bool are_rows_positions(const pybind11::object& params, const PackShape& shape) const;
+  std::optional<int64_t> known_cp_size(const pybind11::object& params, int64_t cp_size) const;
 
   const int64_t extra_seqs_;
   const bool depend_on_longest_, are_cut_;
@@ -70,7 +75,9 @@ class Decider {
   const pybind11::object make_key_, state_of_call_;
   pybind11::object refused_ = pybind11::none();
   std::map<int64_t, Bank> banks_;
-  using Fields = std::tuple<PyObject*, bool, bool, PyObject*, bool, bool, int64_t, bool, bool>;
+  pybind11::dict groups_;
+  using Fields =
+      std::tuple<PyObject*, bool, bool, PyObject*, bool, bool, int64_t, bool, bool, int64_t>;
   std::map<Fields, pybind11::object> keys_;
 };
 

@@ -123,10 +123,17 @@ std::optional<int64_t> declared_rows(const py::handle& params) {
   return std::max(integer(one), integer(other));
 }
 
-bool has_own_cp_group(const py::handle& params) {
-  if (!attribute_or_none(params, fields().cp_group).is_none()) return true;
+py::object cp_group_of(const py::handle& params) {
+  return attribute_or_none(params, fields().cp_group);
+}
+
+std::optional<int64_t> local_cp_size(const py::handle& params) {
   const py::object size = attribute_or_none(params, fields().cp_size);
-  return !size.is_none() && integer(size) > 1;
+  return size.is_none() ? std::nullopt : std::optional(integer(size));
+}
+
+bool has_own_cp_group(const py::handle& params) {
+  return !cp_group_of(params).is_none() || local_cp_size(params).value_or(1) > 1;
 }
 
 }  // namespace megagraph

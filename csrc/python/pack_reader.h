@@ -43,8 +43,11 @@ std::optional<PackForm> pack_form(const pybind11::handle& params);
 // for the device if `max_seqlen` lives there.
 std::optional<int64_t> declared_rows(const pybind11::handle& params);
 
-// Whether a pack names the context-parallel ranks that share it, instead of leaving it to the
-// model.
+// The context-parallel ranks that a pack names as its own, and how many; None and none where it
+// leaves them to the model.
+pybind11::object cp_group_of(const pybind11::handle& params);
+std::optional<int64_t> local_cp_size(const pybind11::handle& params);
+// Whether it names several.
 bool has_own_cp_group(const pybind11::handle& params);
 
 }  // namespace megagraph

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only floor that knows Megatron."""
 
+from megagraph.megatron.parallel.context import context_groups
 from megagraph.megatron.patch.installation import install, reports, resume, suspend, uninstall
 from megagraph.megatron.plugin import disable_cuda_graphs_this_step, is_cuda_graph_skipped
 from megagraph.megatron.specs import (
@@ -11,6 +12,7 @@ from megagraph.megatron.specs import (
 )
 
 __all__ = [
+    "context_groups",
     "disable_cuda_graphs_this_step",
     "get_gpt_block_varlen_spec",
     "get_gpt_layer_varlen_spec",

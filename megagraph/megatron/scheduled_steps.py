@@ -32,7 +32,7 @@ class MicroBatch:
         tensors: what documents hold, by name; [1, T].
         position_ids: of each row in its document, whole and not cut; int64 [1, T].
         packed_seq_params: Megatron's, with offsets of the whole pack: actual ones, and padded ones where
-            ranks share it or rows are aligned. `local_cp_size` and `cp_group` are the pack's.
+            ranks share some packs or rows are aligned. `local_cp_size` and `cp_group` are the pack's.
     """
 
     cp_size: int
@@ -72,8 +72,8 @@ class ScheduledSteps:
     Args:
         documents: of this rank, step by step. All tensors of a document have its length: what is shifted,
             such as labels, is shifted before.
-        limits: of each step's schedule. Its `ranks` and `cp_sizes` are those of `groups`.
-        groups: of the ranks of a global batch.
+        limits: of each step's schedule. Its `ranks` are those of `groups`, which have all its `cp_sizes`.
+        groups: of the ranks of a global batch (`megagraph.context_groups()`).
         config: the model's TransformerConfig.
         device: where documents are exchanged and packs are.
 
@@ -97,7 +97,7 @@ class ScheduledSteps:
                 "expected calculate_per_token_loss=True in the model's config: packs hold different numbers "
                 "of tokens, and a mean of each would weigh them alike"
             )
-        if (limits.ranks, limits.cp_sizes) != (groups.num_ranks, groups.cp_sizes):
+        if limits.ranks != groups.num_ranks or not {*limits.cp_sizes} <= {*groups.cp_sizes}:
             raise ValueError(
                 f"expected limits of {groups.num_ranks} ranks in groups of {groups.cp_sizes}, "
                 f"got {limits.ranks} in groups of {limits.cp_sizes}"
@@ -146,8 +146,8 @@ class ScheduledSteps:
 
     def _params(self, cp_size: int, lengths: list[int], padded: list[int]) -> Any:
         offsets = self._offsets(lengths)
-        # By the size and not by the documents: packs with and without them are captured apart.
-        is_padded = cp_size > 1 or self._limits.alignment > 1
+        # By the limits and not by the pack: packs with and without them are captured apart.
+        is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
         padded_offsets = self._offsets(padded) if is_padded else None
         make = PACKED_SEQ_PARAMS.function()
         has_between = "pad_between_seqs" in inspect.signature(make).parameters

@@ -167,7 +167,7 @@ class VarlenAttention(nn.Module):
         size = getattr(params, "local_cp_size", None)
         group: distributed.ProcessGroup | None = getattr(params, "cp_group", None)
         if size is None:
-            return self.cp_group
+            return self.cp_group if self.cp_group is not None and self.cp_group.size() > 1 else None
         if size > 1 and (group is None or group.size() != size):
             found = "none" if group is None else f"one of {group.size()} ranks"
             raise ValueError(f"VarlenAttention: expected a cp_group of local_cp_size {size}, got {found}")

@@ -109,7 +109,7 @@ def error_of_rank(*, lengths: list[list[int] | None], case: str = "") -> str:
     return "no error"
 
 
-# -- a model of today's, on packs of one rank each -------------------------------------------------
+# -- a model of today's ------------------------------------------------------------------------------
 
 VOCAB = rig.OPTIONS.vocab
 
@@ -186,20 +186,36 @@ def _alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: total / num_tokens for name, total in zip(params, sums, strict=True)}
 
 
-def train_scheduled(*, lengths: list[list[list[int]]]) -> tuple[dict[str, Any], list[int], float]:
+def train_scheduled(
+    *,
+    lengths: list[list[list[int]]],
+    cp_sizes: tuple[int, ...] = (1,),
+    forced: int | None = None,
+    plugin: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Trains eager and graphed on what is scheduled, and compares every step's bits.
 
+    Args:
+        lengths: of documents, by step and rank.
+        cp_sizes: by how many ranks packs may be shared.
+        forced: all are shared by as many.
+        plugin: further options of the plugin.
+        options: further ones of Megatron's config.
+
     Returns:
-        The report of the graphed run, the micro-batches of each step, and how far the first step's gradients
-        are from those of one process that runs each document by itself, as a part of the largest gradient.
+        `report` of the graphed run; `numbers`, the micro-batches of each step; `sizes`, those of this rank's
+        packs, by step; and how far the first step's gradients are from those of one process that runs each
+        document by itself, as a part of the largest one of each (`off`).
     """
+    groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
-        ranks=distributed.get_world_size(),
-        cp_sizes=(1,),
+        ranks=groups.num_ranks,
+        cp_sizes=cp_sizes if forced is None else (forced,),
         max_seqlen_per_dp_cp_rank=rig.CAPACITY.tokens,
         max_packed_seqs=rig.CAPACITY.num_seqs,
+        alignment=options.get("tensor_model_parallel_size", 1),
     )
-    groups = _groups((1,))
     device = _device()
     numbers = [[100 * step + 10 * rank for rank in range(groups.num_ranks)] for step in range(len(lengths))]
     documents = [
@@ -210,11 +226,17 @@ def train_scheduled(*, lengths: list[list[list[int]]]) -> tuple[dict[str, Any], 
         for firsts, of_ranks in zip(numbers, lengths, strict=True)
     ]
 
-    make = partial(Trainer, rig.OPTIONS, config={"calculate_per_token_loss": True})
+    make = partial(Trainer, rig.OPTIONS, config={"calculate_per_token_loss": True, **options})
     alone = _alone(make().chunk, [document for own in documents[0] for document in own])
 
-    def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[int]]:
-        megagraph.install(rig.graph_config())
+    capacity = {
+        "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
+        "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
+    }
+
+    def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[ScheduledStep]]:
+        given = {"capacities": (), "cp_sizes": cp_sizes, **capacity, **(plugin or {})}
+        megagraph.install(rig.graph_config(**given))
         try:
             trainer = make()
             own = (of_ranks[groups.rank] for of_ranks in documents)
@@ -222,14 +244,18 @@ def train_scheduled(*, lengths: list[list[list[int]]]) -> tuple[dict[str, Any], 
                 ScheduledSteps(own, limits=limits, groups=groups, config=trainer.chunk.config, device=device)
             )
             done = list(_trained(iter(steps), trainer, eager=eager))
-            return done, rig.report_of(trainer), [len(step) for step in steps]
+            return done, rig.report_of(trainer), steps
         finally:
             megagraph.uninstall()
 
-    eager_steps, _, num_micro_batches = run(True)
-    graphed_steps, report, _ = run(False)
+    eager_steps, _, _ = run(True)
+    graphed_steps, report, scheduled = run(False)
     for index, (eager, graphed) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
         rig.assert_same(eager, graphed, f"step {index}")
-    largest = max(float(grad.abs().max()) for grad in alone.values())
-    off = max(float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items())
-    return report, num_micro_batches, off / largest
+    far = {name: float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items()}
+    return {
+        "report": report,
+        "numbers": [len(step) for step in scheduled],
+        "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in scheduled],
+        "off": max(far[name] / float(grad.abs().max()) for name, grad in alone.items()),
+    }

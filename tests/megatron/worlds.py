@@ -29,7 +29,7 @@ from leftovers import free_models
 from torch import distributed, multiprocessing
 
 START_SECONDS = 240  # imports, on a machine that does other things too
-TIMEOUT_SECONDS = 50  # of one function, which takes ten on such a machine
+TIMEOUT_SECONDS = 50
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
 MOST_THREADS = 200  # of a rank; one function's groups have a hundred
 

@@ -17,7 +17,6 @@ from megagraph.bank.bank import Bank, Progress
 from megagraph.bank.chain import Chain
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
@@ -25,7 +24,7 @@ from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.loops import Key, Loops
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.new_bank import new_bank
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.totals import Totals
@@ -162,17 +161,15 @@ class BlockBank:
 
     def capture(
         self,
-        capacities: Sequence[Capacity],
-        kinds: Iterable[Kind],
+        keys: Sequence[Key],
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
     ) -> bool:
-        """Captures each capacity for each kind. A failure of a layer is logged and leaves it eager.
+        """Captures variants. A failure of a layer is logged and leaves it eager.
 
         Args:
-            capacities: shapes.
-            kinds: packs and states.
+            keys: their shapes, packs and states.
             row_shape: of the hidden states, without their first dimension.
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
@@ -187,6 +184,7 @@ class BlockBank:
         if not self.watch.is_watching:
             self._prepare()
         self._peers.hold(self.layers.specs)
+        self._peers.context.warm_up(self.device)
         block = BlockInput(
             row_shape=row_shape,
             dtype=dtype,
@@ -196,7 +194,7 @@ class BlockBank:
             mode="training" if self._live().decoder.training else "evaluation",
             local_rows=self._tensor.rows,
         )
-        variants = [self._variant((capacity, kind), block) for kind in kinds for capacity in capacities]
+        variants = [self._variant(key, block) for key in keys]
         try:
             self._capture_and_verify(variants)
         except GroupGaveUp as error:
@@ -213,7 +211,7 @@ class BlockBank:
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._loops.follow()
         listen(self.chain, self._ddp())
-        shapes = "; ".join(str(capacity) for capacity in capacities)
+        shapes = "; ".join(dict.fromkeys(str(capacity) for capacity, _kind in keys))
         log.info(
             "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
         )
@@ -279,7 +277,8 @@ class BlockBank:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             decoder = self._live().decoder  # looked up each time: variants must not keep it alive
-            with while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key):
+            kept, tables = while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key)
+            with self._peers.view.of_size(key[1].cp_size), kept, tables:
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:

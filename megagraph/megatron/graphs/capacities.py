@@ -2,7 +2,7 @@
 """The capacities of one model: as configured, or learned from the packs of its warm-up."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megagraph.bank.agreement import Exchange
@@ -10,11 +10,19 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
 from megagraph.log import log
-from megagraph.packs.packing import pack_shape
+from megagraph.megatron.graphs.loops import Key
+from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.packs.packing import TailConvention, pack_shape
 
 __all__ = ["Capacities"]
 
 _PATIENCE = 20  # steps that this rank waits for another one until it says so
+
+
+def _bounded(capacity: Capacity, cp_size: int) -> Capacity:
+    """With documents that are no longer than a pack of fewer ranks than some others have."""
+    longest = min(capacity.max_seqlen, capacity.tokens * cp_size)
+    return dataclasses.replace(capacity, max_seqlen=longest)
 
 
 class Capacities:
@@ -22,19 +30,33 @@ class Capacities:
 
     Args:
         config: the plugin's options.
-        cp_size: ranks that share each pack.
+        cp_size: ranks that share a pack that does not say by how many it is shared.
+        cp_sizes: how many may share one, that among them.
 
     Attributes:
         cp_size: as given.
-        known: smallest first; empty while they are still to be learned.
+        by_cp_size: smallest first; empty while they are still to be learned.
     """
 
-    def __init__(self, config: GraphConfig, cp_size: int = 1) -> None:
-        self.known = config.all_capacities(cp_size)
+    def __init__(self, config: GraphConfig, cp_size: int = 1, cp_sizes: Sequence[int] = (1,)) -> None:
         self.cp_size = cp_size
+        largest = max(cp_sizes)
+        known = {
+            size: tuple(
+                _bounded(each, size) if size < largest else each for each in config.all_capacities(size)
+            )
+            for size in cp_sizes
+        }
+        self.by_cp_size: Mapping[int, Sequence[Capacity]] = known if any(known.values()) else {}
+        self._cp_sizes = tuple(cp_sizes)
         self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
         self._observed: set[PackShape] = set()
         self._waited = 0  # steps
+
+    @property
+    def known(self) -> Sequence[Capacity]:
+        """Those of packs that do not say by how many ranks they are shared."""
+        return self.by_cp_size.get(self.cp_size, ())
 
     def check(self, rows: Callable[[int], int]) -> None:
         """Raises `ValueError` where the ranks of the model cannot share the tokens of a capacity.
@@ -42,20 +64,37 @@ class Capacities:
         Args:
             rows: from tokens of a pack to those of a tensor-parallel rank, likewise.
         """
-        for capacity in self.known:
-            rows(capacity.tokens)
-            self._check_context(capacity)
+        for cp_size, capacities in self.by_cp_size.items():
+            for capacity in capacities:
+                rows(capacity.tokens)
+                self._check_context(capacity, cp_size)
 
-    def _check_context(self, capacity: Capacity) -> None:
-        if self.cp_size > 1 and capacity.tokens % 2:
+    def _check_context(self, capacity: Capacity, cp_size: int) -> None:
+        if cp_size > 1 and capacity.tokens % 2:
             raise ValueError(
-                f"expected capacities of an even number of tokens, which {self.cp_size} context-parallel "
+                f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
                 f"ranks share, got {capacity.tokens}"
             )
+        if capacity.max_seqlen > capacity.tokens * cp_size:
+            raise ValueError(
+                f"max_seqlen: expected at most the {capacity.tokens * cp_size} tokens of a pack, "
+                f"got {capacity.max_seqlen}"
+            )
+        if self._tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens * cp_size:
+            raise ValueError(
+                f"tail: {self._tail.value!r} makes documents as long as the tail, which needs a "
+                f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
+            )
 
-    def observe(self, params: Any, tokens: int) -> None:
-        """Remembers the shape of a pack of the warm-up, of `tokens` physical tokens."""
-        shape = pack_shape(params, tokens, self._tail, cp_size=self.cp_size)
+    def observe(self, params: Any, tokens: int, cp_size: int) -> None:
+        """Remembers the shape of a pack of the warm-up.
+
+        Args:
+            params: the pack.
+            tokens: of this rank, physical ones.
+            cp_size: ranks that share it.
+        """
+        shape = pack_shape(params, tokens, self._tail, cp_size=cp_size)
         if shape is not None:
             self._observed.add(shape)
 
@@ -83,7 +122,9 @@ class Capacities:
                     _PATIENCE,
                 )
             return False
-        self.known = capacities_for(Needs(*needs), self._extra_seqs, self.cp_size)
+        self.by_cp_size = {
+            size: capacities_for(Needs(*needs), self._extra_seqs, size) for size in self._cp_sizes
+        }
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
@@ -94,6 +135,19 @@ class Capacities:
         )
         return True
 
+    def variants(self, kinds: Iterable[Kind]) -> list[Key]:
+        """What is captured of some kinds: largest groups first, and in one order on all ranks.
+
+        Args:
+            kinds: of micro-batches.
+        """
+        ordered = sorted(kinds, key=lambda kind: (-kind.cp_size, repr(kind)))
+        return [(capacity, kind) for kind in ordered for capacity in self.by_cp_size[kind.cp_size]]
+
     def report(self) -> list[dict[str, Any]]:
         """As plain values."""
-        return [dataclasses.asdict(capacity) for capacity in self.known]
+        return [
+            dataclasses.asdict(capacity) | ({"cp_size": size} if len(self._cp_sizes) > 1 else {})
+            for size, capacities in self.by_cp_size.items()
+            for capacity in capacities
+        ]

@@ -14,6 +14,7 @@ from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.graphs.shared_kinds import kinds_of_all
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Changes"]
@@ -112,7 +113,22 @@ class Changes:
         if has_changed:
             self._drop(is_partial)
 
-    def due_now(self) -> set[Kind]:
+    def due_on_all_ranks(self, *, can_capture: bool) -> set[Kind]:
+        """What is captured now, the same on all ranks; nothing while they want different graphs.
+
+        Args:
+            can_capture: shapes are known on this rank.
+        """
+        due = self._due_now() if self._kinds.due and can_capture else set()
+        if self._peers.context.is_dynamic:
+            can_capture = can_capture and (bool(due) or not self._kinds.due) and self._block.is_idle()
+            return kinds_of_all(due, self._peers, can_capture=can_capture)
+        if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
+            log.warning("capture waits: ranks of the group want different graphs")
+            return set()
+        return due
+
+    def _due_now(self) -> set[Kind]:
         """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
         if torch.is_inference_mode_enabled():
             return set()

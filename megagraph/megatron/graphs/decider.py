@@ -2,7 +2,6 @@
 """Decides which variant takes a micro-batch, in C++, in the words of Python."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from megagraph import _C
@@ -12,6 +11,7 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.positions import OwnTables
+from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.packs.packing import PackForm, TailConvention
 
 __all__ = ["Decider"]
@@ -29,6 +29,7 @@ class Decider(_C.Decider):
         tables: the model's rotary tables.
         states: numbers the state that its layers are in.
         masks_tail: its layers are given a padding mask in any case, of what lies past a pack's end.
+        context: the ranks that may share packs.
     """
 
     def __init__(
@@ -38,22 +39,23 @@ class Decider(_C.Decider):
         tables: OwnTables,
         states: LayerStates,
         masks_tail: bool,
+        context: ContextRanks,
     ) -> None:
         rotary = tables.depend_on_max_seqlen, tables.are_cut
-        key = functools.partial(_key, {"masks_tail": masks_tail, "cp_size": capacities.cp_size})
+        key = functools.partial(_key, masks_tail)
         super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
         self._capacities = capacities
+        if context.is_dynamic:
+            self.set_groups({size: context.of_size(size) for size in context.sizes})
         self.follow()
 
     def follow(self) -> None:
         """Takes note of capacities that were learned."""
-        known = self._capacities.known
-        self.set_capacities({self._capacities.cp_size: known} if known else {})
+        self.set_capacities(self._capacities.by_cp_size)
 
 
-def _key(
-    of_model: Mapping[str, Any], capacity: Capacity | None, *of_kind: Any
-) -> tuple[Capacity | None, Kind]:
+def _key(masks_tail: bool, capacity: Capacity | None, *of_kind: Any) -> tuple[Capacity | None, Kind]:
     """The name of a variant: its capacity, then the values of its form and of its kind."""
     form = len(PackForm._fields)
-    return capacity, Kind(PackForm(*of_kind[:form]), *of_kind[form:])._replace(**of_model)
+    *of_call, cp_size = of_kind[form:]
+    return capacity, Kind._make([PackForm(*of_kind[:form]), *of_call, masks_tail, cp_size])

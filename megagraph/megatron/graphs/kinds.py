@@ -8,6 +8,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.graphs.shared_kinds import SizeCounts
 
 __all__ = ["Kinds"]
 
@@ -18,12 +19,16 @@ class Kinds(DueKinds[Kind]):
     Args:
         states: knows the state that layers are in.
         warm_up_steps: training steps before the first capture.
+
+    Attributes:
+        of_sizes: counts micro-batches by the number of ranks that share them.
     """
 
     def __init__(self, states: LayerStates, warm_up_steps: int) -> None:
         super().__init__(lambda kind: kind.family, self._steps_of)
         self._states = states
         self._warm_up_steps = warm_up_steps
+        self.of_sizes = SizeCounts()
         self._is_warm = False  # some kind with gradients was captured
 
     def _steps_of(self, kind: Kind) -> int:
@@ -61,11 +66,12 @@ class Kinds(DueKinds[Kind]):
         self.forget(lambda kind: kind.state in states)
 
     def forget_old_states(self) -> None:
-        """Forgets states that were not used for long; those with graphs stay, and find them again."""
-        self.forget_states(self._states.forget_oldest(self.states_with_graphs()))
+        """Forgets states not used for long, if many; those with graphs stay, and find them again."""
+        if self._states.are_many:
+            self.forget_states(self._states.forget_oldest(self.states_with_graphs()))
 
     def explain(self, kind: Kind, reason: EagerReason) -> EagerReason:
-        """Says of an eager micro-batch whether its state is the reason, and remembers that state.
+        """Says of an eager micro-batch whether its state is the reason, counts it, and remembers that state.
 
         Args:
             kind: of the micro-batch.
@@ -73,10 +79,11 @@ class Kinds(DueKinds[Kind]):
         """
         if reason is EagerReason.NUMERICS_CHANGED:  # since the step began
             self.note(kind._replace(state=self._states.under_settings_of_now()))
-        if reason is not EagerReason.WARMING_UP or kind in self.captured:
-            return reason
         others = [other.state for other in self.captured_of_family(kind)]
-        return self._states.why_not(kind.state, others) if others else reason
+        if others and reason is EagerReason.WARMING_UP and kind not in self.captured:
+            reason = self._states.why_not(kind.state, others)
+        self.of_sizes.add(kind, reason)
+        return reason
 
     def awaits_graphs(self, kind: Kind, reason: EagerReason) -> bool:
         """Whether an eager micro-batch is of a kind, or in settings, for which nothing was captured yet."""

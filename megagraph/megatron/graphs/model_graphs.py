@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of one GPTModel: decides on each micro-batch and says at step boundaries what to capture.
-
-Patches nothing; the seams call it.
-"""
+"""The graphs of one model: decides on each micro-batch, captures at step boundaries. Patches nothing."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import about, log
+from megagraph.log import about
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
@@ -53,6 +50,7 @@ class ModelGraphs:
         verifier: keeps micro-batches that graphs are verified on.
         peers: the ranks that run the same packs.
         tensor: its tensor-parallel ranks.
+        view: shows them the ranks that share a micro-batch.
         changes: what keeps a step eager.
         decider: says which variant takes a pack.
         refusal: why the whole model stays eager, or None.
@@ -74,16 +72,16 @@ class ModelGraphs:
         self._config = config
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
-        self.peers = Peers(model)
-        self.tensor = self.peers.tensor
-        self._capacities = Capacities(config, self.peers.context.size)
+        self.peers = Peers(model, config.cp_sizes)
+        self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
+        self._capacities = Capacities(config, context.size, context.sizes)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         is_mixture = has_experts(model.config)
         self.masks_at_entry = is_mixture and self.tensor.shards_sequence
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture)
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture, context)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
@@ -144,13 +142,14 @@ class ModelGraphs:
         if not entries.are_settled:
             return _WARMING_UP
         capacity, kind = key
+        params = self.view.of_layers(params)
         is_plain = is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
         if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
         self._kinds.note(kind)
         if capacity is None:
-            self._capacities.observe(params, tokens)
+            self._capacities.observe(params, tokens, kind.cp_size)
             self._unlearned = kind, params, mask if has_mask else None
             return _WARMING_UP
         in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
@@ -216,6 +215,7 @@ class ModelGraphs:
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
         self.block.end(loop)
+        self._kinds.of_sizes.add(batch.kind, batch.reason)
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:
@@ -279,15 +279,12 @@ class ModelGraphs:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        if self.verifier.pending is not None and not self.block.is_still_right():
+        if self.verifier.is_due() and not self.block.is_still_right():
             self._kinds.forget_graphs()
             return
-        if self._states.are_many:
-            self._kinds.forget_old_states()
-        due = changes.due_now() if self._kinds.due and self._rows is not None else set()
-        if self.peers.size > 1 and not self.peers.agree_on(repr(sorted(map(repr, due)))):
-            log.warning("capture waits: ranks of the group want different graphs")
-        elif due:
+        self._kinds.forget_old_states()
+        can_capture = self._rows is not None and bool(capacities.by_cp_size)
+        if due := changes.due_on_all_ranks(can_capture=can_capture):
             self._capture(due)
 
     @property
@@ -301,7 +298,7 @@ class ModelGraphs:
         self.block.drop_states(dropped := states.to_drop(kinds.states_with_graphs()))
         kinds.forget_states(dropped)
         is_first = not kinds.captured
-        if not self.block.capture(self._capacities.known, due, *self._rows, self._params_type):
+        if not self.block.capture(self._capacities.variants(due), *self._rows, self._params_type):
             kinds.forget_graphs()
         if is_first:
             states.follow_eager_layers()
@@ -343,6 +340,7 @@ class ModelGraphs:
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self._capacities.report(),
+            "cp_sizes": self._kinds.of_sizes.report(),
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
             **self._states.report(self._kinds.states_with_graphs()),

@@ -143,6 +143,14 @@ class Verifier:
 
     # -- graphs ----------------------------------------------------------------------------------
 
+    def is_due(self) -> bool:
+        """Whether replayed micro-batches were kept to verify their graphs with, on all ranks alike."""
+        is_due = self.pending is not None
+        if self.every and self._context.is_dynamic:  # ranks replay packs of their own
+            (somebody_waits,) = self._peers.exchange([int(not is_due)])
+            is_due = not somebody_waits
+        return is_due
+
     def failing(self, bank: Bank, chain: Chain, keys: Sequence[Key]) -> Failing:
         """Verifies variants where micro-batches were kept that they hold.
 
@@ -207,7 +215,9 @@ class Verifier:
         ]
         if kind.cp_size > 1:
             offsets = torch.tensor(physical, dtype=torch.int32)
-            held = thd_partition_indices(offsets, physical[-1], kind.cp_size, self._context.rank())
+            held = thd_partition_indices(
+                offsets, physical[-1], kind.cp_size, self._context.rank(kind.cp_size)
+            )
             rows = torch.isin(held, torch.tensor(rows)).nonzero().flatten().tolist()
         count = self._tensor.rows(capacity.tokens)
         first = count * self._tensor.rank() if self._tensor.shards_sequence else 0

@@ -1,38 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that share a model's packs, and process groups of ranks that may share one, of several sizes."""
+"""The ranks that may share a model's packs: one group for all packs, or nested ones of several sizes."""
 
-from collections.abc import Sequence
+import types
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import distributed
 
 from megagraph.megatron.parallel.groups import ModelGroups
+from megagraph.megatron.seams import DATA_AND_CONTEXT_GROUP, hybrid_groups
 
-__all__ = ["ContextGroups", "ContextRanks"]
+__all__ = ["ContextGroups", "ContextRanks", "context_groups"]
 
 
 class ContextRanks:
-    """The context-parallel group of one model, all of whose ranks share each pack.
+    """The context-parallel groups of one model.
+
+    Where `cp_sizes` names any, each pack says by how many ranks it is shared, and groups are made for all of
+    them, collectively over all ranks of the job. Else all packs are shared by the model's own group.
 
     Args:
         groups: its process groups.
+        cp_sizes: by how many ranks packs may be shared.
 
     Attributes:
-        size: of the group.
+        size: of the model's own group.
+        sizes: of all groups, ascending.
+        is_dynamic: packs say by how many ranks they are shared.
     """
 
-    def __init__(self, groups: ModelGroups) -> None:
+    def __init__(self, groups: ModelGroups, cp_sizes: Sequence[int] = ()) -> None:
         self._groups = groups
-        group = self._group()
-        self.size: int = 1 if group is None else distributed.get_world_size(group)
+        own = self.own_group()
+        self.size: int = 1 if own is None else own.size()
+        self._of_sizes = context_groups(cp_sizes) if cp_sizes else None
+        self.is_dynamic = self._of_sizes is not None
+        self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))
+        self._is_warm = False
 
-    def _group(self) -> distributed.ProcessGroup | None:
+    def own_group(self) -> distributed.ProcessGroup | None:
+        """The group that the model was built with; None for one rank."""
         group: distributed.ProcessGroup | None = self._groups.of_pack().get("cp")
         return group
 
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return 0 if self.size == 1 else distributed.get_rank(self._group())
+    def of_size(self, cp_size: int) -> distributed.ProcessGroup | None:
+        """This rank's group of a size; None for one rank."""
+        return self.own_group() if self._is_own(cp_size) else self._dynamic().of_size(cp_size)
+
+    def _is_own(self, cp_size: int) -> bool:
+        return self._of_sizes is None or cp_size not in self._of_sizes.cp_sizes
+
+    def _dynamic(self) -> "ContextGroups":
+        assert self._of_sizes is not None
+        return self._of_sizes
+
+    def rank(self, cp_size: int) -> int:
+        """This rank's place in its group of a size."""
+        group = self.of_size(cp_size)
+        return 0 if group is None else group.rank()
+
+    def known(self) -> Iterable[distributed.ProcessGroup]:
+        """The groups of several sizes, as far as there are any."""
+        groups = (self._dynamic().of_size(size) for size in self.sizes) if self.is_dynamic else ()
+        return [group for group in groups if group is not None]
+
+    def warm_up(self, device: torch.device) -> None:
+        """Uses every group of several sizes once, before the first capture. Collective over their ranks."""
+        if self._of_sizes is not None and not self._is_warm:
+            self._of_sizes.warm_up(device)
+            self._is_warm = True
 
 
 class ContextGroups:
@@ -47,11 +84,18 @@ class ContextGroups:
             context-parallel ranks in it.
         cp_sizes: how many ranks may share a pack; each divides the number of the parent's ranks.
 
+        given: groups of this rank that exist already, by size; those are not made.
+
     Raises:
         ValueError: if a size does not divide them.
     """
 
-    def __init__(self, parent: distributed.ProcessGroup, cp_sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        parent: distributed.ProcessGroup,
+        cp_sizes: Sequence[int],
+        given: Mapping[int, distributed.ProcessGroup] = types.MappingProxyType({}),
+    ) -> None:
         self.parent = parent
         ranks = distributed.get_process_group_ranks(parent)
         for size in cp_sizes:
@@ -59,8 +103,8 @@ class ContextGroups:
                 raise ValueError(f"expected cp_sizes that divide {len(ranks)} ranks, got {size}")
         everywhere: list[list[int]] = [[]] * distributed.get_world_size()
         distributed.all_gather_object(everywhere, ranks)
-        self._groups: dict[int, distributed.ProcessGroup | None] = {1: None, len(ranks): parent}
-        for size in sorted(set(cp_sizes) - {1, len(ranks)}):
+        self._groups: dict[int, distributed.ProcessGroup | None] = {1: None, len(ranks): parent, **given}
+        for size in sorted(set(cp_sizes) - set(self._groups)):
             for parents in sorted({tuple(found) for found in everywhere}):
                 for first in range(0, len(parents), size):
                     members = list(parents[first : first + size])
@@ -97,3 +141,29 @@ class ContextGroups:
             group = self.of_size(size)
             if group is not None:
                 distributed.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+_MADE: "weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], ContextGroups]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
+    """The groups of Megatron's data-parallel times context-parallel ranks that may share packs.
+
+    Made at the first call, collectively over all ranks of the job; the same object while anybody holds it.
+    Those that Megatron has itself (`hybrid_context_parallel`) are Megatron's.
+
+    Args:
+        cp_sizes: how many ranks may share a pack.
+
+    Raises:
+        RuntimeError: if Megatron's groups are not initialized.
+        ValueError: if a size does not divide the number of those ranks.
+    """
+    parent = DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
+    sizes = tuple(sorted(set(cp_sizes)))
+    made = _MADE.get((id(parent), sizes))  # which holds the parent, so that no other one has its id
+    if made is None:
+        made = _MADE[id(parent), sizes] = ContextGroups(parent, sizes, hybrid_groups(sizes))
+    return made

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that share a model's communicators: they capture, replay and run eager together.
+"""The ranks that share a model's communicators: they capture and drop graphs together.
 
-They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]). What
-they ask each other are a few integers on the host, over gloo: nobody waits for a device. Ranks that run other
-packs, and need as many rows as each other, ask in the same way (megagraph/megatron/graphs/equal_rows.py).
+They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]), and
+replay and run eager together; or, where each pack says by how many ranks it is shared, all that may ever
+share one, of which those of one pack do so. What they ask each other are a few integers on the host, over
+gloo: nobody waits for a device. Ranks that run other packs, and need as many rows as each other, ask in the
+same way (megagraph/megatron/graphs/equal_rows.py).
 """
 
 import zlib
@@ -16,8 +18,10 @@ from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.megatron.parallel.context import ContextRanks
-from megagraph.megatron.parallel.groups import ModelGroups, Ranks
+from megagraph.megatron.parallel.context_view import ContextView
+from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
 from megagraph.megatron.parallel.tensor import TensorRanks
+from megagraph.megatron.seams import STAGE_GROUP
 
 __all__ = ["AskingRanks", "Peers"]
 
@@ -45,6 +49,11 @@ def _gloo_group(ranks: Ranks) -> Any:
         group = distributed.ProcessGroupGloo(store, place, len(members), distributed.default_pg_timeout)
         _GLOO_GROUPS[ranks] = group, world
     return group
+
+
+def _ranks_of_stage() -> Ranks:
+    """All ranks that hold a part of the same layers, or a copy: of tensor, context and data parallelism."""
+    return ranks_of(STAGE_GROUP.function()(check_initialized=False, with_context_parallel=True))
 
 
 class AskingRanks:
@@ -82,34 +91,41 @@ class AskingRanks:
 
 
 class Peers(AskingRanks):
-    """The ranks that run the same packs of one model, so all that share a communicator of its graphs.
+    """The ranks that run, or may run, the same packs of a model: all that share communicators of its graphs.
 
     Args:
         model: a GPTModel or HybridModel, with its process groups made.
+        cp_sizes: by how many ranks its packs may be shared, where each says so itself.
 
     Attributes:
         groups: the model's process groups.
         tensor: its tensor-parallel ranks.
         context: its context-parallel ranks.
+        view: shows them to its modules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self.groups = ModelGroups(model)
         self.tensor = TensorRanks(model, self.groups)
-        self.context = ContextRanks(self.groups)
-        super().__init__(self.groups.ranks, "run the same packs")
+        self.context = ContextRanks(self.groups, cp_sizes)
+        self.view = ContextView(model, self.context)
+        super().__init__(
+            _ranks_of_stage if self.context.is_dynamic else self.groups.ranks, "run the same packs"
+        )
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
 
     def rank(self) -> int:
         """This rank's place among them."""
-        return 0 if self.size == 1 else sorted(self.groups.ranks()).index(distributed.get_rank())
+        return 0 if self.size == 1 else sorted(self._ranks()).index(distributed.get_rank())
 
     def gather(self, what: str) -> list[str]:
-        """What each of them says, in the order of ranks."""
+        """What each of them says, in the order of ranks; it costs little where nobody says anything."""
         if self.size == 1:
             return [what]
         own = what.encode()
         (longest,) = self.exchange([len(own)])
+        if longest == 0:
+            return [""] * self.size
         padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         said = [torch.empty_like(padded) for _ in range(self.size)]
         self._group().allgather([said], [padded]).wait()
@@ -134,7 +150,8 @@ class Peers(AskingRanks):
         """Whether the graphs, or these ranks, need a process group; None and the world are every group."""
         if group is None or group is distributed.group.WORLD:
             return self.size > 1
-        return any(group is used for used in (*self.groups.known(), *self._held.values()))
+        used = (*self.groups.known(), *self.context.known(), *self._held.values())
+        return any(group is each for each in used)
 
     def leave(self) -> None:
         """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up."""

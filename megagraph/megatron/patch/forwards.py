@@ -58,6 +58,7 @@ class ForwardWrappers:
             if entries.model.acting is not level and not entries.model.takes(level):
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
+            run = _seeing(graphs, get("packed_seq_params"), original) if graphs.view.is_on else original
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             params = get("packed_seq_params")
             is_bare = plugin.is_bare(graphs)
@@ -95,11 +96,11 @@ class ForwardWrappers:
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None
                 if graphs.running is None and not is_step:
-                    return original(model, *args, **kwargs)
+                    return run(model, *args, **kwargs)
             reached = entries.block.reached
             outer, graphs.running = graphs.running, batch
             try:
-                out = original(model, *args, **kwargs)
+                out = run(model, *args, **kwargs)
             finally:
                 graphs.running = outer
             if batch is not None and entries.block.reached == reached:
@@ -182,6 +183,27 @@ class ForwardWrappers:
             return original(stack, *args, **kwargs)
 
         return self.block_forward(level, run)
+
+
+def _seeing(graphs: ModelGraphs, params: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward with the ranks that share a pack all around, and a pack that names none.
+
+    Args:
+        graphs: of the model.
+        params: the pack as given.
+        original: the forward.
+    """
+    places = places_of(original)
+
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = Arguments(places, args, kwargs)
+        pack = given.get("packed_seq_params")
+        if pack is params and pack is not None:
+            given.put("packed_seq_params", graphs.view.of_layers(pack))
+        with graphs.view.of_pack(params):
+            return original(model, *given.args, **given.kwargs)
+
+    return run
 
 
 def decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:

@@ -33,6 +33,7 @@ from megagraph.megatron.seams.hybrid import (
 from megagraph.megatron.seams.models import (
     ATTENTION_ROPE,
     BLOCK_FORWARD,
+    DATA_AND_CONTEXT_GROUP,
     DESTROY_MODEL_PARALLEL,
     DESTROY_PROCESS_GROUP,
     GPT_FORWARD,
@@ -44,7 +45,9 @@ from megagraph.megatron.seams.models import (
     PACKED_SEQ_PARAMS,
     PREDICTION_FORWARD,
     SCHEDULES,
+    STAGE_GROUP,
     has_latent_attention,
+    hybrid_groups,
     replaced_latent_rope,
     replaced_rope,
 )
@@ -54,6 +57,7 @@ from megagraph.megatron.seams.seam import Seam, is_replaced
 __all__ = [
     "ATTENTION_ROPE",
     "BLOCK_FORWARD",
+    "DATA_AND_CONTEXT_GROUP",
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
     "DISPATCH_PREPROCESS",
@@ -81,10 +85,12 @@ __all__ = [
     "ROUTING",
     "SAVING_GROUP",
     "SCHEDULES",
+    "STAGE_GROUP",
     "SUPPORTED",
     "Seam",
     "check_core",
     "has_latent_attention",
+    "hybrid_groups",
     "hybrid_seams",
     "is_replaced",
     "moe_metrics",

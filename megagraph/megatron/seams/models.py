@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules, models, attention and process groups: what every release has."""
 
+import contextlib
 import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +13,7 @@ from megagraph.megatron.seams.seam import Seam, below_ours, called_name
 __all__ = [
     "ATTENTION_ROPE",
     "BLOCK_FORWARD",
+    "DATA_AND_CONTEXT_GROUP",
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
     "GPT_FORWARD",
@@ -22,7 +26,9 @@ __all__ = [
     "PACK_GROUPS",
     "PREDICTION_FORWARD",
     "SCHEDULES",
+    "STAGE_GROUP",
     "has_latent_attention",
+    "hybrid_groups",
     "replaced_latent_rope",
     "replaced_rope",
 ]
@@ -115,6 +121,22 @@ PACK_GROUPS = {
         ("tp_cp", "tensor_and_context"),
     )
 }
+# Asked for the ranks that share a global batch, and for these of all tensor-parallel ranks.
+DATA_AND_CONTEXT_GROUP = Seam(
+    module="megatron.core.parallel_state",
+    path="get_data_parallel_group",
+    parameters=("with_context_parallel",),
+)
+STAGE_GROUP = Seam(
+    module="megatron.core.parallel_state",
+    path="get_tensor_and_data_parallel_group",
+    parameters=("check_initialized", "with_context_parallel"),
+)
+_HYBRID_GROUPS = Seam(
+    module="megatron.core.parallel_state",
+    path="get_hybrid_data_context_parallel_groups",
+    parameters=("check_initialized", "group_size"),
+)
 PACKED_SEQ_PARAMS = Seam(
     module="megatron.core.packed_seq_params",
     path="PackedSeqParams",
@@ -128,6 +150,9 @@ PACKED_SEQ_PARAMS = Seam(
 _CALLED = (
     LATENT_ATTENTION,
     PACKED_SEQ_PARAMS,
+    DATA_AND_CONTEXT_GROUP,
+    STAGE_GROUP,
+    _HYBRID_GROUPS,
     Seam(
         module="megatron.core.models.gpt.gpt_model",
         path="GPTModel._preprocess",
@@ -149,6 +174,24 @@ def has_latent_attention(model: nn.Module) -> bool:
     """Whether any attention of a model is multi-latent, whatever its config says."""
     latent = LATENT_ATTENTION.owner()
     return any(isinstance(module, latent) for module in model.modules())
+
+
+def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
+    """This rank's groups of some sizes that share packs, as far as Megatron has them: by size.
+
+    Beside those of its hybrid context parallelism that is the static group.
+
+    Args:
+        cp_sizes: how many ranks may share a pack.
+    """
+    ask, found = _HYBRID_GROUPS.function(), {}
+    for size in cp_sizes:
+        with contextlib.suppress(KeyError):
+            found[size] = ask(check_initialized=False, group_size=size)
+    static = PACK_GROUPS["cp"].function()(check_initialized=False)
+    if static is not None and static.size() in cp_sizes:
+        found[static.size()] = static
+    return found
 
 
 def replaced_rope(seam: Seam) -> str | None:
