@@ -43,7 +43,6 @@ def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
         num_steps=STEPS,
         misfits_on=1,
         **CASES[case],
-        timeout_seconds=200,
     )
     for report, reason in zip(reports, ("GROUP_DISAGREED", "TOO_MANY_SEQUENCES"), strict=True):
         assert report["failures"] == []
