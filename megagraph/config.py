@@ -117,6 +117,18 @@ class GraphConfig:
             raise ValueError("max_seqlen: expected together with cuda_graph_max_packed_seqs")
         if any(size & (size - 1) for size in self.cp_sizes) or [*self.cp_sizes] != sorted({*self.cp_sizes}):
             raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
+        largest = max(self.cp_sizes, default=1)
+        for capacity in self.all_capacities(largest):
+            tokens = capacity.tokens * largest
+            if capacity.max_seqlen > tokens:
+                raise ValueError(
+                    f"max_seqlen: expected at most the {tokens} tokens of a pack, got {capacity.max_seqlen}"
+                )
+            if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < tokens:
+                raise ValueError(
+                    f"tail: {self.tail.value!r} makes documents as long as the tail, which needs a "
+                    f"max_seqlen of {tokens}, got {capacity.max_seqlen}"
+                )
 
     def all_capacities(self, cp_size: int = 1) -> tuple[Capacity, ...]:
         """The configured bank of capacities, smallest first; empty where it is to be learned.

@@ -27,6 +27,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
             Capacity(tokens=128, num_seqs=8, max_seqlen=128),
         ),
     ),
+    "cp_sizes": ("[1, 2, 4]", "1,2,4", (1, 2, 4)),
     "cuda_graph_warmup_steps": ("7", "7", 7),
     "cuda_graph_max_states": ("3", "3", 3),
     "cuda_graph_slots": ("2", "2", 2),
@@ -235,6 +236,13 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
         ),
         ({"capacities": [[64, 1]]}, "expected tokens:num_seqs[:max_seqlen], got [64, 1]"),
         (PAIR | {"max_seqlen": 513}, "max_seqlen: expected at most the 512 tokens of a pack, got 513"),
+        (
+            PAIR | {"max_seqlen": 1025, "cp_sizes": [1, 2]},
+            "max_seqlen: expected at most the 1024 tokens of a pack, got 1025",
+        ),
+        ({"cp_sizes": [1, 3]}, "cp_sizes: expected ascending powers of two, got (1, 3)"),
+        ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
+        ({"cp_sizes": 0}, "cp_sizes: expected at least 1, got 0"),
         ({"capacities": "64:4:65"}, "max_seqlen: expected at most the 64 tokens of a pack, got 65"),
         (
             PAIR | {"max_seqlen": -1},

@@ -102,11 +102,15 @@ def attend(
 class SharedMicro(rig.Micro):
     """A micro-batch of which a rank has its share of every document's rows."""
 
+    def sharers(self) -> tuple[int, int]:
+        """How many share it, and this rank's place among them."""
+        group = parallel_state.get_context_parallel_group()
+        return group.size(), group.rank()
+
     def mine(self) -> Tensor:
         """Which of the pack's rows this rank has, int32 [rows]."""
-        group = parallel_state.get_context_parallel_group()
         offsets = torch.tensor([0, *accumulate(self.rows)], dtype=torch.int32)
-        return thd_partition_indices(offsets, self.physical, group.size(), group.rank())
+        return thd_partition_indices(offsets, self.physical, *self.sharers())
 
     def row_lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, labels, mask, positions = (rows[self.mine()] for rows in super().row_lists())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks run that schedule their documents together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +9,8 @@ from typing import Any
 
 import megatron_rig as rig
 import torch
+from latent_rig import LatentTrainer
+from megatron.core import parallel_state
 from torch import Tensor, distributed
 
 import megagraph
@@ -35,8 +37,6 @@ def _device() -> torch.device:
 
 
 def _groups(cp_sizes: tuple[int, ...]) -> ContextGroups:
-    from megatron.core import parallel_state
-
     parent = parallel_state.get_data_parallel_group(with_context_parallel=True)
     groups = ContextGroups(parent, cp_sizes)
     groups.warm_up(_device())
@@ -145,23 +145,37 @@ def _forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, An
     return losses, sums
 
 
-def _trained(steps: Iterator[ScheduledStep], trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
+def _schedule(step: ScheduledStep, trainer: Trainer, *, eager: bool, forward_only: bool) -> list[Tensor]:
+    """Megatron's own schedule. Returns the loss of each micro-batch."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    for step in steps:
+    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+        found = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(step),
+            model=[trainer.model],
+            num_microbatches=len(step),
+            seq_length=rig.CAPACITY.tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return [loss["loss"] for loss in found]
+
+
+def _trained(
+    steps: Sequence[ScheduledStep], trainer: Trainer, *, eager: bool, evaluates: bool
+) -> Iterator[rig.Step]:
+    for index, step in enumerate(steps):
         trainer.zero_grad()
-        with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-            found = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=iter(step),
-                model=[trainer.model],
-                num_microbatches=len(step),
-                seq_length=rig.CAPACITY.tokens,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-        yield rig.Step(losses=[loss["loss"] for loss in found], grads=rig.grads(trainer.chunk))
+        losses = _schedule(step, trainer, eager=eager, forward_only=False)
+        yield rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
         trainer.update()
+        if evaluates and index % 3 == 2:
+            trainer.model.eval()
+            with torch.no_grad():
+                losses = _schedule(steps[0], trainer, eager=eager, forward_only=True)
+            trainer.model.train()
+            yield rig.Step(losses=losses, grads={})
 
 
 def _alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -192,21 +206,27 @@ def train_scheduled(
     cp_sizes: tuple[int, ...] = (1,),
     forced: int | None = None,
     plugin: dict[str, Any] | None = None,
+    latent: str | None = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains eager and graphed on what is scheduled, and compares every step's bits.
+
 
     Args:
         lengths: of documents, by step and rank.
         cp_sizes: by how many ranks packs may be shared.
         forced: all are shared by as many.
         plugin: further options of the plugin.
+        latent: of `latent_rig.KINDS`, for multi-latent attention.
+        evaluates: the first step's packs after each third step, too.
         options: further ones of Megatron's config.
 
     Returns:
         `report` of the graphed run; `numbers`, the micro-batches of each step; `sizes`, those of this rank's
-        packs, by step; and how far the first step's gradients are from those of one process that runs each
-        document by itself, as a part of the largest one of each (`off`).
+        packs, by step; `evaluated`, micro-batches of evaluations but the first one; and how far the first
+        step's gradients are from those of one process that runs each document by itself, as a part of the
+        largest one of each (`off`; 0 where no process has a whole model).
     """
     groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
@@ -226,8 +246,13 @@ def train_scheduled(
         for firsts, of_ranks in zip(numbers, lengths, strict=True)
     ]
 
-    make = partial(Trainer, rig.OPTIONS, config={"calculate_per_token_loss": True, **options})
-    alone = _alone(make().chunk, [document for own in documents[0] for document in own])
+    config = {"calculate_per_token_loss": True, **options}
+    make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config)
+    if latent is not None:
+        make = partial(LatentTrainer, kind=latent, config=config)
+    is_whole = parallel_state.get_tensor_model_parallel_world_size() == 1
+    of_first = [document for own in documents[0] for document in own] if is_whole else []
+    alone = _alone(make().chunk, of_first)
 
     capacity = {
         "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
@@ -243,7 +268,7 @@ def train_scheduled(
             steps = list(
                 ScheduledSteps(own, limits=limits, groups=groups, config=trainer.chunk.config, device=device)
             )
-            done = list(_trained(iter(steps), trainer, eager=eager))
+            done = list(_trained(steps, trainer, eager=eager, evaluates=evaluates))
             return done, rig.report_of(trainer), steps
         finally:
             megagraph.uninstall()
@@ -255,7 +280,8 @@ def train_scheduled(
     far = {name: float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items()}
     return {
         "report": report,
+        "evaluated": len(scheduled[0]) * (len(scheduled) // 3 - 1) * evaluates,
         "numbers": [len(step) for step in scheduled],
         "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in scheduled],
-        "off": max(far[name] / float(grad.abs().max()) for name, grad in alone.items()),
+        "off": max(far[name] / float(grad.abs().max()) for name, grad in alone.items()) if is_whole else 0,
     }

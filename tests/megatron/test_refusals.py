@@ -22,7 +22,7 @@ from megatron_rig import (
     schedule,
     step,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -42,7 +42,6 @@ _BY_CONFIG = {
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
     "pipeline_model_parallel_size": (2, "pipeline parallelism"),
-    "context_parallel_size": (2, "context parallelism"),
     "hybrid_context_parallel": (True, "hybrid context parallelism"),
     "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
     "qk_clip": (True, "clipping of attention's queries and keys"),
@@ -69,6 +68,31 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
     assert refusal.sentence == f"{name} ({option}={value!r}) is not supported yet"
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (lambda chunk: setattr(chunk.config, "num_moe_experts", 4), "experts"),
+        (
+            lambda chunk: setattr(chunk.decoder.layers[0].self_attention, "core_attention", nn.Identity()),
+            "attention of class Identity",
+        ),
+    ],
+    ids=["experts", "attention"],
+)
+def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
+    install: Install, change: Callable[[Any], None], name: str
+) -> None:
+    chunk: Any = Trainer(OPTIONS).chunk
+    assert refusal_of(chunk, None) is None
+    chunk.config.context_parallel_size = 2
+    assert refusal_of(chunk, None) is None
+    change(chunk)
+    refusal = refusal_of(chunk, None)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    said = f"{name} with context parallelism (context_parallel_size=2) is not supported yet"
+    assert refusal.sentence == said
 
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:

@@ -66,6 +66,7 @@ class BlockBank:
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor = peers, peers.tensor
+        self._context, self._view = peers.context, peers.view
         self._config, self._progress = config, progress
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self.layers = BlockLayers(self._model, self.scopes, peers.groups)
@@ -184,7 +185,7 @@ class BlockBank:
         if not self.watch.is_watching:
             self._prepare()
         self._peers.hold(self.layers.specs)
-        self._peers.context.warm_up(self.device)
+        self._context.warm_up(self.device)
         block = BlockInput(
             row_shape=row_shape,
             dtype=dtype,
@@ -278,7 +279,7 @@ class BlockBank:
         def context() -> Iterator[None]:
             decoder = self._live().decoder  # looked up each time: variants must not keep it alive
             kept, tables = while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key)
-            with self._peers.view.of_size(key[1].cp_size), kept, tables:
+            with self._view.of_size(key[1].cp_size), kept, tables:
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:

@@ -75,11 +75,6 @@ class Capacities:
                 f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
                 f"ranks share, got {capacity.tokens}"
             )
-        if capacity.max_seqlen > capacity.tokens * cp_size:
-            raise ValueError(
-                f"max_seqlen: expected at most the {capacity.tokens * cp_size} tokens of a pack, "
-                f"got {capacity.max_seqlen}"
-            )
         if self._tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens * cp_size:
             raise ValueError(
                 f"tail: {self._tail.value!r} makes documents as long as the tail, which needs a "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of one model's micro-batches: which are due now, and what their states explain."""
 
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from megagraph.decide.due import DueKinds
@@ -8,7 +9,6 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
-from megagraph.megatron.graphs.shared_kinds import SizeCounts
 
 __all__ = ["Kinds"]
 
@@ -19,16 +19,13 @@ class Kinds(DueKinds[Kind]):
     Args:
         states: knows the state that layers are in.
         warm_up_steps: training steps before the first capture.
-
-    Attributes:
-        of_sizes: counts micro-batches by the number of ranks that share them.
     """
 
     def __init__(self, states: LayerStates, warm_up_steps: int) -> None:
         super().__init__(lambda kind: kind.family, self._steps_of)
         self._states = states
         self._warm_up_steps = warm_up_steps
-        self.of_sizes = SizeCounts()
+        self._of_sizes: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._is_warm = False  # some kind with gradients was captured
 
     def _steps_of(self, kind: Kind) -> int:
@@ -82,8 +79,16 @@ class Kinds(DueKinds[Kind]):
         others = [other.state for other in self.captured_of_family(kind)]
         if others and reason is EagerReason.WARMING_UP and kind not in self.captured:
             reason = self._states.why_not(kind.state, others)
-        self.of_sizes.add(kind, reason)
+        self.count(kind, reason)
         return reason
+
+    def count(self, kind: Kind, reason: EagerReason | None) -> None:
+        """Counts a micro-batch by the number of ranks that share it; None for one that replayed."""
+        self._of_sizes[kind.cp_size]["replayed" if reason is None else reason.name] += 1
+
+    def report_sizes(self) -> dict[str, dict[str, int]]:
+        """These counts as plain values, by size in words."""
+        return {str(size): dict(counts) for size, counts in sorted(self._of_sizes.items())}
 
     def awaits_graphs(self, kind: Kind, reason: EagerReason) -> bool:
         """Whether an eager micro-batch is of a kind, or in settings, for which nothing was captured yet."""

@@ -215,7 +215,7 @@ class ModelGraphs:
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
         self.block.end(loop)
-        self._kinds.of_sizes.add(batch.kind, batch.reason)
+        self._kinds.count(batch.kind, batch.reason)
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:
@@ -340,7 +340,7 @@ class ModelGraphs:
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self._capacities.report(),
-            "cp_sizes": self._kinds.of_sizes.report(),
+            "cp_sizes": self._kinds.report_sizes(),
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
             **self._states.report(self._kinds.states_with_graphs()),

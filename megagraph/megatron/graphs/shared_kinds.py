@@ -6,16 +6,14 @@ met in one size, all capture in every size.
 """
 
 import json
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.packing import PackForm
 
-__all__ = ["SizeCounts", "kinds_of_all"]
+__all__ = ["kinds_of_all"]
 
 _WAITS = "waits"
 
@@ -47,18 +45,3 @@ def _said(kinds: Iterable[Kind]) -> str:
 def _kind_of(values: list[Any]) -> Kind:
     form, *further = values
     return Kind(PackForm(*form), *further)
-
-
-class SizeCounts:
-    """Micro-batches by context-parallel size: what replayed, and why others ran eager."""
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
-
-    def add(self, kind: Kind, reason: EagerReason | None) -> None:
-        """Counts a micro-batch that a capacity holds."""
-        self._counts[kind.cp_size]["replayed" if reason is None else reason.name] += 1
-
-    def report(self) -> dict[str, dict[str, int]]:
-        """As plain values, by size in words."""
-        return {str(size): dict(counts) for size, counts in sorted(self._counts.items())}

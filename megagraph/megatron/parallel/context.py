@@ -101,17 +101,21 @@ class ContextGroups:
         for size in cp_sizes:
             if size < 1 or len(ranks) % size:
                 raise ValueError(f"expected cp_sizes that divide {len(ranks)} ranks, got {size}")
-        everywhere: list[list[int]] = [[]] * distributed.get_world_size()
-        distributed.all_gather_object(everywhere, ranks)
         self._groups: dict[int, distributed.ProcessGroup | None] = {1: None, len(ranks): parent, **given}
-        for size in sorted(set(cp_sizes) - set(self._groups)):
+        if missing := sorted(set(cp_sizes) - set(self._groups)):
+            self._make(missing, ranks)
+        self._sizes = tuple(sorted(set(cp_sizes)))
+
+    def _make(self, sizes: Sequence[int], ranks: Sequence[int]) -> None:
+        everywhere: list[Sequence[int]] = [[]] * distributed.get_world_size()
+        distributed.all_gather_object(everywhere, ranks)
+        for size in sizes:
             for parents in sorted({tuple(found) for found in everywhere}):
                 for first in range(0, len(parents), size):
                     members = list(parents[first : first + size])
                     group = distributed.new_group(members)
                     if distributed.get_rank() in members:
                         self._groups[size] = group
-        self._sizes = tuple(sorted(set(cp_sizes)))
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:

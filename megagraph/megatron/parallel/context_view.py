@@ -77,9 +77,11 @@ class ContextView:
 
     @contextlib.contextmanager
     def _showing(self, cp_size: int, group: distributed.ProcessGroup | None) -> Iterator[None]:
-        if cp_size == self._ranks.size or not self._places:
+        if not self.is_on or cp_size == self._ranks.size:
             yield
             return
+        if not self._places:
+            raise ValueError(f"expected packs of cp_sizes {self._ranks.sizes}, got one of {cp_size} ranks")
         shown = _alone() if cp_size == 1 else group
         if shown is None or shown.size() != cp_size:
             found = "none" if shown is None else f"one of {shown.size()} ranks"
