@@ -33,8 +33,8 @@ from megagraph.demo.packers import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
-NAMES = ("attention", "capture", "rope", "rope_mla", "staging", "step")
-bench_attention, bench_capture, bench_rope, bench_rope_mla, bench_staging, bench_step = (
+NAMES = ("attention", "capture", "dynamic_cp", "rope", "rope_mla", "staging", "step")
+bench_attention, bench_capture, bench_dynamic_cp, bench_rope, bench_rope_mla, bench_staging, bench_step = (
     importlib.import_module(f"benchmarks.bench_{name}") for name in NAMES
 )
 REFUSED = {"error": "RuntimeError: no"}
@@ -90,6 +90,11 @@ EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
 SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
 SCOPES |= {"graphed_share": 0.5, "host_us": 80.0}
 ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
+ANSWERS |= {
+    bench_dynamic_cp.in_words(sizes): MEMORY
+    for every in bench_dynamic_cp.SETS
+    for sizes in (every, every[-1:])
+}
 ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
 ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
 PASS = {"walls": [3.0, 4.0, 5.0], "kernels": 2.5, "copies": 0}

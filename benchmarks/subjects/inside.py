@@ -2,20 +2,25 @@
 """Reaches into what the plugin captured: the one place of the benchmarks that knows its insides."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from benchmarks.measuring.launch_bare import BareLoop
+from benchmarks.subjects.hosts import seed_streams
 from benchmarks.subjects.packs import a_pack, hidden_states
+from megagraph import megatron
 from megagraph.bank.chain import Chain
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
+from megagraph.megatron.parallel import context, peers
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.modules import RotaryTables
+
+PRETENDED_RANKS = 8
 
 
 def graphs_of(trainer: Trainer) -> Any:
@@ -87,3 +92,38 @@ def our_rope() -> Iterator[None]:
 
     with mock.patch.object(seam.owner(), seam.name, rotate):
         yield
+
+
+@contextlib.contextmanager
+def pretended_ranks(cp_sizes: Sequence[int]) -> Iterator[context.ContextGroups]:
+    """Groups of `PRETENDED_RANKS` data-parallel ranks, this one the first, and those that share packs."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED_RANKS)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    seed_streams()
+    parent = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    given = {
+        size: distributed.new_group(list(range(size))) for size in cp_sizes if 1 < size < PRETENDED_RANKS
+    }
+    groups = context.ContextGroups(parent, cp_sizes, given)
+    with (
+        mock.patch.object(peers, "ContextRanks", _of_groups(groups)),
+        mock.patch.object(peers.Peers, "exchange", lambda _self, values: [*values]),
+        mock.patch.object(peers.Peers, "gather", lambda self, what: [what] * self.size),
+    ):
+        yield groups
+    megatron.uninstall()
+    parallel_state.destroy_model_parallel()
+    distributed.destroy_process_group()
+
+
+def _of_groups(groups: context.ContextGroups) -> Any:
+    """`ContextRanks` of these groups."""
+
+    def make(*given: Any) -> context.ContextRanks:
+        with mock.patch.object(context, "context_groups", lambda _sizes: groups):
+            return context.ContextRanks(*given)
+
+    return make

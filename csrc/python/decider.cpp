@@ -81,7 +81,7 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
   PyObject* between = form.pad_between_seqs.ptr();
   const bool is_known = between == Py_None || PyBool_Check(between);
   const Fields fields{
-      found.capacity.ptr(),  form.has_padded, form.is_aliased, between, form.has_seq_idx, grad,
+      found.capacity.ptr(),  form.has_padded, form.is_aliased, between,  form.has_seq_idx, grad,
       state.cast<int64_t>(), are_rows,        has_mask,        shared_by};
   if (is_known) {
     if (const auto made = keys_.find(fields); made != keys_.end()) return made->second;
@@ -114,8 +114,7 @@ std::optional<int64_t> Decider::known_cp_size(const py::object& params, int64_t 
   const auto own = local_cp_size(params);
   if (!own) return group.is_none() ? std::optional(cp_size) : std::nullopt;
   const py::int_ size(*own);
-  const bool is_ours =
-      groups_.contains(size) && (*own == 1 || py::object(groups_[size]).is(group));
+  const bool is_ours = groups_.contains(size) && (*own == 1 || py::object(groups_[size]).is(group));
   return is_ours ? own : std::nullopt;
 }
 

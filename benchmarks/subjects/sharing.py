@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models on packs that ranks share in groups of several sizes, on one GPU: every other rank is a pretence.
+
+torch's fake process groups do nothing. So shapes, kernels and pools are those of one rank of many, what comes
+from other ranks is whatever the memory held, and NCCL has no memory of its own. Times would mean nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measuring.children import Answer
+from benchmarks.subjects.hosts import check_replays, install
+from benchmarks.subjects.inside import pretended_ranks
+from benchmarks.subjects.steps import Batch, StepTrainer, mean_loss, rows_of
+from megagraph import megatron
+from megagraph.demo.trainer import ModelOptions, packed_seq_params
+from megagraph.megatron.parallel.context import ContextGroups
+
+NUM_SEQS = 32
+STEPS = 3  # the last two replay
+
+
+def batches_of(groups: ContextGroups, rows: int, device: torch.device) -> list[Batch]:
+    """A pack of each size, all of whose ranks have `rows` rows."""
+    batches = []
+    for size in groups.cp_sizes:
+        documents = NUM_SEQS // 2
+        length = rows * size // documents // (2 * size) * 2 * size
+        offsets = torch.arange(0, (documents + 1) * length, length, dtype=torch.int32, device=device)
+        tokens = torch.randint(256, (1, documents * length // size), device=device)
+        batches.append(
+            {
+                **{"tokens": tokens, "labels": tokens, "mask": torch.ones_like(tokens)},
+                **{"positions": torch.zeros_like(tokens), "offsets": offsets, "longest": length},
+                **{"cp_size": size, "cp_group": groups.of_size(size)},
+            }
+        )
+    return batches
+
+
+class SharingTrainer(StepTrainer):
+    """A model whose batches say by how many ranks they are shared."""
+
+    def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        batch: Batch = next(packs)
+        params = packed_seq_params(batch["offsets"], batch["longest"])
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = batch["offsets"].clone()
+        params.local_cp_size, params.cp_group = batch["cp_size"], batch["cp_group"]
+        losses = model(**rows_of(batch), packed_seq_params=params)
+        return losses, lambda losses: mean_loss(losses, batch["mask"])
+
+
+def measure_pools(model: ModelOptions, cp_sizes: Sequence[int]) -> Answer:
+    """Graphs and their pools, where packs may be shared in groups of these sizes.
+
+    Nothing is verified: eager and graphs would read different remains of other memory.
+    """
+    with pretended_ranks(cp_sizes) as groups:
+        install(
+            cuda_graph_max_packed_seqs=(NUM_SEQS,),
+            max_seqlen_per_dp_cp_rank=model.max_tokens,
+            cp_sizes=cp_sizes,
+            cuda_graph_warmup_steps=1,
+            verify="off",
+        )
+        trainer = SharingTrainer(model, beside=False, calculate_per_token_loss=True)
+        batches = batches_of(groups, model.max_tokens, trainer.device)
+        for _ in range(STEPS):
+            trainer.wall_ms(batches, graphs=True)
+        report = megatron.reports()[-1]
+        check_replays(report)
+        replayed = {size: counts.get("replayed", 0) for size, counts in report["cp_sizes"].items()}
+        if set(replayed.values()) != {STEPS - 1}:
+            raise RuntimeError(f"expected {STEPS - 1} replayed micro-batches of each size, got {replayed}")
+        return {"graphs": report["graphs"], "pools": report["pool_bytes"]}
