@@ -69,22 +69,23 @@ class Token {
 // of a head lies.
 template <typename scalar_t, int kVec, typename From, typename To>
 __device__ void copy_heads(Token& token, int chunks, int total_heads, From from, To to) {
-  using V = Vec<scalar_t, kVec>;
+  using word_t = Word<kVec * sizeof(scalar_t)>;
   const Share share(chunks, total_heads);
   for (int chunk = share.chunk; chunk < chunks; chunk += share.chunks) {
     for (int first = share.head; first < total_heads; first += kHeads * share.heads) {
-      V x[kHeads];
+      word_t x[kHeads];
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
         const int head = first + k * share.heads;
-        if (head < total_heads) x[k] = *reinterpret_cast<const V*>(from(head, chunk * kVec));
+        if (head < total_heads) {
+          x[k] = *reinterpret_cast<const word_t*>(from(head, chunk * kVec));
+        }
       }
       const bool is_tail = token.is_tail();
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
         const int head = first + k * share.heads;
-        if (head < total_heads)
-          *reinterpret_cast<V*>(to(head, chunk * kVec)) = is_tail ? V{} : x[k];
+        if (head < total_heads) store_word(to(head, chunk * kVec), is_tail ? word_t{} : x[k]);
       }
     }
   }
@@ -200,8 +201,7 @@ class RotaryGradients {
   // Chunk i of those of all heads from `base` on.
   __device__ V load(int base, int i) const {
     const int head = i / chunks_, d = (i - head * chunks_) * kVec;
-    return *reinterpret_cast<const V*>(at<scalar_t>(args_.k, blockIdx.x, base + head) + content_ +
-                                       d);
+    return load_whole<V>(at<scalar_t>(args_.k, blockIdx.x, base + head) + content_ + d);
   }
 
   const RopeMlaArgs& args_;

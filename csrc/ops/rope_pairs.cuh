@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "csrc/ops/rope_rotation.h"
@@ -25,6 +26,61 @@ struct alignas(sizeof(scalar_t) * kVec) Vec {
   scalar_t at[kVec];
 };
 
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+
+template <int kBytes>
+using Word = typename WordOf<kBytes>::type;
+
+// Into global memory in one access, whatever the compiler knows: it splits a struct that is one of
+// two into its members, whose stores then take several times as long.
+template <typename word_t>
+__device__ void store_word(void* to, word_t word) {
+  if constexpr (sizeof(word_t) == 16) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y), "r"(word.z),
+                   "r"(word.w)
+                 : "memory");
+  } else if constexpr (sizeof(word_t) == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y)
+                 : "memory");
+  } else {
+    *static_cast<word_t*>(to) = word;
+  }
+}
+template <typename V>
+__device__ V load_whole(const void* from) {
+  const auto word = *static_cast<const Word<sizeof(V)>*>(from);
+  V found;
+  memcpy(&found, &word, sizeof(V));
+  return found;
+}
+template <typename V>
+__device__ void store_whole(void* to, const V& value) {
+  Word<sizeof(V)> word;
+  memcpy(&word, &value, sizeof(V));
+  store_word(to, word);
+}
+
 // kVec pairs: their first members and their second ones.
 template <typename scalar_t, int kVec>
 struct Pairs {
@@ -36,14 +92,14 @@ struct Pairs {
   __device__ void load(const scalar_t* base, int chunk, int half, bool split) {
     const int step = split ? half : kVec;
     const scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    first = *reinterpret_cast<const V*>(at);
-    second = *reinterpret_cast<const V*>(at + step);
+    first = load_whole<V>(at);
+    second = load_whole<V>(at + step);
   }
   __device__ void store(scalar_t* base, int chunk, int half, bool split) const {
     const int step = split ? half : kVec;
     scalar_t* at = base + (split ? chunk * kVec : 2 * chunk * kVec);
-    *reinterpret_cast<V*>(at) = first;
-    *reinterpret_cast<V*>(at + step) = second;
+    store_whole(at, first);
+    store_whole(at + step, second);
   }
   // From two halves of a run of adjacent pairs, and back.
   __device__ Pairs unzipped() const {
