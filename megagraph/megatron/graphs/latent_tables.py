@@ -43,6 +43,21 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@contextlib.contextmanager
+def _put_back(embedding: nn.Module) -> Iterator[None]:
+    """Puts an embedding's buffers and attributes back behind a question.
+
+    New ones would be a change in a layer that is being captured. What it caches is no matter of graphs, which
+    have tables of their own.
+    """
+    attributes, buffers = dict(vars(embedding)), dict(embedding._buffers)
+    try:
+        yield
+    finally:
+        vars(embedding).update(attributes)
+        embedding._buffers.update(buffers)
+
+
 _Answers = dict[Hashable, Any]
 
 
@@ -81,8 +96,7 @@ class LatentTables:
         asked = [(one, name) for one in embeddings for name in (_ANGLES, _COSINES) if hasattr(one, name)]
         before = [vars(embedding).get(name) for embedding, name in asked]
         kept = [
-            self._kept(of_variant.setdefault(embedding, {}), name, getattr(embedding, name))
-            for embedding, name in asked
+            self._kept(of_variant.setdefault(embedding, {}), embedding, name) for embedding, name in asked
         ]
         for (embedding, name), answer in zip(asked, kept, strict=True):
             vars(embedding)[name] = answer
@@ -95,11 +109,14 @@ class LatentTables:
                 else:
                     vars(embedding)[name] = own
 
-    def _kept(self, answers: _Answers, name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+    def _kept(self, answers: _Answers, embedding: nn.Module, name: str) -> Callable[..., Any]:
+        ask = getattr(embedding, name)
+
         def answer(*args: Hashable, **named: Hashable) -> Any:
             question = name, args, tuple(sorted(named.items()))
             if question not in answers:
-                made = ask(*args, **named)
+                with _put_back(embedding):
+                    made = ask(*args, **named)
                 # Views of buffers are longer, and their memory is their owner's to free.
                 made = tuple(table.clone() for table in made) if name == _COSINES else made
                 answers[question] = self._shared(made)
