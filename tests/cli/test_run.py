@@ -165,7 +165,7 @@ def test_a_missing_script_ends_with_2_and_is_named(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[megagraph]\nwarmup = 3", "unknown option 'warmup'; choose from capacities, cuda_graph_"),
+        ("[megagraph]\nwarmup = 3", "unknown option 'warmup'; choose from capacities, cp_sizes, cuda_graph_"),
         ("[megagraph]\nmode = 'fast'", "mode: expected one of graph, eager, off, got 'fast'"),
         ("[megagraph]\ncuda_graph_warmup_steps = 0", "cuda_graph_warmup_steps: expected at least 1, got 0"),
         ("[megagraph]\nmode = eager", "expected TOML, "),

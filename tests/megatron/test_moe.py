@@ -283,7 +283,6 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
 
 REFUSED = {
     "expert_tensor_parallel_size": (2, "each over several ranks"),
-    "tensor_model_parallel_size": (2, "with tensor parallelism"),
     "moe_router_fusion": (True, "whose router is fused, and takes no padding mask"),
     "mlp_chunks_for_training": (2, "in chunks, which are given no padding mask"),
     "moe_router_load_balancing_type": ("sinkhorn", "whose routing looks at all rows"),

@@ -92,7 +92,7 @@ def test_what_staging_reads_goes_by_the_form(name: str) -> None:
     pack = pack_of(cu, cu, **{name: cu.view(-1)})
     form = form_of(pack)
     assert form.has_padded and not form.is_aliased
-    assert [source.tolist() for source in sources_of(pack, form)] == [[0, 2, 5]] * 2
+    assert [source.tolist() for source in sources_of(pack, form, 1)] == [[0, 2, 5]] * 2
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Changes:
         if has_changed:
             self._drop(is_partial)
 
-    def due_on_all_ranks(self, *, can_capture: bool) -> set[Kind]:
+    def due_anywhere(self, can_capture: bool) -> set[Kind]:
         """What is captured now, the same on all ranks; nothing while they want different graphs.
 
         Args:

@@ -63,9 +63,8 @@ class Kinds(DueKinds[Kind]):
         self.forget(lambda kind: kind.state in states)
 
     def forget_old_states(self) -> None:
-        """Forgets states not used for long, if many; those with graphs stay, and find them again."""
-        if self._states.are_many:
-            self.forget_states(self._states.forget_oldest(self.states_with_graphs()))
+        """Forgets states that were not used for long; those with graphs stay, and find them again."""
+        self.forget_states(self._states.forget_oldest(self.states_with_graphs()))
 
     def explain(self, kind: Kind, reason: EagerReason) -> EagerReason:
         """Says of an eager micro-batch whether its state is the reason, counts it, and remembers that state.

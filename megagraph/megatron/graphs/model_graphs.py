@@ -79,9 +79,9 @@ class ModelGraphs:
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
-        is_mixture = has_experts(model.config)
-        self.masks_at_entry = is_mixture and self.tensor.shards_sequence
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, is_mixture, context)
+        masks_tail = has_experts(model.config)
+        self.masks_at_entry = masks_tail and self.tensor.shards_sequence
+        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, masks_tail, context)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
@@ -142,7 +142,7 @@ class ModelGraphs:
         if not entries.are_settled:
             return _WARMING_UP
         capacity, kind = key
-        params = self.view.of_layers(params)
+        params = self.view.of_layers(params) if self.view.is_on else params
         is_plain = is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
         if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
@@ -215,7 +215,8 @@ class ModelGraphs:
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
         self.block.end(loop)
-        self._kinds.count(batch.kind, batch.reason)
+        if self.view.is_on:
+            self._kinds.count(batch.kind, batch.reason)
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:
@@ -259,19 +260,18 @@ class ModelGraphs:
         """Before a step: learns capacities, looks for what changed, captures what is due.
 
         What changed costs one eager step; the next boundary captures again. Moved memory costs none after
-        `resume()`, nor when it has moved before. What has no memory now, or is in other modes, is captured
-        when it has, and when it is in those.
+        `resume()`, nor when it has moved before. What has no memory now, or is in other modes, waits.
         """
         if not self.entries.are_settled:
             self._settle_entries()
         if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
-        if not capacities.known and capacities.learn(is_warm, self._learners.exchange):
+        if not capacities.by_cp_size and capacities.learn(is_warm, self._learners.exchange):
             self.decider.follow()
         if self._config.mode != "graph":
             return
-        changes = self.changes
+        changes, verifier = self.changes, self.verifier
         runs_eager = is_skipped or changes.is_suspended
         changes.look(runs_eager=runs_eager, captures=True)
         if runs_eager:
@@ -279,12 +279,14 @@ class ModelGraphs:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        if self.verifier.is_due() and not self.block.is_still_right():
+        is_due = verifier.is_due() if verifier.votes else verifier.pending is not None
+        if is_due and not self.block.is_still_right():
             self._kinds.forget_graphs()
             return
-        self._kinds.forget_old_states()
+        if self._states.are_many:
+            self._kinds.forget_old_states()
         can_capture = self._rows is not None and bool(capacities.by_cp_size)
-        if due := changes.due_on_all_ranks(can_capture=can_capture):
+        if (self._kinds.due or self.peers.size > 1) and (due := changes.due_anywhere(can_capture)):
             self._capture(due)
 
     @property
@@ -340,7 +342,7 @@ class ModelGraphs:
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self._capacities.report(),
-            "cp_sizes": self._kinds.report_sizes(),
+            "cp_sizes": self._kinds.report_sizes() if self.view.is_on else {},
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
             **self._states.report(self._kinds.states_with_graphs()),

@@ -65,6 +65,7 @@ class Verifier:
     Attributes:
         every: one of as many replayed micro-batches is kept; 0 for none.
         pending: a variant that is due to be verified again.
+        votes: ranks replay packs of their own, and have to agree on when they verify.
     """
 
     def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
@@ -73,6 +74,7 @@ class Verifier:
         self._tensor, self._context = peers.tensor, peers.context
         self._is_on = option != "off"
         self.every = option if isinstance(option, int) else 0
+        self.votes = bool(self.every) and self._context.is_dynamic
         self._kept: dict[Any, _Kept] = {}  # by the family of a kind
         self._replayed = 0
         self.pending: Key | None = None
@@ -144,12 +146,9 @@ class Verifier:
     # -- graphs ----------------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether replayed micro-batches were kept to verify their graphs with, on all ranks alike."""
-        is_due = self.pending is not None
-        if self.every and self._context.is_dynamic:  # ranks replay packs of their own
-            (somebody_waits,) = self._peers.exchange([int(not is_due)])
-            is_due = not somebody_waits
-        return is_due
+        """Whether a variant is to be verified again on every rank, where each has others."""
+        (somebody_has_none,) = self._peers.exchange([int(self.pending is None)])
+        return not somebody_has_none
 
     def failing(self, bank: Bank, chain: Chain, keys: Sequence[Key]) -> Failing:
         """Verifies variants where micro-batches were kept that they hold.
