@@ -79,7 +79,7 @@ class DueKinds(Generic[K]):
                 warm = {kind for kind in self._cold if self._family_of(kind) == family}
                 self._cold -= warm
                 self.warmed_up |= warm
-                self.due |= warm
+                self.due |= warm - self.captured  # other ranks may have met some before
 
     def never_recurs(self, kind: K) -> bool:
         """Whether a family has warmed up although none of its kinds has occurred in two steps."""

@@ -42,6 +42,13 @@ def test_what_was_captured_is_not_due_again(kinds: DueKinds[str]) -> None:
     assert not kinds.due
 
 
+def test_what_others_had_captured_before_it_was_met_here_is_not_due(kinds: DueKinds[str]) -> None:
+    kinds.mark_captured({"evaluation", "training"})
+    run_step(kinds, "evaluation", "training")
+    run_step(kinds, "evaluation", "training")
+    assert not kinds.due and kinds.warmed_up == {"evaluation", "training"}
+
+
 def test_without_their_graphs_all_warm_kinds_are_due_again(kinds: DueKinds[str]) -> None:
     run_step(kinds, "evaluation", "training")
     kinds.mark_captured({"evaluation"})

@@ -139,7 +139,8 @@ def steps_of(
     return [[micro(3 * step + place) for place in range(3)] for step in range(count)]
 
 
-def _start(cp_size: int, tensor_parallel: int) -> None:
+def start(cp_size: int, tensor_parallel: int) -> None:
+    """Makes Megatron's groups anew, with others."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel, context_parallel_size=cp_size
@@ -173,7 +174,7 @@ def train_shared(
     Returns:
         The report of the graphed run.
     """
-    _start(cp_size, tp_size)
+    start(cp_size, tp_size)
     capacity = {"cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
     megagraph.install(rig.graph_config(capacities=(), **{**capacity, **(plugin or {})}))
     sizes = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size}
@@ -213,7 +214,7 @@ def beside_one_process(*, cp_size: int, **options: Any) -> tuple[float, float]:
     whole = [rig.Micro(**vars(micro)) for micro in shared]
     capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}
     for size, micros in ((1, whole), (cp_size, shared)):
-        _start(size, 1)
+        start(size, 1)
         tokens = 64 * cp_size // size
         megagraph.install(rig.graph_config(mode="eager", max_seqlen_per_dp_cp_rank=tokens, **capacity))
         trainer = Trainer(rig.OPTIONS, config={"context_parallel_size": size, **options})

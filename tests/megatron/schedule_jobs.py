@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import context_jobs
 import megatron_rig as rig
 import torch
 from latent_rig import LatentTrainer
@@ -204,6 +205,7 @@ def train_scheduled(
     *,
     lengths: list[list[list[int]]],
     cp_sizes: tuple[int, ...] = (1,),
+    static: int = 1,
     forced: int | None = None,
     plugin: dict[str, Any] | None = None,
     latent: str | None = None,
@@ -216,6 +218,7 @@ def train_scheduled(
     Args:
         lengths: of documents, by step and rank.
         cp_sizes: by how many ranks packs may be shared.
+        static: the model's own context-parallel size.
         forced: all are shared by as many.
         plugin: further options of the plugin.
         latent: of `latent_rig.KINDS`, for multi-latent attention.
@@ -226,8 +229,11 @@ def train_scheduled(
         `report` of the graphed run; `numbers`, the micro-batches of each step; `sizes`, those of this rank's
         packs, by step; `evaluated`, micro-batches of evaluations but the first one; and how far the first
         step's gradients are from those of one process that runs each document by itself, as a part of the
-        largest one of each (`off`; 0 where no process has a whole model).
+        largest one of each (`off`; 0 where no process has a whole model). `num_sizes` may be shared.
     """
+    if static > 1:
+        context_jobs.start(static, 1)
+        options["context_parallel_size"] = static
     groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
         ranks=groups.num_ranks,
@@ -250,7 +256,7 @@ def train_scheduled(
     make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config)
     if latent is not None:
         make = partial(LatentTrainer, kind=latent, config=config)
-    is_whole = parallel_state.get_tensor_model_parallel_world_size() == 1
+    is_whole = static == parallel_state.get_tensor_model_parallel_world_size() == 1
     of_first = [document for own in documents[0] for document in own] if is_whole else []
     alone = _alone(make().chunk, of_first)
 
@@ -280,6 +286,7 @@ def train_scheduled(
     far = {name: float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items()}
     return {
         "report": report,
+        "num_sizes": len({*cp_sizes, static}),
         "evaluated": len(scheduled[0]) * (len(scheduled) // 3 - 1) * evaluates,
         "numbers": [len(step) for step in scheduled],
         "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in scheduled],

@@ -80,6 +80,54 @@ def another_group() -> dict[str, Any]:
     }
 
 
+def call_alone() -> dict[str, Any]:
+    """One rank calls its model outside of any schedule, more often than the other."""
+    trainer = _trainer()
+    _, own = _warm(trainer)
+    expected, before = _losses(trainer, own), rig.report_of(trainer)["eager"]
+    is_same = True
+    with torch.no_grad():
+        for _ in range(2 + distributed.get_rank()):
+            losses, _ = rig.forward(trainer.model, own, trainer.device)
+            mask = own.row_lists()[2].to(losses.device)
+            is_same &= torch.equal(losses.float().view(-1).where(mask > 0, 0.0), expected)
+    after = rig.report_of(trainer)["eager"]
+    changed = {name: (after[name] - before.get(name, 0)) // rig.LAYERS for name in after}
+    assert changed.pop("GROUP_DISAGREED") == 2 + distributed.get_rank()
+    return {
+        "eager": {"GROUP_DISAGREED": 2, **{name: n for name, n in changed.items() if n}},
+        "is_same": is_same,
+    }
+
+
+def error_of_slot() -> str:
+    """What is said of a second forward of shared packs before a backward."""
+    trainer = _trainer()
+    shared, _ = _warm(trainer)
+
+    def twice(data: Any, model: Any) -> Any:
+        micro, first = next(data), []
+        first.append(rig.forward(model, micro, trainer.device))  # whose backward is still to come
+        return rig.forward(model, micro, trainer.device)
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trainer.zero_grad()
+    try:
+        get_forward_backward_func()(
+            forward_step_func=twice,
+            data_iterator=iter([shared]),
+            model=[trainer.model],
+            num_microbatches=1,
+            seq_length=rig.CAPACITY.tokens,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def _seen(trainer: Trainer) -> tuple[Any, ...]:
     attention: Any = trainer.chunk.decoder.layers[0].self_attention
     own = attention.core_attention.cp_group

@@ -39,6 +39,10 @@ def check(runs: list[dict[str, Any]]) -> None:
         met = {str(size) for sizes in run["sizes"][1:] for size in sizes}
         for size, counts in report["cp_sizes"].items():
             assert size not in met or counts["replayed"] > 0
+        # Once: what another rank has met first is not captured again where it is met later.
+        found = report["verification"]
+        kinds = 2 if run["evaluated"] else 1
+        assert found["verified"] + found["unverified"] == kinds * run["num_sizes"]
         replayed = sum(counts.get("replayed", 0) for counts in report["cp_sizes"].values())
         assert replayed == sum(run["numbers"][1:]) + run["evaluated"]
 
@@ -66,6 +70,12 @@ def test_multi_latent_attention(world4: World, latent: str) -> None:
         schedule_jobs.train_scheduled, lengths=steps(6), cp_sizes=SIZES, latent=latent, evaluates=True
     )
     check(runs)
+
+
+@pytest.mark.parametrize("cp_sizes", [(1, 2, 4), (1, 4)])
+def test_a_model_that_has_a_size_of_its_own(world4: World, cp_sizes: tuple[int, ...]) -> None:
+    lengths = steps(6)
+    check(world4.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=cp_sizes, static=2))
 
 
 def test_heads_exchanged(world4: World) -> None:
@@ -97,16 +107,41 @@ def test_beside_tensor_parallelism(world4: World, is_sequence_parallel: bool) ->
 
 def test_capacities_are_learned_for_every_size(world2: World) -> None:
     plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
-    one, other = world2.run(schedule_jobs.train_scheduled, lengths=ON_TWO * 3, cp_sizes=(1, 2), plugin=plugin)
+    lengths = [[[120, 7], [60]], [[61], [60]]] * 3  # rows that two ranks could not share
+    one, other = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
+    assert all(capacity["tokens"] % 2 == 0 for capacity in one["report"]["capacities"])
     assert one["report"]["capacities"] == other["report"]["capacities"]
     assert {capacity["cp_size"] for capacity in one["report"]["capacities"]} == {1, 2}
     for run in (one, other):
         assert run["report"]["failures"] == [] and run["report"]["replays"] > 0
 
 
+def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world4: World) -> None:
+    plugin = {"cuda_graph_max_packed_seqs": (2,)}
+    lengths = [[[120, 7], [60], [58], [1]], [[20, 20, 20], [60], [60], [60]]] * 4
+    runs = world4.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=SIZES, plugin=plugin)
+    misfits = [run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs]
+    assert len(set(misfits)) > 1
+    for run in runs:
+        assert run["report"]["failures"] == [] and run["report"]["replays"] > 0
+        assert set(run["report"]["eager"]) <= {"WARMING_UP", "TOO_MANY_SEQUENCES"}
+
+
 def test_a_group_that_graphs_were_not_captured_with(world2: World) -> None:
     for run in world2.run(sharing_jobs.another_group):
         assert run["eager"] == {"CP_SIZE_NOT_CAPTURED": 1} and run["is_same"]
+
+
+def test_calls_outside_of_schedules_run_eager(world2: World) -> None:
+    """Ranks need not make as many."""
+    for run in world2.run(sharing_jobs.call_alone):
+        assert run == {"eager": {"GROUP_DISAGREED": 2}, "is_same": True}
+
+
+def test_a_pack_without_a_slot_is_an_error(world2: World) -> None:
+    """Another rank that shares it may have one."""
+    for said in world2.run(sharing_jobs.error_of_slot):
+        assert "no slot is free for a pack that 2 ranks share" in said
 
 
 def test_a_model_looks_as_before_after_an_error(world2: World) -> None:

@@ -65,8 +65,7 @@ class BlockBank:
         progress: Progress | None,
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
-        self._peers, self._tensor = peers, peers.tensor
-        self._context, self._view = peers.context, peers.view
+        self._peers, self._tensor, self._context, self._view = peers, peers.tensor, peers.context, peers.view
         self._config, self._progress = config, progress
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self.layers = BlockLayers(self._model, self.scopes, peers.groups)
@@ -123,6 +122,7 @@ class BlockBank:
         """Leases a slot and returns the loop that replays the batch; None where `batch.reason` says why."""
         batch.reason = self.chain.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
         if batch.reason is not None:
+            self._peers.run_alone(batch.reason, batch.kind.cp_size)
             return None
         loop = self._loops.by_key[batch.key]
         loop.batch = batch

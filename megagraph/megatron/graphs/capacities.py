@@ -117,9 +117,10 @@ class Capacities:
                     _PATIENCE,
                 )
             return False
-        self.by_cp_size = {
-            size: capacities_for(Needs(*needs), self._extra_seqs, size) for size in self._cp_sizes
-        }
+        found = Needs(*needs)
+        if self._cp_sizes[-1] > 1:  # each rank has a share of two parts of every document
+            found = found._replace(tokens=found.tokens + found.tokens % 2)
+        self.by_cp_size = {size: capacities_for(found, self._extra_seqs, size) for size in self._cp_sizes}
         counts = ",".join(str(capacity.num_seqs) for capacity in self.known)
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "

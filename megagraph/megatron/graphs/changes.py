@@ -42,7 +42,6 @@ class Changes:
     def __init__(self, block: BlockBank, peers: Peers, kinds: Kinds, states: LayerStates) -> None:
         self._block = block
         self._peers = peers
-        self._context = peers.context
         self._kinds = kinds
         self._states = states
         self._has_moved = False  # without an announcement: what moves once moves again
@@ -121,9 +120,10 @@ class Changes:
             can_capture: shapes are known on this rank.
         """
         due = self._due_now() if self._kinds.due and can_capture else set()
-        if self._context.is_dynamic:
-            can_capture = can_capture and (bool(due) or not self._kinds.due) and self._block.is_idle()
-            return kinds_of_all(due, self._peers, can_capture=can_capture)
+        if self._peers.run_other_packs:
+            chain = self._block.chain
+            is_free = not (chain.holders() or torch.is_inference_mode_enabled())
+            return kinds_of_all(due, self._peers, can_capture=can_capture and is_free)
         if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
             return set()

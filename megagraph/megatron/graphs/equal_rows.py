@@ -106,7 +106,7 @@ class EqualRows:
 
     def _padded_to(self, capacity: Capacity, batch: MicroBatch) -> MicroBatch:
         key = capacity, batch.kind
-        # Tensor parallelism beside experts is refused, so that no rows are shared.
+        # Where ranks need equal rows tensor parallelism is refused, so that no rows are shared.
         return MicroBatch(batch.params, batch.tokens, key, batch.reason, self._tail, False, self._tables)
 
     def _raise(self, batch: MicroBatch | EagerReason, rows: int) -> None:

@@ -40,7 +40,7 @@ class LayerStates:
         self._peers = peers
         self._is_alone = peers.size == 1
         self._most = most
-        self._numbers = States(peers.rank, peers.size)
+        self._numbers = States(peers.rank, peers.size, run_alike=not peers.run_other_packs)
         self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
         self._changes: dict[int, str] = {}  # what made each state another one than that before
         self._new_in_a_row = 0

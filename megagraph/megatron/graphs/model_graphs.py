@@ -48,11 +48,9 @@ class ModelGraphs:
     Attributes:
         entries: how its forward and its block's are entered. To be set before the first call.
         verifier: keeps micro-batches that graphs are verified on.
-        peers: the ranks that run the same packs.
-        tensor: its tensor-parallel ranks.
-        view: shows them the ranks that share a micro-batch.
-        changes: what keeps a step eager.
-        decider: says which variant takes a pack.
+        peers, tensor: the ranks that run the same packs; those that share its layers.
+        view: shows it the ranks that share a micro-batch.
+        changes, decider: what keeps a step eager; which variant takes a pack.
         refusal: why the whole model stays eager, or None.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         equal_rows: agrees with ranks that run other packs on their rows, where they must.
@@ -105,6 +103,7 @@ class ModelGraphs:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self.refusal = refusal
         if refusal is not None:
+            self.view.refuse(refusal.sentence)
             self.decider.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
 
@@ -112,6 +111,8 @@ class ModelGraphs:
 
     def why_not(self, params: Any, tokens: int) -> EagerReason | None:
         """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
+        if self.peers.run_other_packs:
+            return EagerReason.GROUP_DISAGREED  # others may call the model less often
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
         if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
@@ -225,11 +226,7 @@ class ModelGraphs:
     # -- steps -----------------------------------------------------------------------------------
 
     def look_for_ddp(self, models: Sequence[nn.Module]) -> None:
-        """Looks for the DDP around the model, which a forward before its first step could not know.
-
-        Args:
-            models: what a schedule was given.
-        """
+        """Looks in `models` of a schedule for the DDP around it, unknown to a forward before its step."""
         model = None if self.block.has_ddp else self._model()
         ddp = None if model is None else find_ddp(models, model)
         if model is None or ddp is None:
@@ -243,6 +240,8 @@ class ModelGraphs:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
         entries, constants = self.entries, self.block.constants
         failure = entries.settle()
+        if entries.are_settled and not entries.are_megatrons:
+            self.view.refuse("a forward that overrides Megatron's")
         if self.equal_rows is not None and entries.are_settled and not entries.are_megatrons:
             failure = failure or NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
@@ -264,6 +263,8 @@ class ModelGraphs:
         """
         if not self.entries.are_settled:
             self._settle_entries()
+        if self.view.is_on:
+            self.view.follow()
         if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
@@ -271,7 +272,7 @@ class ModelGraphs:
             self.decider.follow()
         if self._config.mode != "graph":
             return
-        changes, verifier = self.changes, self.verifier
+        changes = self.changes
         runs_eager = is_skipped or changes.is_suspended
         changes.look(runs_eager=runs_eager, captures=True)
         if runs_eager:
@@ -279,8 +280,7 @@ class ModelGraphs:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        is_due = verifier.is_due() if verifier.votes else verifier.pending is not None
-        if is_due and not self.block.is_still_right():
+        if self.verifier.pending is not None and not self.block.is_still_right():
             self._kinds.forget_graphs()
             return
         if self._states.are_many:

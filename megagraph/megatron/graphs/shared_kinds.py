@@ -34,11 +34,14 @@ def kinds_of_all(due: Iterable[Kind], peers: Peers, *, can_capture: bool) -> set
         for kinds in said
         for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
         for size in peers.context.sizes
+        if size == 1 or not kind.rows_are_positions  # which no shared pack is
     }
 
 
 def _said(kinds: Iterable[Kind]) -> str:
-    ordered = sorted(kinds, key=repr)
+    # What a host says of padding in another way is said on no other rank.
+    plain = (kind for kind in kinds if kind.form.pad_between_seqs in (None, True, False))
+    ordered = sorted(plain, key=repr)
     return json.dumps([[[*kind.form], *kind[1:]] for kind in ordered]) if ordered else ""
 
 

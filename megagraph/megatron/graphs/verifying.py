@@ -65,7 +65,6 @@ class Verifier:
     Attributes:
         every: one of as many replayed micro-batches is kept; 0 for none.
         pending: a variant that is due to be verified again.
-        votes: ranks replay packs of their own, and have to agree on when they verify.
     """
 
     def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
@@ -73,8 +72,8 @@ class Verifier:
         self._peers = peers
         self._tensor, self._context = peers.tensor, peers.context
         self._is_on = option != "off"
-        self.every = option if isinstance(option, int) else 0
-        self.votes = bool(self.every) and self._context.is_dynamic
+        # Ranks of other packs replay others, and would have to agree on which they verify.
+        self.every = option if isinstance(option, int) and not peers.run_other_packs else 0
         self._kept: dict[Any, _Kept] = {}  # by the family of a kind
         self._replayed = 0
         self.pending: Key | None = None
@@ -144,11 +143,6 @@ class Verifier:
             out.register_hook(kept.take_grad)
 
     # -- graphs ----------------------------------------------------------------------------------
-
-    def is_due(self) -> bool:
-        """Whether a variant is to be verified again on every rank, where each has others."""
-        (somebody_has_none,) = self._peers.exchange([int(self.pending is None)])
-        return not somebody_has_none
 
     def failing(self, bank: Bank, chain: Chain, keys: Sequence[Key]) -> Failing:
         """Verifies variants where micro-batches were kept that they hold.

@@ -2,7 +2,6 @@
 """The ranks that may share a model's packs: one group for all packs, or nested ones of several sizes."""
 
 import types
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -62,7 +61,7 @@ class ContextRanks:
 
     def known(self) -> Iterable[distributed.ProcessGroup]:
         """The groups of several sizes, as far as there are any."""
-        groups = (self._dynamic().of_size(size) for size in self.sizes) if self.is_dynamic else ()
+        groups = (self.of_size(size) for size in self.sizes) if self.is_dynamic else ()
         return [group for group in groups if group is not None]
 
     def warm_up(self, device: torch.device) -> None:
@@ -83,7 +82,6 @@ class ContextGroups:
         parent: the ranks that share a global batch, in their order: Megatron's data-parallel group, with
             context-parallel ranks in it.
         cp_sizes: how many ranks may share a pack; each divides the number of the parent's ranks.
-
         given: groups of this rank that exist already, by size; those are not made.
 
     Raises:
@@ -147,16 +145,14 @@ class ContextGroups:
                 distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-_MADE: "weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], ContextGroups]" = (
-    weakref.WeakValueDictionary()
-)
+_MADE: dict[tuple[int, ...], ContextGroups] = {}  # by sizes
 
 
 def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
     """The groups of Megatron's data-parallel times context-parallel ranks that may share packs.
 
-    Made at the first call, collectively over all ranks of the job; the same object while anybody holds it.
-    Those that Megatron has itself (`hybrid_context_parallel`) are Megatron's.
+    Made at the first call, collectively over all ranks of the job, and anew where Megatron's groups are
+    others by then. Those that Megatron has itself (`hybrid_context_parallel`) are Megatron's.
 
     Args:
         cp_sizes: how many ranks may share a pack.
@@ -165,9 +161,13 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
         RuntimeError: if Megatron's groups are not initialized.
         ValueError: if a size does not divide the number of those ranks.
     """
-    parent = DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
+    try:
+        parent = DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
+    except AssertionError as error:
+        raise RuntimeError("expected Megatron's process groups to be initialized, found none") from error
     sizes = tuple(sorted(set(cp_sizes)))
-    made = _MADE.get((id(parent), sizes))  # which holds the parent, so that no other one has its id
-    if made is None:
-        made = _MADE[id(parent), sizes] = ContextGroups(parent, sizes, hybrid_groups(sizes))
-    return made
+    for others in [of for of, made in _MADE.items() if made.parent is not parent]:
+        del _MADE[others]
+    if sizes not in _MADE:
+        _MADE[sizes] = ContextGroups(parent, sizes, hybrid_groups(sizes))
+    return _MADE[sizes]

@@ -40,11 +40,30 @@ class ContextView:
 
     def __init__(self, model: nn.Module, ranks: ContextRanks) -> None:
         self._ranks = ranks
+        self._model = weakref.ref(model)
         self.is_on = ranks.is_dynamic
         self._places: list[tuple[weakref.ref[Any], str]] = []
-        if any(size != ranks.size for size in ranks.sizes):
+        self.follow()
+
+    def follow(self) -> None:
+        """Looks for modules that were replaced since. Before steps.
+
+        Raises:
+            ValueError: as the constructor does.
+        """
+        model = self._model()
+        if model is not None and any(size != self._ranks.size for size in self._ranks.sizes):
             _check(model)
             self._places = [(weakref.ref(owner), name) for owner, name in _places_in(model)]
+
+    def refuse(self, what: str) -> None:
+        """Raises `ValueError` for a model that graphs do not take, where eager may not see its ranks.
+
+        Args:
+            what: keeps it eager, in words.
+        """
+        if self._places:
+            raise ValueError(f"cp_sizes: expected a model that graphs take, got: {what}")
 
     def of_layers(self, params: Any) -> Any:
         """A pack as layers get it: without ranks of its own, which they see all around.
@@ -72,12 +91,13 @@ class ContextView:
             params: `PackedSeqParams` as given, or None.
         """
         size = getattr(params, "local_cp_size", None)
-        with self._showing(size or self._ranks.size, getattr(params, "cp_group", None)):
+        with self._showing(self._ranks.size if size is None else size, getattr(params, "cp_group", None)):
             yield
 
     @contextlib.contextmanager
     def _showing(self, cp_size: int, group: distributed.ProcessGroup | None) -> Iterator[None]:
-        if not self.is_on or cp_size == self._ranks.size:
+        is_own = cp_size == 1 or group is None or group is self._ranks.own_group()
+        if not self.is_on or (cp_size == self._ranks.size and is_own):
             yield
             return
         if not self._places:

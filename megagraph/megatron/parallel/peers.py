@@ -17,6 +17,7 @@ import torch
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.context_view import ContextView
 from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
@@ -102,6 +103,7 @@ class Peers(AskingRanks):
         tensor: its tensor-parallel ranks.
         context: its context-parallel ranks.
         view: shows them to its modules.
+        run_other_packs: some of them may do so at the same time.
     """
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
@@ -109,6 +111,7 @@ class Peers(AskingRanks):
         self.tensor = TensorRanks(model, self.groups)
         self.context = ContextRanks(self.groups, cp_sizes)
         self.view = ContextView(model, self.context)
+        self.run_other_packs = self.context.is_dynamic
         super().__init__(
             _ranks_of_stage if self.context.is_dynamic else self.groups.ranks, "run the same packs"
         )
@@ -136,6 +139,22 @@ class Peers(AskingRanks):
         said = zlib.crc32(what.encode())
         largest, least = self.exchange([said, -said])
         return largest == -least
+
+    def run_alone(self, reason: EagerReason, cp_size: int) -> None:
+        """Before a shared micro-batch runs eager for a reason that lies in what this rank ran before.
+
+        Args:
+            reason: why it finds no slot, or must not be replayed.
+            cp_size: ranks that share it.
+
+        Raises:
+            RuntimeError: where another one of them, which ran other packs before, may replay it.
+        """
+        if self.run_other_packs and cp_size > 1 and reason is EagerReason.NO_FREE_SLOT:
+            raise RuntimeError(
+                f"no slot is free for a pack that {cp_size} ranks share, and another rank may have one: "
+                "expected as many cuda_graph_slots as micro-batches are in flight"
+            )
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""

@@ -58,7 +58,9 @@ class ForwardWrappers:
             if entries.model.acting is not level and not entries.model.takes(level):
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
-            run = _seeing(graphs, get("packed_seq_params"), original) if graphs.view.is_on else original
+            run = original
+            if graphs.view.is_on:
+                run = _seeing(graphs, get("packed_seq_params"), original, places)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             params = get("packed_seq_params")
             is_bare = plugin.is_bare(graphs)
@@ -185,15 +187,10 @@ class ForwardWrappers:
         return self.block_forward(level, run)
 
 
-def _seeing(graphs: ModelGraphs, params: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward with the ranks that share a pack all around, and a pack that names none.
-
-    Args:
-        graphs: of the model.
-        params: the pack as given.
-        original: the forward.
-    """
-    places = places_of(original)
+def _seeing(
+    graphs: ModelGraphs, params: Any, original: Callable[..., Any], places: Mapping[str, int]
+) -> Callable[..., Any]:
+    """A model's forward with the ranks that share a pack (`params`) all around; its own pack names none."""
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         given = Arguments(places, args, kwargs)

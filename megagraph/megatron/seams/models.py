@@ -179,7 +179,7 @@ def has_latent_attention(model: nn.Module) -> bool:
 def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
     """This rank's groups of some sizes that share packs, as far as Megatron has them: by size.
 
-    Beside those of its hybrid context parallelism that is the static group.
+    Those of its hybrid context parallelism, and the group of its static one.
 
     Args:
         cp_sizes: how many ranks may share a pack.

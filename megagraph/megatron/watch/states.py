@@ -44,16 +44,18 @@ class States:
     Args:
         rank: asked between steps for this one's place in its group.
         size: of the group.
+        run_alike: its ranks run the same packs, and so calls in the same states.
 
     Attributes:
         current: the number of the state at the last boundary.
         is_new: whether it was met there for the first time.
     """
 
-    def __init__(self, rank: Callable[[], int], size: int) -> None:
+    def __init__(self, rank: Callable[[], int], size: int, *, run_alike: bool = True) -> None:
         self._rank_of_now = rank
         self._rank = 0
         self._size = size
+        self._compares_calls = size > 1 and run_alike
         self._own: dict[tuple[int, int], int] = {}  # of this rank: fingerprint and settings, to a number
         self._num_own = 0
         self._of_group: OrderedDict[tuple[int, ...], int] = OrderedDict()  # the one used last comes last
@@ -129,7 +131,7 @@ class States:
         if self._last is None or self._last[0] != fingerprint:
             self._last = fingerprint, self._find(fingerprint, self._settings)
         number = self._last[1]
-        if self._size > 1:
+        if self._compares_calls:
             self._calls = zlib.crc32(number.to_bytes(8, "little", signed=True), self._calls)
         return number
 
