@@ -20,8 +20,9 @@ __all__ = ["Decider"]
 class Decider(_C.Decider):
     """Decides on the packs of one model: `decide(params, tokens, has_mask, cp_size)`.
 
-    `cp_size` is that of packs that do not say their own. It answers with a variant's name, whose capacity is None while capacities are still to be learned, or
-    with the `EagerReason` why no graph of the model can take the micro-batch.
+    `cp_size` is that of packs that do not say their own. It answers with a variant's name, whose capacity is
+    None while capacities are still to be learned, or with the `EagerReason` why no graph of the model can
+    take the micro-batch.
 
     Args:
         capacities: of the model's graphs.
