@@ -30,7 +30,7 @@ from leftovers import free_models
 from torch import distributed, multiprocessing
 
 START_SECONDS = 240  # imports, on a machine that does other things too
-TIMEOUT_SECONDS = 40  # of one function, which takes ten on such a machine alone
+TIMEOUT_SECONDS = 200  # of one function, which takes ten on such a machine alone
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
 MOST_THREADS = 200  # of a rank; one function's groups have a hundred
 
