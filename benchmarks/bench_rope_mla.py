@@ -56,7 +56,7 @@ class Inputs:
 
     def offsets(self) -> Tensor:
         """About a document for each 1,024 rows, which fill the pack."""
-        return lognormal_offsets(self.tokens, max(round(self.tokens / 1024), 1), device=DEVICE)
+        return lognormal_offsets(self.tokens, device=DEVICE)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Of each position of the longest document, [positions, 64]."""

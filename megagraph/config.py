@@ -44,11 +44,11 @@ class GraphConfig:
         max_seqlen_per_dp_cp_rank: physical tokens of one rank's share, of every capacity.
         max_seqlen: tokens of the longest document, all ranks that share it together; by default all tokens
             of a pack.
-        capacities: the bank of capacities outright, in place of the three above. Where neither is
-            given, capacities are learned from the warm-up steps.
-        cp_sizes: by how many ranks packs may be shared, where each says so itself (`local_cp_size`,
-            `cp_group`): ascending powers of two, each with graphs of its own; none where all packs are shared
-            by the ranks that the model's own config says.
+        capacities: the bank of capacities outright, in place of the three above; documents of up to `tokens`,
+            as by default, may be as long as the pack, however many ranks share it. Where neither is given,
+            capacities are learned from the warm-up steps.
+        cp_sizes: by how many ranks packs may be shared that say so themselves (`local_cp_size`, `cp_group`):
+            ascending powers of two, each with graphs of its own; none where the model's config says it.
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
         cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
             at least 1; those that were not used for the longest time go.
@@ -118,6 +118,8 @@ class GraphConfig:
         if any(size & (size - 1) for size in self.cp_sizes) or [*self.cp_sizes] != sorted({*self.cp_sizes}):
             raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
         largest = max(self.cp_sizes, default=1)
+        if largest > 1 and self.tail is TailConvention.EXTEND_LAST:
+            raise ValueError("tail: expected hidden, dummy or empty-dummy with cp_sizes, got extend-last")
         for capacity in self.all_capacities(largest):
             tokens = capacity.tokens * largest
             if capacity.max_seqlen > tokens:
@@ -137,7 +139,7 @@ class GraphConfig:
             cp_size: ranks that share a pack.
         """
         if self.capacities:
-            return tuple(sorted(self.capacities))
+            return tuple(sorted(capacity.shared_by(cp_size) for capacity in self.capacities))
         tokens = self.max_seqlen_per_dp_cp_rank
         return tuple(
             Capacity(

@@ -75,6 +75,9 @@ def _rows(reports: Sequence[ModelReport]) -> list[tuple[str, list[str]]]:
     rows.append(("padding share of replays", [_percent(report["padding_share"]) for report in reports]))
     rows.append(("capture", [f"{report['capture_seconds']:.2f} s" for report in reports]))
     rows.append(("capacities", ["\n".join(_capacity(c) for c in r["capacities"]) or "-" for r in reports]))
+    if any(report.get("cp_sizes") for report in reports):
+        counts = [_of_sizes(report.get("cp_sizes", {})) or "-" for report in reports]
+        rows.append(("micro-batches by ranks", counts))
     failures = ["\n".join(report.get("failures", [])) for report in reports]
     if any(failures):
         rows.append(("stays eager", failures))
@@ -90,7 +93,16 @@ def _percent(value: float | None) -> str:
 
 
 def _capacity(capacity: Mapping[str, int]) -> str:
-    return f"{capacity['tokens']} tokens, {capacity['num_seqs']} documents"
+    ranks = f", {capacity['cp_size']} ranks" if "cp_size" in capacity else ""
+    return f"{capacity['tokens']} tokens, {capacity['num_seqs']} documents{ranks}"
+
+
+def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Micro-batches by the ranks that share them, a line each."""
+    return "\n".join(
+        f"{size}: {', '.join(f'{count:,} {what}' for what, count in of_size.items())}"
+        for size, of_size in counts.items()
+    )
 
 
 def scalars(report: ModelReport) -> dict[str, float]:
@@ -103,6 +115,8 @@ def scalars(report: ModelReport) -> dict[str, float]:
     if report["padding_share"] is not None:
         values["megagraph/padding_share"] = float(report["padding_share"])
     values.update({f"megagraph/eager/{reason}": float(n) for reason, n in report["eager"].items()})
+    for size, counts in report.get("cp_sizes", {}).items():
+        values.update({f"megagraph/cp_{size}/{what}": float(n) for what, n in counts.items()})
     return values
 
 

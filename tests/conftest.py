@@ -12,6 +12,7 @@ import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 IS_ONE_OF_SEVERAL = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1
 THREADS = 1 if IS_ONE_OF_SEVERAL else 2
@@ -52,6 +53,14 @@ def import_core() -> None:
         importlib.import_module("megatron.core.models.gpt")
         if importlib.util.find_spec("mamba_ssm") is not None:
             importlib.import_module("megatron.core.ssm.mamba_mixer")
+
+
+@pytest.fixture(scope="session")
+def rope_utils() -> ModuleType:
+    """Megatron's module of rotary embeddings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
+        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -95,6 +95,12 @@ ANSWERS |= {
     for every in bench_dynamic_cp.SETS
     for sizes in (every, every[-1:])
 }
+WORK = {"eager": 9.0, "graphed": 8.0, "pairs": 100}
+SHARED_STEPS = {"eager": [3.0, 4.0], "graphed": [2.0, 2.5]}
+TRAINED = {**SHARED_STEPS, "tokens": [60, 70], "rows": [80, 80], "capture_seconds": 0.3}
+ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.TRAININGS, TRAINED)}
+ANSWERS |= {"document of two ranks": {"1": SHARED_STEPS, "2": SHARED_STEPS}}
+ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.DOCUMENT, WORK), "communicators": {"2": 3.0, "4": 5.0}}
 ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
 ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
 PASS = {"walls": [3.0, 4.0, 5.0], "kernels": 2.5, "copies": 0}
@@ -125,6 +131,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
     calls = {"forward": lambda: None, "backward": lambda: None}
     timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: bench_dynamic_cp.RANKS)
     for module in (bench_rope, bench_rope_mla, bench_attention, bench_staging):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     for module, made in ((bench_rope, ("pair",)), (bench_rope_mla, ("given", "grads"))):

@@ -262,6 +262,10 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
             "tail: 'dummy' makes documents as long as the tail, which needs a max_seqlen of 512, got 100",
         ),
         ({"capacities": "64:4:63", "tail": "extend-last"}, "needs a max_seqlen of 64, got 63"),
+        (
+            PAIR | {"cp_sizes": [1, 2], "tail": "extend-last"},
+            "tail: expected hidden, dummy or empty-dummy with cp_sizes, got extend-last",
+        ),
     ],
 )
 def test_a_refused_value_is_named_with_its_source(values: Mapping[str, Any], message: str) -> None:
@@ -329,7 +333,14 @@ def test_capacities_come_sorted_and_each_once() -> None:
     expected = tuple(Capacity(tokens=512, num_seqs=n, max_seqlen=512) for n in (8, 32))
     assert config.all_capacities() == expected
     assert GraphConfig(capacities=expected[::-1]).all_capacities() == expected
-    assert GraphConfig(capacities=expected[::-1]).all_capacities(cp_size=2) == expected
+
+
+def test_documents_as_long_as_a_ranks_tokens_may_be_as_long_as_the_pack_that_ranks_share() -> None:
+    """Bug: what needs several ranks ran eager, as the default was one rank's tokens."""
+    (as_long,) = GraphConfig(capacities="512:8").all_capacities(cp_size=2)
+    assert as_long == Capacity(tokens=512, num_seqs=8, max_seqlen=1024)
+    (shorter,) = GraphConfig(capacities="512:8:100").all_capacities(cp_size=2)
+    assert shorter == Capacity(tokens=512, num_seqs=8, max_seqlen=100)
 
 
 def test_the_longest_document_is_the_whole_pack_over_all_ranks_by_default() -> None:

@@ -100,6 +100,17 @@ def test_words_in_brackets_are_shown_as_they_are(sentence: str) -> None:
     assert sentence in shown([MODEL | {"model": sentence}])
 
 
+def test_capacities_and_micro_batches_are_told_apart_by_the_ranks_that_share_them() -> None:
+    """Bug: three sizes had three identical lines."""
+    capacities = [{"tokens": 512, "num_seqs": 8, "cp_size": size} for size in (1, 2)]
+    sizes = {"1": {"replayed": 1_030}, "2": {"WARMING_UP": 1, "replayed": 12}}
+    shared = MODEL | {"capacities": capacities, "cp_sizes": sizes}
+    text = shown([shared])
+    assert "512 tokens, 8 documents, 1 ranks" in text and "512 tokens, 8 documents, 2 ranks" in text
+    assert "1: 1,030 replayed" in text and "2: 1 WARMING_UP, 12 replayed" in text
+    assert scalars(shared)["megagraph/cp_2/replayed"] == 12.0
+
+
 # -- scalars -------------------------------------------------------------------------------------
 
 

@@ -71,7 +71,7 @@ def _command() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = None if spec is None else str(spec.name).removesuffix(".__main__")
     program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
-    arguments = sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(f"{_FOLDER}=")]
     if _FOLDER in arguments:
         place = arguments.index(_FOLDER)
         del arguments[place : place + 2]

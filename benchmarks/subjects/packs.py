@@ -69,8 +69,13 @@ _CASES = (
 CASES = {case.name: case for case in _CASES}
 
 
-def lognormal_offsets(tokens: int, documents: int, *, device: str = "cuda") -> Tensor:
-    """Offsets of lognormal documents that fill `tokens` rows, int32 [documents + 1]; always the same."""
+def lognormal_offsets(tokens: int, documents: int | None = None, *, device: str = "cuda") -> Tensor:
+    """Offsets of lognormal documents that fill `tokens` rows, int32 [documents + 1]; always the same.
+
+    By default about a document for each 1,024 rows.
+    """
+    if documents is None:
+        documents = max(round(tokens / 1024), 1)
     mean = tokens // documents
     lengths = lognormal_lengths(
         documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7

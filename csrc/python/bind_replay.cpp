@@ -20,9 +20,6 @@ namespace py = pybind11;
 namespace megagraph {
 namespace {
 
-// For a thread that has no core yet; short, since what somebody keeps is to be an error.
-constexpr std::chrono::milliseconds kPatience(200);
-
 // The cudaGraphExec_t of each captured site, forward and backward, by index.
 std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& chain, int variant,
                                                                         int slot) {
@@ -36,7 +33,7 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& c
   return {forward, backward};
 }
 
-// Lets other threads run meanwhile.
+// Note [Other threads] in slot_ring.h. Lets them run meanwhile.
 void wait_for_tensors(const Chain& chain) {
   if (!chain.awaits_tensors()) return;
   const py::gil_scoped_release no_gil;
@@ -109,7 +106,13 @@ void bind_slot(py::module_& m) {
       .def("release_tensor", &Slot::release_tensor, py::arg("site"),
            py::arg("kind") = LeaseKind::kOutput)
       .def_property_readonly("is_free", &Slot::is_free)
-      .def_property_readonly("has_transients", &Slot::has_transients)
+      .def(
+          "await_transients",
+          [](Slot& slot, int64_t milliseconds) {
+            const py::gil_scoped_release no_gil;
+            return slot.await_transients(std::chrono::milliseconds(milliseconds));
+          },
+          py::arg("milliseconds"))
       .def("describe_holders", &Slot::describe_holders);
 }
 

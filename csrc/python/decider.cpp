@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace py = pybind11;
@@ -114,8 +115,11 @@ std::optional<int64_t> Decider::known_cp_size(const py::object& params, int64_t 
   const auto own = local_cp_size(params);
   if (!own) return group.is_none() ? std::optional(cp_size) : std::nullopt;
   const py::int_ size(*own);
-  const bool is_ours = groups_.contains(size) && (*own == 1 || py::object(groups_[size]).is(group));
-  return is_ours ? own : std::nullopt;
+  if (!groups_.contains(size)) return std::nullopt;
+  if (*own == 1) return own;
+  const auto is_given = [&](py::handle known) { return known.is(group); };
+  const py::tuple known = groups_[size];
+  return std::any_of(known.begin(), known.end(), is_given) ? own : std::nullopt;
 }
 
 }  // namespace megagraph

@@ -37,7 +37,7 @@ class Decider {
 
   // By context-parallel size, Python's own; none while they are still to be learned.
   void set_capacities(const pybind11::dict& by_cp_size);
-  // By context-parallel size, the process groups that a pack may name, None for one rank; none
+  // By context-parallel size, the process groups that a pack may name, a tuple of equal ones; none
   // where every pack is shared alike.
   void set_groups(pybind11::dict by_cp_size) { groups_ = std::move(by_cp_size); }
   // Why the model takes no graph at all; None for nothing.

@@ -5,6 +5,7 @@ Touches no tensor, no device and no Megatron. Which capacity a pack gets is deci
 csrc/decide/dispatch.h, in each micro-batch.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ class Capacity:
     Args:
         tokens: physical tokens of one rank's share of the pack.
         num_seqs: documents, zero-length ones included.
-        max_seqlen: tokens of the longest document, padding included.
+        max_seqlen: tokens of the longest document, padding included, of all ranks that share it together.
+
+    Raises:
+        ValueError: for what is no integer, or less than 1.
     """
 
     tokens: int
@@ -32,6 +36,15 @@ class Capacity:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"a capacity's {name} must be an integer of at least 1, got {value!r}")
+
+    def shared_by(self, cp_size: int) -> "Capacity":
+        """Of packs that ranks share: a document that may fill one rank's tokens may fill theirs.
+
+        Args:
+            cp_size: those ranks.
+        """
+        is_as_long = self.max_seqlen == self.tokens
+        return dataclasses.replace(self, max_seqlen=self.tokens * cp_size) if is_as_long else self
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens, {self.num_seqs} documents of up to {self.max_seqlen}"

@@ -31,6 +31,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             return func(*args)
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
+            kwargs.pop("pin_memory", None)  # for a copy to the device
         return func(*args, **kwargs)
 
 
@@ -51,6 +52,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda *args, **kwargs: None),
         (torch.cuda, "get_rng_state", rng_state),
         (torch.cuda.random, "get_rng_state", rng_state),
+        (torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
         (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
         (torch.cuda, "default_generators", {torch.device("cpu"): torch.default_generator}),
         # Megatron swaps streams of random numbers as soon as CUDA is there, which it never is.

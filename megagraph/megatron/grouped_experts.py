@@ -204,7 +204,9 @@ def grouped_experts() -> type[Any]:
             _check(config)
             super().__init__(config=config)
             self.num_local_experts = num_local_experts
-            self.dp_group = getattr(pg_collection, "expt_dp", None)
+            # Not the group itself: what a module holds counts as used in its forward.
+            of_copies = getattr(pg_collection, "expt_dp", None)
+            self._copy = 0 if of_copies is None else of_copies.rank()
             self.activation = _weighted_activation(config)
             hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
             on_host = config.use_cpu_initialization
@@ -277,13 +279,12 @@ def grouped_experts() -> type[Any]:
 
             if (metadata or {}).get("singleton_local_shards", False):
                 raise ValueError("grouped experts: expected singleton_local_shards False, got True")
-            rank = 0 if self.dp_group is None else self.dp_group.rank()
             return {
                 f"{prefix}{projection}.weight": ShardedTensor.from_rank_offsets(
                     f"{prefix}experts.{projection}.weight",
                     getattr(self, projection).weight,
                     *sharded_offsets,
-                    replica_id=(0, 0, rank),
+                    replica_id=(0, 0, self._copy),
                     prepend_axis_num=len(sharded_offsets),
                 )
                 for projection in _PROJECTIONS

@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 from bank_pair import assert_same_bits, new_bank
+from offsets import offsets
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -49,13 +50,6 @@ class Attention(nn.Module):
         q, k, v = self.project(hidden).view(-1, 3, HEADS, DIM).unbind(1)
         out: Tensor = hidden + ops.varlen_attention(q, k, v, cu_seqlens, TOKENS, causal=True).flatten(1)
         return out
-
-
-def offsets(lengths: list[int], device: str, entries: int | None = None) -> Tensor:
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if entries is not None:
-        ends = torch.cat([ends, ends[-1:].expand(entries - ends.numel())])
-    return ends.to(device)
 
 
 def variant(device: str, *, training: bool = True) -> VariantSpec:

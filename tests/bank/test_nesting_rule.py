@@ -105,7 +105,7 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
         elif kind == "D":
             slot.drop(site)
             replay.drop(site)
-        elif not slot.has_transients and slot.leave(site):
+        elif slot.await_transients(0) and slot.leave(site):
             backward(site)
         else:
             refused += 1
@@ -113,7 +113,7 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
         assert not replay.hit_held, f"{replay.hit_held} were overwritten"
         readers.leave(0.4)
     slot.end_micro_batch()
-    if slot.has_transients:
+    if not slot.await_transients(0):
         readers.leave()
     for site in sorted(replay.live, reverse=True):
         assert slot.leave(site)
@@ -229,7 +229,7 @@ def test_later_passes_would_overwrite_a_transient_output(passes: str) -> None:
     slot = _C.Slot(0, 4)
     assert slot.lease(0, True) and slot.enter(0)
     slot.retain_tensor(0, Kind.TRANSIENT)
-    assert not slot.enter(1) and slot.has_transients
+    assert not slot.enter(1) and not slot.await_transients(0)
     slot.release_tensor(0, Kind.TRANSIENT)
-    assert slot.enter(1) and not slot.has_transients
+    assert slot.enter(1) and slot.await_transients(0)
     assert _share_overwritten(passes, "F0") > 0.4

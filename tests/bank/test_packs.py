@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bank_pair import WIDTH, assert_same_bits, new_bank, variant
+from offsets import offsets
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -34,14 +35,6 @@ class DocumentMixer(nn.Module):
         mean = (in_document @ projected) / in_document.sum(1, keepdim=True).clamp(min=1)
         out: Tensor = hidden + projected + in_document.t() @ mean
         return out
-
-
-def offsets(lengths: list[int], device: str, entries: int | None = None) -> Tensor:
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    ends += [ends[-1]] * (0 if entries is None else entries - len(ends))
-    return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
 def pack_variant(device: str, counter: Tensor, **changes: Any) -> VariantSpec:

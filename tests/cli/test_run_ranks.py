@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under torchrun: one rank speaks, the others keep to warnings."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from run_scripts import TRAINING
+from torchrun import run_two_ranks
 
 from megagraph.report import read_report
 
@@ -25,27 +23,13 @@ def test_of_two_ranks_one_prints_and_warnings_carry_their_rank(
     script: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Every rank printed the table, the log and its own advice on capacities, without its number."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     report = tmp_path / "report.json"
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "MEGAGRAPH_REPORT": str(report),
-        "MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS": "1",
-    }
-    with subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "megagraph", "run", str(script(RANKS)), "3", END],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
-        try:
-            out, err = job.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # torchrun then ends its ranks; it could not if it were killed
-            raise
+    job = run_two_ranks(
+        *("-m", "megagraph", "run", str(script(RANKS)), "3", END),
+        MEGAGRAPH_REPORT=str(report),
+        MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS="1",
+    )
+    out, err = job.out, job.log
     assert job.returncode == 0, err
     assert out.count("loss") == 2 * 3  # both trained
     for once in (

@@ -3,19 +3,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import context_models
 import megatron_rig as rig
+import moe_rig
 import torch
+from latent_rig import pair_of
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
+from streams import seed_streams
 from torch import Tensor, distributed
 
 import megagraph
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron import seams
 from megagraph.modules import VarlenAttention
 from megagraph.packs.ops import thd_partition_indices
 
@@ -121,6 +126,25 @@ class SharedMicro(rig.Micro):
         return None if mask is None else mask[:, self.mine()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnMicro(SharedMicro):
+    """A micro-batch that says by how many ranks it is shared.
+
+    Args:
+        group: of the ranks; None for this one alone.
+    """
+
+    group: Any = None
+
+    def sharers(self) -> tuple[int, int]:
+        return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.local_cp_size, params.cp_group = self.sharers()[0], self.group
+        return params
+
+
 def steps_of(
     count: int, size: int, *, misfits: bool = False, has_tails: bool = True
 ) -> list[list[SharedMicro]]:
@@ -139,15 +163,31 @@ def steps_of(
     return [[micro(3 * step + place) for place in range(3)] for step in range(count)]
 
 
-def start(cp_size: int, tensor_parallel: int) -> None:
+def at_borders(size: int) -> list[SharedMicro]:
+    """Packs of documents that end right at, before or behind each border between two ranks' rows."""
+    part = 4
+    rows = 2 * size * part
+    ends = [part * place + by for place in range(1, 2 * size) for by in (-1, 0, 1)]
+    return [
+        SharedMicro(lengths=tuple(some), seed=start, padded=(rows,) * len(some))
+        for start in range(0, len(ends), 3)
+        if (some := ends[start : start + 3])
+    ]
+
+
+def start(cp_size: int, tensor_parallel: int, expert_parallel: int = 1) -> None:
     """Makes Megatron's groups anew, with others."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, context_parallel_size=cp_size
+        tensor_model_parallel_size=tensor_parallel,
+        context_parallel_size=cp_size,
+        expert_model_parallel_size=expert_parallel,
+        expert_tensor_parallel_size=1,
     )
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    seed_streams()
 
 
+@moe_rig.experts_on_cpu()
 def train_shared(
     *,
     cp_size: int,
@@ -156,6 +196,7 @@ def train_shared(
     misfits: bool = False,
     has_tails: bool = True,
     plugin: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains eager and graphed on packs that ranks share and compares every step's bits on this rank.
@@ -169,19 +210,23 @@ def train_shared(
         misfits: every fifth pack fits no capacity.
         has_tails: every second pack has rows past its last document, which Megatron's own RoPE does not take.
         plugin: further options of the plugin.
+        model: arguments of `context_models.trainer()`.
         options: further ones of Megatron's config.
 
     Returns:
         The report of the graphed run.
     """
-    start(cp_size, tp_size)
+    start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
+    moe_rig.forget_metrics()
     capacity = {"cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
     megagraph.install(rig.graph_config(capacities=(), **{**capacity, **(plugin or {})}))
     sizes = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size}
-    pair = rig.Pair(config={**sizes, **options})
+    pair = pair_of(partial(context_models.trainer, config={**sizes, **options}, **(model or {})))
     for index, micros in enumerate(steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)):
-        one, other = rig.step(pair.eager, micros, eager=True), rig.step(pair.graphed, micros)
-        rig.assert_same(one, other, f"step {index}:")
+        one, recorded = rig.step(pair.eager, micros, eager=True), moe_rig.metrics()
+        rig.assert_same(one, rig.step(pair.graphed, micros), f"step {index}:")
+        found = moe_rig.metrics()
+        assert all(torch.equal(values, found[name]) for name, values in recorded.items()), f"step {index}"
         if index % 4 == 3:
             pair.evaluate(*micros)
     return pair.report()
@@ -198,35 +243,68 @@ def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], 
     return [each.detach() for each in losses], rig.grads(trainer.chunk)
 
 
-def beside_one_process(*, cp_size: int, **options: Any) -> tuple[float, float]:
+def _metrics() -> dict[str, Tensor]:
+    """What routers have recorded, as in Megatron's log: summed over a group, and the mean of all ranks."""
+    groups = {name: seams.metric_group(name) for name in seams.moe_metrics()}
+    found = moe_rig.metrics()
+    for name, values in found.items():
+        if groups[name] is not None:
+            distributed.all_reduce(values, group=groups[name])
+        distributed.all_reduce(values)
+        values /= distributed.get_world_size()
+    return found
+
+
+@moe_rig.experts_on_cpu()
+def beside_one_process(
+    *,
+    cp_size: int,
+    is_static: bool = True,
+    model: dict[str, Any] | None = None,
+    plugin: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[float, ...]:
     """Runs the same micro-batches on packs that all ranks share, and each rank alone on whole ones.
 
     Args:
         cp_size: how many share a pack.
+        is_static: the model is made for as many; else each pack says so.
+        model: arguments of `context_models.trainer()`.
+        plugin: further options of the plugin.
         options: further ones of Megatron's config.
 
     Returns:
-        How far this rank's losses, and the gradients of all ranks together, are from those of whole packs,
-        over the largest entry of each.
+        How far this rank's losses, the gradients of all ranks together, and what their routers have recorded
+        are from those of whole packs, over the largest entry of each; -1 where they have recorded nothing.
     """
     found = []
-    shared = [micro for micros in steps_of(2, cp_size) for micro in micros]
+    # Calls outside of schedules get packs of several sizes as they are given.
+    shared = [micro for micros in steps_of(2, cp_size, has_tails=is_static) for micro in micros]
+    shared += at_borders(cp_size)
     whole = [rig.Micro(**vars(micro)) for micro in shared]
     capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}
     for size, micros in ((1, whole), (cp_size, shared)):
-        start(size, 1)
-        tokens = 64 * cp_size // size
-        megagraph.install(rig.graph_config(mode="eager", max_seqlen_per_dp_cp_rank=tokens, **capacity))
-        trainer = Trainer(rig.OPTIONS, config={"context_parallel_size": size, **options})
-        found.append(_pass(trainer, micros))
+        own = size if is_static else 1
+        start(own, 1)
+        cp_sizes = () if is_static or size == 1 else (1, size)
+        if cp_sizes:
+            group = megagraph.context_groups(cp_sizes).of_size(size)
+            micros = [OwnMicro(**vars(micro), group=group) for micro in shared]
+        config = {"mode": "eager", "max_seqlen_per_dp_cp_rank": 64 * cp_size // size, "cp_sizes": cp_sizes}
+        megagraph.install(rig.graph_config(**{**config, **capacity, **(plugin or {})}))
+        moe_rig.forget_metrics()
+        trainer = context_models.trainer(config={"context_parallel_size": own, **options}, **(model or {}))
+        found.append((*_pass(trainer, micros), _metrics()))
         megagraph.uninstall()
-    (losses_alone, grads_alone), (losses, grads) = found
-    far = [
-        (mine - alone[micro.mine()]).abs().max() / alone.abs().max()
-        for mine, alone, micro in zip(losses, losses_alone, shared, strict=True)
-    ]
-    for name, grad in grads.items():
+    (losses_alone, *alone), (losses, grads, metrics) = found
+    for grad in grads.values():
         distributed.all_reduce(grad)
-        grad -= grads_alone[name]
-    grads_far = [grad.abs().max() / grads_alone[name].abs().max() for name, grad in grads.items()]
-    return float(max(far)), float(max(grads_far))
+    far_losses = [
+        (mine - other[micro.mine()]).abs().max() / other.abs().max()
+        for mine, other, micro in zip(losses, losses_alone, micros, strict=True)
+    ]
+    far = [
+        [float((values - other[name]).abs().max() / other[name].abs().max()) for name, values in ours.items()]
+        for ours, other in zip((grads, metrics), alone, strict=True)
+    ]
+    return float(max(far_losses)), max(far[0]), max(far[1], default=-1)

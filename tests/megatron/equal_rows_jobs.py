@@ -12,6 +12,7 @@ from host_rig import OwnModel
 from megatron_rig import Micro, evaluate, graph_config
 from moe_rig import ExpertTrainer, assert_same_step, expert_step
 from parallel_jobs import MISFIT
+from streams import seed_streams
 from torch import distributed
 
 import megagraph
@@ -75,9 +76,7 @@ def _spread() -> Iterator[None]:
 
 
 def _trainer(**changes: Any) -> ExpertTrainer:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    seed_streams()
     return ExpertTrainer("E-", expert_model_parallel_size=distributed.get_world_size(), **changes)
 
 

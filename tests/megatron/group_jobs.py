@@ -101,7 +101,7 @@ def use_and_leave() -> None:
     assert peers.gather("ab"[:rank]) == ["", "a"]
     distributed.destroy_process_group(other)
     assert Peers(model).exchange([rank]) == [1]
-    peers.leave()
+    peers.leave(None)
     assert not peers.use(group) and peers.use(None)
     assert peers.exchange([rank]) == [1] and peers.use(group)
 

@@ -4,11 +4,13 @@
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
 import torch
+from streams import seed_streams
 from torch import Tensor, nn
 
 import megagraph
@@ -60,13 +62,6 @@ def _spec(config: dict[str, Any], *, transformer_engine: bool) -> Any:
     return megagraph.get_gpt_block_varlen_spec(transformer, normalization="RMSNorm", **given)
 
 
-def _seed_streams() -> None:
-    """Those of which some of Transformer Engine's modules draw their weights."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-
-
 class LatentTrainer(Trainer):
     """The reference loop around a GPTModel.
 
@@ -86,7 +81,7 @@ class LatentTrainer(Trainer):
         **further: Any,
     ) -> None:
         if transformer_engine:
-            _seed_streams()
+            seed_streams()
         config = latent_config(kind, **(config or {}))
         spec = _spec(config, transformer_engine=transformer_engine)
         super().__init__(OPTIONS, config=config, spec=spec, **further)
@@ -112,7 +107,7 @@ class LatentHybridTrainer(rig.HybridTrainer):
             qk_layernorm = config.get("qk_layernorm", False)
             spec = megagraph.get_hybrid_stack_varlen_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
         else:
-            _seed_streams()
+            seed_streams()
         super().__init__(pattern="+-+-", spec=spec, config=config)
 
 
@@ -134,7 +129,7 @@ class ScatteredLatent(LatentTrainer):
         return model  # type: ignore[no-any-return]
 
 
-def pair_of(trainer: type[Trainer], **given: Any) -> rig.Pair:
+def pair_of(trainer: Callable[..., Trainer], **given: Any) -> rig.Pair:
     """Two of one kind and of the same weights."""
     pair = rig.Pair.__new__(rig.Pair)
     pair.eager, pair.graphed = trainer(**given), trainer(**given)

@@ -7,6 +7,7 @@ from typing import Any
 import moe_rig
 import parallel_jobs
 from megatron_rig import Micro, graph_config
+from streams import seed_streams
 from torch import distributed
 
 
@@ -29,14 +30,12 @@ def train_pair(
         plugin: further options.
         changes: of the model's config.
     """
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank, misfits=rank == misfits_on)
     runs = []
     with moe_rig.experts_on_cpu():
         for mode in ("eager", "graph"):
-            model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+            seed_streams()
             config = graph_config(mode=mode, cuda_graph_modules=scopes, **(plugin or {}))
             runs.append(moe_rig.run(config, "E-", steps, **changes))
     for index, (one, other) in enumerate(zip(runs[0].steps, runs[1].steps, strict=True)):

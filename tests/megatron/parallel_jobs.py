@@ -12,6 +12,7 @@ import megatron_rig as rig
 import torch
 from latent_rig import LatentTrainer
 from rl_rig import Offload
+from streams import seed_streams
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -110,11 +111,9 @@ def _run(
     evaluate_at: Collection[int],
     steps: list[list[rig.Micro]],
 ) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
     megagraph.install(config)
     try:
-        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        seed_streams()
         trainer = make()
         done, evaluated = [], []
         for index, micros in enumerate(steps):

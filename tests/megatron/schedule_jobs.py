@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks run that schedule their documents together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import context_jobs
+import context_models
 import megatron_rig as rig
+import moe_rig
 import torch
-from latent_rig import LatentTrainer
 from megatron.core import parallel_state
 from torch import Tensor, distributed
 
@@ -164,24 +165,24 @@ def _schedule(step: ScheduledStep, trainer: Trainer, *, eager: bool, forward_onl
 
 
 def _trained(
-    steps: Sequence[ScheduledStep], trainer: Trainer, *, eager: bool, evaluates: bool
+    steps: Sequence[ScheduledStep], trainer: Trainer, *, eager: bool, evaluates: bool, in_training: bool
 ) -> Iterator[rig.Step]:
     for index, step in enumerate(steps):
         trainer.zero_grad()
         losses = _schedule(step, trainer, eager=eager, forward_only=False)
-        yield rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
+        yield rig.Step(losses=losses, grads=context_models.left(trainer.chunk))
         trainer.update()
         if evaluates and index % 3 == 2:
-            trainer.model.eval()
-            with torch.no_grad():
+            trainer.model.train(in_training)
+            with torch.no_grad(), context_models.without_adapters(trainer.chunk):
                 losses = _schedule(steps[0], trainer, eager=eager, forward_only=True)
             trainer.model.train()
             yield rig.Step(losses=losses, grads={})
 
 
-def _alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Gradients of the mean loss of all tokens, each document by itself and without other ranks."""
-    params = dict(chunk.named_parameters())
+    params = {name: param for name, param in chunk.named_parameters() if param.requires_grad}
     sums = [torch.zeros_like(param) for param in params.values()]
     num_tokens = 0.0
     for document in documents:
@@ -201,6 +202,13 @@ def _alone(chunk: Any, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: total / num_tokens for name, total in zip(params, sums, strict=True)}
 
 
+def how_far(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """How far the farthest of some gradients is, over the largest entry of each; 0 where none is expected."""
+    far = ((grads[name] - grad).abs().max() / grad.abs().max() for name, grad in expected.items())
+    return float(max(far, default=0.0))
+
+
+@moe_rig.experts_on_cpu()
 def train_scheduled(
     *,
     lengths: list[list[list[int]]],
@@ -208,12 +216,13 @@ def train_scheduled(
     static: int = 1,
     forced: int | None = None,
     plugin: dict[str, Any] | None = None,
-    latent: str | None = None,
+    model: dict[str, Any] | None = None,
     evaluates: bool = False,
+    in_training: bool = False,
+    has_reference: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains eager and graphed on what is scheduled, and compares every step's bits.
-
 
     Args:
         lengths: of documents, by step and rank.
@@ -221,18 +230,22 @@ def train_scheduled(
         static: the model's own context-parallel size.
         forced: all are shared by as many.
         plugin: further options of the plugin.
-        latent: of `latent_rig.KINDS`, for multi-latent attention.
-        evaluates: the first step's packs after each third step, too.
+        model: arguments of `context_models.trainer()`.
+        evaluates: the first step's packs after each third step, too, without adapters.
+        in_training: the model is in training mode then, as hosts take log-probabilities.
+        has_reference: losses are sums over tokens alone, of which one process is asked, too.
         options: further ones of Megatron's config.
 
     Returns:
         `report` of the graphed run; `numbers`, the micro-batches of each step; `sizes`, those of this rank's
         packs, by step; `evaluated`, micro-batches of evaluations but the first one; and how far the first
         step's gradients are from those of one process that runs each document by itself, as a part of the
-        largest one of each (`off`; 0 where no process has a whole model). `num_sizes` may be shared.
+        largest one of each (`off`; 0 without a reference, or a process with a whole model). `num_sizes` may
+        be shared.
     """
-    if static > 1:
-        context_jobs.start(static, 1)
+    experts = options.get("expert_model_parallel_size", 1)
+    if static > 1 or experts > 1:
+        context_jobs.start(static, 1, experts)
         options["context_parallel_size"] = static
     groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
@@ -253,12 +266,13 @@ def train_scheduled(
     ]
 
     config = {"calculate_per_token_loss": True, **options}
-    make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config)
-    if latent is not None:
-        make = partial(LatentTrainer, kind=latent, config=config)
-    is_whole = static == parallel_state.get_tensor_model_parallel_world_size() == 1
+    make: Callable[..., Trainer] = partial(context_models.trainer, config=config, **(model or {}))
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    is_whole = has_reference and static == 1 and tensor_parallel == 1 and experts == 1
     of_first = [document for own in documents[0] for document in own] if is_whole else []
-    alone = _alone(make().chunk, of_first)
+    # Megatron's fused RoPE runs on GPUs alone, but for canonical packs.
+    unfused = partial(make, config={**config, "apply_rope_fusion": False})
+    expected = alone(unfused().chunk, of_first)
 
     capacity = {
         "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
@@ -274,7 +288,8 @@ def train_scheduled(
             steps = list(
                 ScheduledSteps(own, limits=limits, groups=groups, config=trainer.chunk.config, device=device)
             )
-            done = list(_trained(steps, trainer, eager=eager, evaluates=evaluates))
+            moe_rig.forget_metrics()
+            done = list(_trained(steps, trainer, eager=eager, evaluates=evaluates, in_training=in_training))
             return done, rig.report_of(trainer), steps
         finally:
             megagraph.uninstall()
@@ -283,12 +298,11 @@ def train_scheduled(
     graphed_steps, report, scheduled = run(False)
     for index, (eager, graphed) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
         rig.assert_same(eager, graphed, f"step {index}")
-    far = {name: float((eager_steps[0].grads[name] - grad).abs().max()) for name, grad in alone.items()}
     return {
         "report": report,
         "num_sizes": len({*cp_sizes, static}),
         "evaluated": len(scheduled[0]) * (len(scheduled) // 3 - 1) * evaluates,
         "numbers": [len(step) for step in scheduled],
         "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in scheduled],
-        "off": max(far[name] / float(grad.abs().max()) for name, grad in alone.items()) if is_whole else 0,
+        "off": how_far(eager_steps[0].grads, expected) if is_whole else 0.0,
     }

@@ -7,6 +7,8 @@ import torch
 from context_jobs import Heads
 from worlds import World
 
+pytestmark = pytest.mark.megatron
+
 # Over the largest entry: sums in another order, in float32 on the CPU; in bfloat16 on a GPU, where partial
 # gradients are rounded before they travel.
 BOUND = 2e-2 if torch.cuda.is_available() else 2e-6

@@ -65,8 +65,6 @@ def test_permuted_rows_of_padded_experts(world2: World) -> None:
     )
     for report, reason in zip(reports, ("TOO_MANY_SEQUENCES", "GROUP_DISAGREED"), strict=True):
         assert report["failures"] == []
-        # Rarely one call is not nested, for a cause that is not known yet; bits are compared all the same.
-        assert report["eager"].pop("NESTING", 0) <= 1
         assert report["eager"] == {"WARMING_UP": 3 * SITES, reason: 3 * SITES}
 
 

@@ -119,6 +119,20 @@ def test_a_longer_pack_replaces_buffers_that_no_graph_reads(install: Install) ->
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
 
+def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() -> None:
+    """Bug: buffers that came up stayed, and a layer looked changed."""
+    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    (embedding, *_) = _embeddings(trainer)
+    for name in list(embedding._buffers):
+        delattr(embedding, name)
+    before = {**vars(embedding)}, {**embedding._buffers}
+    block: Any = trainer.chunk.decoder
+    with LatentTables().answering(block, "a variant"):
+        tables = embedding.get_cached_cos_sin(40, dtype=torch.bfloat16, packed_seq=True)
+    assert all(table.size(0) == 40 for table in tables)
+    assert ({**vars(embedding)}, {**embedding._buffers}) == before
+
+
 def test_layers_that_are_captured_share_tables_of_their_own() -> None:
     trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
     block: Any = trainer.chunk.decoder

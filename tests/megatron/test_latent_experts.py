@@ -2,18 +2,15 @@
 """Layers of multi-latent attention with experts, with each set of scopes that they may have."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import moe_rig
 import pytest
-from latent_rig import OPTIONS, LatentTrainer, latent_config
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from context_models import LatentExpertTrainer
+from moe_rig import assert_same_step, expert_step
 from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
-from megagraph.demo.trainer import Trainer
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -27,33 +24,6 @@ SITES = {
     ("attn", "mlp", "moe_router"): 2,
     ("mlp",): 1,
 }
-
-
-class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
-    """A model of a layer with experts and a dense one, both with multi-latent attention."""
-
-    def __init__(self, kind: str, **changes: Any) -> None:
-        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-        config = {
-            **moe_rig.BASE,
-            **latent_config(kind),
-            "finalize_model_grads_func": self._finalize,
-            **changes,
-        }
-        self.counts = []
-        attention: dict[str, Any] = {
-            "multi_latent_attention": True,
-            "qk_layernorm": config.get("qk_layernorm", False),
-            "normalization": "RMSNorm",
-        }
-        layers = [
-            get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False, **attention),
-            get_gpt_layer_varlen_spec(**attention),
-        ]
-        norm = layers[0].submodules.input_layernorm
-        spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-        Trainer.__init__(self, OPTIONS, config=config, spec=spec)
 
 
 CELLS = [(scopes, "plain, RoPE") for scopes in SITES]

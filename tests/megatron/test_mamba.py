@@ -13,6 +13,7 @@ import moe_rig
 import pytest
 from mamba_rig import Documented, HybridExpertTrainer
 from megatron_rig import OPTIONS, HybridTrainer, Pair, graph_config
+from streams import seed_streams
 from test_moe import assert_same_run
 from torch import nn
 
@@ -41,13 +42,6 @@ MIXER = {"mamba_state_dim": 32, "mamba_head_dim": 32, "mamba_num_groups": 2}
 def _kernels() -> None:
     for package in ("mamba_ssm", "causal_conv1d"):
         pytest.importorskip(package)
-
-
-def seed_streams() -> None:
-    """First weights of mixers come from Megatron's streams."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
 class MixerTrainer(HybridTrainer):

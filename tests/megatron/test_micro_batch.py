@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a micro-batch that belong to no document: what leaves the block there, and what comes back."""
+"""What a micro-batch carries through the block: rows of no document, there and back; a mask."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +12,8 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.packs.packing import PackForm
 
 pytestmark = pytest.mark.megatron
 
@@ -59,3 +61,16 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
         assert torch.equal(out, found[0][0])
         assert_same(left, found[0][1])
     assert pair.report()["replays"] == (1 + 2) * LAYERS
+
+
+def test_a_block_that_is_called_again_has_the_later_mask() -> None:
+    """Bug: the first one stayed among what staging reads."""
+    batch = MicroBatch.__new__(MicroBatch)
+    offsets, hidden_states = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 1, 4)
+    batch.kind = Kind(PackForm(False, False, None), grad=False, state=0, has_mask=True)
+    batch.mask, batch.sources = None, [offsets]
+    for seed in range(2):
+        mask = torch.rand(1, 8, generator=torch.Generator().manual_seed(seed)) < 0.5
+        assert batch.take_mask(mask, hidden_states)
+        assert batch.sources[0] is offsets and torch.equal(batch.sources[1], mask)
+        assert len(batch.sources) == 2 and batch.mask is mask

@@ -8,6 +8,7 @@ from typing import Any
 import moe_rig
 import pytest
 from megatron_rig import graph_config, te_layer_spec
+from streams import seed_streams
 from test_moe import assert_same_run, steps_of
 
 from megagraph.config import GraphConfig
@@ -61,9 +62,7 @@ def block_spec(kinds: str, *, is_grouped: bool) -> Any:
 def run(
     config: GraphConfig, kinds: str, count: int, *, never_waits: bool = False, **changes: Any
 ) -> moe_rig.ExpertRun:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)  # of which its modules draw their weights
+    seed_streams()  # of which its modules draw their weights
     spec = block_spec(kinds, is_grouped=changes.get("moe_grouped_gemm", False))
     spec = with_grouped_experts(spec) if never_waits else spec
     return moe_rig.run(config, kinds, steps_of(count), spec=spec, **{**SIZES, **changes})

@@ -42,7 +42,6 @@ _BY_CONFIG = {
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
     "pipeline_model_parallel_size": (2, "pipeline parallelism"),
-    "hybrid_context_parallel": (True, "hybrid context parallelism"),
     "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
     "qk_clip": (True, "clipping of attention's queries and keys"),
     "log_max_attention_logit": (True, "logging of attention's largest logit"),
@@ -73,7 +72,12 @@ def test_an_option_that_is_not_built_is_refused_by_name(
 @pytest.mark.parametrize(
     "change, name",
     [
-        (lambda chunk: setattr(chunk.config, "num_moe_experts", 4), "experts"),
+        (
+            lambda chunk: vars(chunk.config).update(
+                num_moe_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
+            ),
+            "experts over several ranks that need equal rows",
+        ),
         (
             lambda chunk: setattr(chunk.decoder.layers[0].self_attention, "core_attention", nn.Identity()),
             "attention of class Identity",

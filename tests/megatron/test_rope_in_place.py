@@ -172,10 +172,12 @@ def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
     assert len(megatrons.calls) == 1
 
 
-def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back() -> None:
-    """It leaves rows past the last offset as it finds them."""
-    megatrons, group = Megatrons(newer=False), Rank(1, 0)
-    t, freqs, cu_seqlens = operands()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_fused_kernel_runs_and_its_tail_is_zero_there_and_back(ranks: int) -> None:
+    """It leaves rows past the last offset as it finds them. Offsets are those of all ranks."""
+    megatrons, group = Megatrons(newer=False), Rank(ranks, 0)
+    t, freqs, _ = operands()
+    cu_seqlens = canonical(*(ranks * end for end in ENDS))
     t.requires_grad_()
     out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=True), cu_seqlens, SCALE, group)
     (call,) = megatrons.calls

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import moe_rig
 import pytest
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, schedule
+from latent_rig import pair_of
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, schedule, step
 from torch import Tensor
 
 import megagraph
@@ -61,6 +64,37 @@ def test_what_is_garbage_is_collected_before_the_next_step(install: Install, sco
     _broken_step(pair.eager, is_eager=True)
     _broken_step(pair.graphed, is_eager=False)
     pair.step(ONE, TWO, times=2)
+    assert pair.report()["eager"] == before
+
+
+class _Lost(Exception):
+    pass
+
+
+def _raise_in_layer(trainer: Trainer, *, is_eager: bool) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise _Lost
+
+    with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", fail), pytest.raises(_Lost):
+        step(trainer, [ONE], eager=is_eager)
+
+
+@pytest.mark.parametrize("where", ["behind the layers", "in a layer"])
+def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: Install, where: str) -> None:
+    """Bug: the slot stayed taken, a step long, and where graphs hold collectives that was an error."""
+    install(cuda_graph_modules=("attn", "moe_router"))
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        pair = pair_of(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
+        pair.step(ONE, TWO, times=3)
+        before = pair.report()["eager"]
+        for trainer in pair.both:
+            is_eager = trainer is pair.eager
+            if where == "in a layer":
+                _raise_in_layer(trainer, is_eager=is_eager)
+            else:
+                _broken_step(trainer, is_eager=is_eager)
+        pair.step(ONE, TWO, times=2)
     assert pair.report()["eager"] == before
 
 

@@ -25,6 +25,7 @@ from megatron_rig import (
     te_layer_spec,
 )
 from rope_rig import canonical
+from streams import seed_streams
 from worlds import World
 
 import megagraph
@@ -45,9 +46,7 @@ Install = Callable[..., GraphConfig]
 @pytest.fixture(autouse=True)
 def seeded_streams() -> None:
     """Those of which Transformer Engine's modules draw their weights, whichever tests ran before."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    seed_streams()
 
 
 @pytest.fixture(autouse=True)

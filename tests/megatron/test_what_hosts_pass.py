@@ -114,6 +114,32 @@ def test_what_others_set_on_a_pack_is_on_the_pack_that_the_model_sees(install: I
     assert seen[0] is not params and seen[0].seq_lens == [9, 20]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OtherMicro(Micro):
+    """One whose pack is of a class of the host's, which is not made of a pack's fields alone."""
+
+    def params(self, device: torch.device) -> Any:
+        plain = super().params(device)
+
+        class Other(type(plain)):  # type: ignore[misc]
+            def __init__(self, further: str, **fields: Any) -> None:
+                super().__init__(**fields)
+                self.further = further
+
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        return Other("a host's", **fields)
+
+
+def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(install: Install) -> None:
+    """Bug: graphs were captured for packs of its class, which could not be made."""
+    install()
+    pair = Pair()
+    pair.step(ONE, _OtherMicro(lengths=(4,) * 9), times=3)
+    report = pair.report()
+    assert report["failures"] == [] and report["replays"] == 2 * LAYERS
+    assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
+
+
 def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
     """Bug: it shared graphs with no_grad(), whose buffers are no inference tensors."""
     trainer = trained(install)

@@ -5,16 +5,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 import waiting_jobs
 from worlds import World
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs, or none"
-    ),
-]
+pytestmark = pytest.mark.megatron
 
 
 @pytest.fixture

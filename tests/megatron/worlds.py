@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
-Over gloo on the CPU, over NCCL on as many GPUs. Core's imports take seconds, hence one set of processes for
-each number of ranks and session. Each function has process groups of its own: every group of gloo has threads
-that wake up a hundred times a second, and those of a session's groups together would take up the machine, so
-that ranks with too many of them give way to others.
+Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Core's imports take
+seconds, hence one set of processes for each number of ranks and session. Each function has groups of its
+own: every group of gloo has threads that wake up a hundred times a second, and those of a session's groups
+together would take up the machine, so that ranks with too many of them give way to others.
 Ranks that wait for one another for ever are a failure that says where.
 """
 
@@ -49,7 +49,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     torch.use_deterministic_algorithms(True)
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
+        take_gpu(rank, size)
         backend = "nccl"
     store = distributed.TCPStore("127.0.0.1", port, is_master=False)
     from megagraph.demo.cpu import megatron_on_cpu
@@ -73,6 +73,18 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
             free_models()  # which would keep the threads of their groups
+
+
+def take_gpu(rank: int, size: int) -> None:
+    """A GPU of this rank's own; where there are too few, one that ranks share.
+
+    NCCL refuses two ranks on a GPU of one host, so each is told that it is a host: what they send goes over
+    sockets, in the same collectives, captured in the same graphs.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < size:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+    torch.cuda.set_device(rank % num_gpus)
 
 
 def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]) -> Any:

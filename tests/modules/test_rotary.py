@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
-import importlib
 import itertools
-import warnings
 import weakref
-from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from offsets import offsets
 from torch import Tensor
 
 from megagraph.modules import RotaryTables
@@ -20,10 +18,6 @@ def frequencies(positions: int = 32, rotary_dim: int = 8) -> Tensor:
     inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
     return torch.cat((angles, angles), -1)[:, None, None, :]
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 # -- how long tables live ------------------------------------------------------------------------
@@ -172,13 +166,6 @@ class Rank:
 
     def rank(self) -> int:
         return self.cp_rank
-
-
-@pytest.fixture(scope="module")
-def rope_utils() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
-        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
 
 @pytest.mark.megatron

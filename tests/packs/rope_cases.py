@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, offsets and tables that the tests of rope_thd share."""
+"""Layouts and tables that the tests of rope_thd share."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import pytest
 import torch
+from offsets import offsets
 from torch import Tensor
 
 from megagraph.packs.ops import RopeLayout
@@ -17,10 +17,6 @@ LAYOUTS: dict[RopeLayout, dict[str, bool]] = {
     "mla_interleaved": {"mla_interleaved": True},
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def offsets(document_lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
 
 
 def without_empty_documents(document_lengths: list[int], device: str) -> Tensor:

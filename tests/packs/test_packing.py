@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Sequence
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offsets import offsets
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,10 +21,6 @@ from megagraph.packs.packing import PackForm, TailConvention, canonical_fields, 
 HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
 CAPACITY = Capacity(tokens=64, num_seqs=8, max_seqlen=64)
-
-
-def offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def pack_of(actual: Tensor, padded: Tensor | None = None, **changes: Any) -> Any:

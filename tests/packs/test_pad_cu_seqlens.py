@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offsets import offsets
 from torch import Tensor
 
 from megagraph.packs.ops import pad_cu_seqlens, pad_cu_seqlens_for_cuda_graph
 
 lengths = st.lists(st.sampled_from([0, 1, 2, 7, 100_000]), max_size=9)
-
-
-def offsets(document_lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
 
 
 @settings(deadline=None, max_examples=60)

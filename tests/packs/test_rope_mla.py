@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope_mla: bits of both roundings, gradients, tails, context parallelism, refusals."""
 
-import importlib
-import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -11,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rope_cases import Rank, frequencies, offsets, tables, without_empty_documents
+from offsets import offsets
+from rope_cases import Rank, frequencies, tables, without_empty_documents
 from torch import Tensor
 
 from megagraph.packs.latent_rope import Rotation
@@ -77,13 +76,6 @@ def summed(grads: Tensor) -> Tensor:
 
 
 # -- roundings -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def rope_utils() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
-        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
 
 @pytest.mark.megatron

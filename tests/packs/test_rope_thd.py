@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rope_cases import LAYOUTS, frequencies, layouts, offsets, tables
+from offsets import offsets
+from rope_cases import LAYOUTS, frequencies, layouts, tables
 from torch import Tensor
 
 from megagraph.packs.ops import rope_thd

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope_thd against Megatron's own unfused path, bit for bit."""
 
-import importlib
-import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rope_cases import Rank, frequencies, layouts, offsets, tables, without_empty_documents
+from offsets import offsets
+from rope_cases import Rank, frequencies, layouts, tables, without_empty_documents
 
 from megagraph.packs.ops import rope_thd
-
-
-@pytest.fixture(scope="session")
-def rope_utils() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without Transformer Engine its import warns
-        return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
 
 @pytest.mark.megatron

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_thd_partition_indices import offsets, zigzag
+from offsets import offsets
+from test_thd_partition_indices import zigzag
 
 from megagraph.packs.ops import thd_context_keys, thd_gathered_rows
 

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from offsets import offsets
 
 from megagraph.packs.ops import thd_partition_indices
-
-
-def offsets(document_lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
 
 
 def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -> list[int]:

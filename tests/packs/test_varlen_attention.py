@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from offsets import offsets
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,10 +20,6 @@ from megagraph.packs.ops import (
 # sums of up to 300 products in float32, and FlashAttention's bfloat16 probabilities.
 ERROR_UNITS = {"cpu": 32, "cuda": 8}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-
-
-def offsets(document_lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
 
 
 def inputs(rows: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-from itertools import accumulate
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offsets import offsets
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from megagraph.packs.ops import zero_tail
-
-
-def offsets(document_lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
 
 
 @settings(deadline=None, max_examples=80)

@@ -109,8 +109,8 @@ class Chain {
     Chain& chain_;
   };
 
-  // Whether begin() would raise because somebody keeps a tensor of every slot. Threads of a
-  // communicator let go of theirs a moment after the wait for it has ended.
+  // Whether begin() would raise because somebody keeps a tensor of every slot: Note [Other
+  // threads] in slot_ring.h.
   bool awaits_tensors() const {
     return holds_collectives_ && slots_->are_held() && !slots_->are_pending();
   }
@@ -129,7 +129,7 @@ class Chain {
   bool is_linked() const;
   // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
   // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
-  // several where is_linked(). On the current stream; never waits.
+  // several where is_linked(). On the current stream; never waits for the device.
   std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
                                     std::vector<at::Tensor>& outputs);
 

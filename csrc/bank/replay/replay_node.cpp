@@ -144,8 +144,9 @@ at::Tensor ReplayNode::handed_out(const at::Tensor& grad, int site,
 }
 
 variable_list ReplayNode::apply(variable_list&& grads) {
+  const bool are_transients_gone = slot_->await_transients();
   check_unchanged();
-  TORCH_CHECK(!slot_->has_transients(), "backward of site ", last_,
+  TORCH_CHECK(are_transients_gone, "backward of site ", last_,
               " while somebody holds an output that only what lies between two sites may read (",
               slot_->describe_holders(), "): its memory is used again");
   TORCH_CHECK(slot_->leave(first_, last_), "backward of site ", last_,

@@ -31,10 +31,11 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   TORCH_CHECK(current_ != nullptr, "site ", first,
               " was called outside a micro-batch of its chain");
   if (bank_->state.load() == BankState::kReleased) return EagerReason::kReleased;
-  const std::shared_ptr<Slot>& slot = current_;
+  // Copies: another thread may release the bank during a wait.
+  const std::shared_ptr<Slot> slot = current_;
   const int variant = slot->variant();
   const bool training = variants_[variant].training;
-  const auto& graphs = graphs_[variant][slot->index()];
+  const auto graphs = graphs_[variant][slot->index()];
   const SiteGraph* entry = graphs->sites[first].get();
   if (const auto reason = sites_[first]->why_eager(entry, training, inputs)) return reason;
   if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
@@ -44,7 +45,11 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
       inputs.front().const_data_ptr() != entry->boundaries.inputs.front().const_data_ptr()) {
     return EagerReason::kNesting;
   }
-  if (!slot->enter(first, last)) return EagerReason::kNesting;
+  if (!slot->enter(first, last)) {
+    if (!slot->await_stray_transients()) return EagerReason::kNesting;
+    if (bank_->state.load() == BankState::kReleased) return EagerReason::kReleased;
+    if (!slot->enter(first, last)) return EagerReason::kNesting;
+  }
   if (poison_ && first > 0 && graphs->sites[first - 1] != nullptr) {
     const Launch launch(device_);
     const at::NoGradGuard no_grad;

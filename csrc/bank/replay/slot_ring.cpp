@@ -23,6 +23,8 @@ bool Slot::lease(int variant, bool training) {
   variant_ = variant;
   training_ = training;
   notice_ = Notice::kUnknown;
+  is_patient_ = is_patient_ || !has_met_transients_;
+  has_met_transients_ = false;
   holders_ = 1;
   return true;
 }
@@ -102,7 +104,7 @@ void Slot::release_tensor(int site, LeaseKind kind) {
     --num_gradients_;
     return release_holders(lock);
   }
-  if (kind == LeaseKind::kTransient) --num_transients_;
+  if (kind == LeaseKind::kTransient && --num_transients_ == 0) no_transients_.notify_all();
   --outputs_[site];
   while (top_output_ >= 0 && outputs_[top_output_] == 0) --top_output_;
   // Without a backward, a site is live while somebody may read its output.
@@ -117,9 +119,18 @@ bool Slot::is_held(int site) const {
   return nodes_[site] > 0 || outputs_[site] > 0 || gradients_[site] > 0;
 }
 
-bool Slot::has_transients() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return num_transients_ > 0;
+bool Slot::await_transients(std::chrono::milliseconds patience) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return no_transients_.wait_for(lock, patience, [this] { return num_transients_ == 0; });
+}
+
+bool Slot::await_stray_transients() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto are_gone = [this] { return num_transients_ == 0; };
+  if (are_gone()) return true;
+  has_met_transients_ = true;
+  is_patient_ = is_patient_ && no_transients_.wait_for(lock, kPatience, are_gone);
+  return are_gone();
 }
 
 bool Slot::is_free() const {

@@ -18,8 +18,16 @@
 // the forward was captured: every later pass may write there. So nobody may hold one when a pass
 // runs. What a site behind a gap is given, and the gradients on both sides of a gap, are written
 // right before the pass that reads them, and need no rule.
+//
+// Note [Other threads]
+// A communicator's worker (gloo's) wakes those who wait for it and lets go of what it has sent only
+// then. On a busy machine that takes milliseconds, in which the host may have come to the next
+// site. So a tensor that is in the way is waited for, up to kPatience: by a backward always, since
+// it would raise; by a forward unless somebody keeps such tensors on purpose.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -31,6 +39,9 @@ namespace megagraph {
 
 // What a tensor over a boundary buffer is.
 enum class LeaseKind : uint8_t { kOutput, kTransient, kGradient };
+
+// For a thread that has no core yet; short, since what somebody keeps is to be told.
+constexpr std::chrono::milliseconds kPatience(200);
 
 // One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds
 // the lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
@@ -66,8 +77,12 @@ class Slot {
   void release_tensor(int site, LeaseKind kind);
   // Whether the backward of `site` is to come, or somebody may read a tensor of it.
   bool is_held(int site) const;
-  // Whether somebody may read a transient output.
-  bool has_transients() const;
+  // Whether nobody may read a transient output, once other threads have had their moment: Note
+  // [Other threads]. Call these without the GIL.
+  bool await_transients(std::chrono::milliseconds patience = kPatience);
+  // The same where somebody may keep a tensor in each micro-batch, which would then wait in each: a
+  // wait in vain is the last one, until a micro-batch has met none in its way.
+  bool await_stray_transients();
 
   bool is_free() const;
   // Whether a backward is still to come.
@@ -94,7 +109,9 @@ class Slot {
   std::vector<int> live_;                             // sites, ascending
   std::vector<int32_t> outputs_, gradients_, nodes_;  // holders by site
   int64_t num_gradients_ = 0, num_transients_ = 0;
-  int top_output_ = -1;  // the last site whose output is held
+  std::condition_variable no_transients_;
+  bool is_patient_ = true, has_met_transients_ = false;  // the latter: of this lease
+  int top_output_ = -1;                                  // the last site whose output is held
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
 

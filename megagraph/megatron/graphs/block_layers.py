@@ -14,6 +14,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
 from megagraph.megatron.parallel.groups import ModelGroups
+from megagraph.megatron.scopes.leftovers import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.keys import keys_of
 from megagraph.megatron.watch.layers import LayerWatch
@@ -49,6 +50,10 @@ class BlockLayers:
         model = self._model()
         assert model is not None
         return model
+
+    def forget_calls(self) -> None:
+        """Drops what layers keep of calls whose backward will not come."""
+        forget_calls(self._live().decoder.layers)
 
     def follow(self) -> bool:
         """Looks at the block. Returns whether it has other layers than before."""

@@ -40,12 +40,8 @@ class Capacities:
 
     def __init__(self, config: GraphConfig, cp_size: int = 1, cp_sizes: Sequence[int] = (1,)) -> None:
         self.cp_size = cp_size
-        largest = max(cp_sizes)
         known = {
-            size: tuple(
-                _bounded(each, size) if size < largest else each for each in config.all_capacities(size)
-            )
-            for size in cp_sizes
+            size: tuple(_bounded(each, size) for each in config.all_capacities(size)) for size in cp_sizes
         }
         self.by_cp_size: Mapping[int, Sequence[Capacity]] = known if any(known.values()) else {}
         self._cp_sizes = tuple(cp_sizes)

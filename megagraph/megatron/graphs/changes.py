@@ -14,7 +14,7 @@ from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
-from megagraph.megatron.graphs.shared_kinds import kinds_of_all
+from megagraph.megatron.graphs.shared_kinds import SharedKinds
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Changes"]
@@ -44,6 +44,7 @@ class Changes:
         self._peers = peers
         self._kinds = kinds
         self._states = states
+        self._shared = SharedKinds(peers)
         self._has_moved = False  # without an announcement: what moves once moves again
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
@@ -100,8 +101,9 @@ class Changes:
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
         is_eager = runs_eager or self.reason is not None
-        flags = changed is not None, is_eager, self.gradients_reason is not None
-        has_changed, is_eager_anywhere, is_without_anywhere, *heard = self._peers.exchange(
+        context = self._peers.context
+        flags = changed is not None, is_eager, self.gradients_reason is not None, not context.is_whole
+        has_changed, is_eager_anywhere, is_without_anywhere, is_broken, *heard = self._peers.exchange(
             [*map(int, flags), *said]
         )
         if said:
@@ -112,6 +114,11 @@ class Changes:
             self.gradients_reason = _DISAGREED
         if has_changed:
             self._drop(is_partial)
+        if is_broken and context.is_whole:
+            # Those ranks have dropped theirs: a pack that they share with this one is in no graph there.
+            context.give_up()
+            self.drop_everything()
+            log.warning("other ranks have destroyed a group of theirs alone: nothing is captured any more")
 
     def due_anywhere(self, can_capture: bool) -> set[Kind]:
         """What is captured now, the same on all ranks; nothing while they want different graphs.
@@ -121,9 +128,12 @@ class Changes:
         """
         due = self._due_now() if self._kinds.due and can_capture else set()
         if self._peers.run_other_packs:
-            chain = self._block.chain
-            is_free = not (chain.holders() or torch.is_inference_mode_enabled())
-            return kinds_of_all(due, self._peers, can_capture=can_capture and is_free)
+            # What others have met is captured here as well, so whatever keeps a capture back does so first.
+            block = self._block
+            is_held = torch.is_inference_mode_enabled() or bool(block.chain.holders())
+            can_capture = can_capture and not is_held and block.has_memory(grad=False)
+            has_gradients = self.gradients_reason is None and block.has_memory(grad=True)
+            return self._shared.of_all(due, can_capture=can_capture, has_gradients=has_gradients)
         if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
             return set()
@@ -144,8 +154,9 @@ class Changes:
     def _clean_up(self) -> None:
         """After a step that raised: frees what is left of it, where the error and its frames are garbage."""
         self.has_raised = False
-        chain = self._block.chain
+        chain, layers = self._block.chain, self._block.layers
         if chain.holders():
+            layers.forget_calls()
             gc.collect()
         if holders := chain.holders():
             log.warning("a step that raised has left tensors that somebody holds: %s", holders)

@@ -46,9 +46,14 @@ class Decider(_C.Decider):
         key = functools.partial(_key, masks_tail)
         super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
         self._capacities = capacities
-        if context.is_dynamic:
-            self.set_groups({size: context.of_size(size) for size in context.sizes})
+        self.heed_groups(context)
         self.follow()
+
+    def heed_groups(self, context: ContextRanks) -> None:
+        """Takes note of the groups by which packs are known that name theirs. Before steps."""
+        if context.is_dynamic:
+            context.look_up()
+            self.set_groups(dict(context.by_size()))
 
     def follow(self) -> None:
         """Takes note of capacities that were learned."""

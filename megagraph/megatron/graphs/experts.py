@@ -6,35 +6,20 @@ from typing import Any
 from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
+from megagraph.megatron.parallel.experts import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of, is_told, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
-__all__ = ["has_experts", "need_equal_rows", "rows_are_samples", "why_not_experts"]
+__all__ = ["rows_are_samples", "why_not_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
-# Over several ranks: what takes as many rows from each of them.
-_NEED_EQUAL_ROWS = (
-    ("moe_token_dispatcher_type", "allgather"),
-    ("moe_pad_expert_input_to_capacity", True),
-)
 # (config attribute, value that is fine, what it is called)
 _UNSUPPORTED = (
     ("expert_tensor_parallel_size", 1, "each over several ranks"),
     ("moe_router_fusion", False, "whose router is fused, and takes no padding mask"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
-
-
-def has_experts(config: Any) -> bool:
-    """Whether a model's config asks for experts in some layer."""
-    return getattr(config, "num_moe_experts", None) is not None
-
-
-def need_equal_rows(config: Any) -> bool:
-    """Whether a model's experts are spread over ranks from each of which they take as many rows."""
-    is_spread = has_experts(config) and config.expert_model_parallel_size > 1
-    return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
 
 
 def rows_are_samples(params: Any) -> bool:

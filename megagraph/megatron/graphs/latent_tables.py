@@ -54,8 +54,10 @@ def _put_back(embedding: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(embedding).update(attributes)
-        embedding._buffers.update(buffers)
+        for now, before in ((vars(embedding), attributes), (embedding._buffers, buffers)):
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
 
 
 _Answers = dict[Hashable, Any]

@@ -261,8 +261,9 @@ class MicroBatch:
         """
         if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
-        self.mask = mask
-        self.sources = [*sources_of(self.params, self.kind.form, self.kind.cp_size), mask.contiguous()]
+        before = self.sources if self.mask is None else self.sources[:-1]  # a block may be called again
+        self.mask, self.sources = mask, [*before, mask.contiguous()]
+        self._canonical_mask = None
         return True
 
     def canonical_mask(self) -> Tensor | None:

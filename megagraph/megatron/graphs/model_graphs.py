@@ -18,21 +18,20 @@ from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.equal_rows import NEEDS_MEGATRONS, EqualRows, equal_rows_of
-from megagraph.megatron.graphs.experts import has_experts, rows_are_samples
+from megagraph.megatron.graphs.experts import rows_are_samples
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
+from megagraph.megatron.parallel.experts import has_experts
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.megatron.seams import PACKED_SEQ_PARAMS
+from megagraph.megatron.watch.states import LEFT_OUT
 
-__all__ = ["CAPTURED_LATER", "ModelGraphs"]
-
-_WARMING_UP = EagerReason.WARMING_UP
-# Reasons of micro-batches whose kind is to be captured although they ran as they were given.
-CAPTURED_LATER = (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
+__all__ = ["ModelGraphs"]
 
 
 class ModelGraphs:
@@ -70,7 +69,7 @@ class ModelGraphs:
         self._config = config
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
-        self.peers = Peers(model, config.cp_sizes)
+        self.peers = Peers(model, config.cp_sizes, LEFT_OUT)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self._capacities = Capacities(config, context.size, context.sizes)
         self.block = BlockBank(model, ddp, self.peers, config, progress)
@@ -84,14 +83,14 @@ class ModelGraphs:
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
         self._failures: list[str] = []
-        self._refuse(refusal_of(model, ddp, self.block.scopes))
+        self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
         if self.refusal is None:
             self._capacities.check(self.tensor.rows)
             self.equal_rows = equal_rows_of(model, self._capacities, config.tail, self._tables)
         self._learners = self.peers if self.equal_rows is None else self.equal_rows.ranks
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
-        self._params_type: type[Any] | None = None
+        self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
         self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
         self.changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self.refusal is None and config.mode == "graph":
@@ -106,8 +105,6 @@ class ModelGraphs:
             self.view.refuse(refusal.sentence)
             self.decider.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
-
-    # -- micro-batches ---------------------------------------------------------------------------
 
     def why_not(self, params: Any, tokens: int) -> EagerReason | None:
         """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
@@ -141,7 +138,7 @@ class ModelGraphs:
         if isinstance(key, EagerReason):
             return key
         if not entries.are_settled:
-            return _WARMING_UP
+            return EagerReason.WARMING_UP
         capacity, kind = key
         params = self.view.of_layers(params) if self.view.is_on else params
         is_plain = is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
@@ -152,7 +149,7 @@ class ModelGraphs:
         if capacity is None:
             self._capacities.observe(params, tokens, kind.cp_size)
             self._unlearned = kind, params, mask if has_mask else None
-            return _WARMING_UP
+            return EagerReason.WARMING_UP
         in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
         is_off = is_skipped or in_mode_eager
         reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
@@ -163,7 +160,7 @@ class ModelGraphs:
         if left_eager is not None:
             why = EagerReason.DISABLED if is_off else left_eager
             return batch.as_given(why) if entries.are_megatrons else why
-        return batch if entries.are_megatrons or self._has_constants(batch) else _WARMING_UP
+        return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
 
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
@@ -175,10 +172,16 @@ class ModelGraphs:
             self.entries.fail(failure)
         return failure is None
 
+    def learns_from(self, reason: EagerReason) -> bool:
+        """Whether a micro-batch that no graph takes shows what its block is called with."""
+        # Its kind is to be captured although it runs as it was given; or others' kinds are.
+        is_captured_later = reason in (EagerReason.WARMING_UP, EagerReason.SIGNATURE_CHANGED)
+        return is_captured_later or (self._rows is None and self.peers.run_other_packs)
+
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
         reason = reason if self.refusal is None else self.refusal.reason
-        if reason in CAPTURED_LATER and hidden_states is not None:
+        if hidden_states is not None and self.learns_from(reason):
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             if self._unlearned is not None:
                 self.verifier.keep_as_given(*self._unlearned, hidden_states)
@@ -223,8 +226,6 @@ class ModelGraphs:
         else:
             self.block.count_eager(batch.reason)
 
-    # -- steps -----------------------------------------------------------------------------------
-
     def look_for_ddp(self, models: Sequence[nn.Module]) -> None:
         """Looks in `models` of a schedule for the DDP around it, unknown to a forward before its step."""
         model = None if self.block.has_ddp else self._model()
@@ -234,7 +235,7 @@ class ModelGraphs:
         self.block.adopt_ddp(ddp)
         self._kinds.forget_graphs()
         if self.refusal is None:
-            self._refuse(refusal_of(model, ddp, self.block.scopes))
+            self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
@@ -265,6 +266,7 @@ class ModelGraphs:
             self._settle_entries()
         if self.view.is_on:
             self.view.follow()
+            self.decider.heed_groups(self.peers.context)
         if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
@@ -295,7 +297,7 @@ class ModelGraphs:
         return not self.changes.keep_training_eager and any(kind.grad for kind in self._kinds.captured)
 
     def _capture(self, due: set[Kind]) -> None:
-        assert self._rows is not None and self._params_type is not None
+        assert self._rows is not None
         kinds, states = self._kinds, self._states
         self.block.drop_states(dropped := states.to_drop(kinds.states_with_graphs()))
         kinds.forget_states(dropped)
@@ -313,12 +315,10 @@ class ModelGraphs:
             with about(self.name):
                 self._kinds.log_passed_over(in_vain)
 
-    # -- life ------------------------------------------------------------------------------------
-
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
         if self.peers.use(group):
-            self.peers.leave()
+            self.peers.leave(group)
             self.changes.drop_everything()
 
     def release(self) -> None:

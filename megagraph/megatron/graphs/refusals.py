@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.config import graph_modules
+from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.experts import has_experts, why_not_experts
+from megagraph.megatron.graphs.experts import why_not_experts
+from megagraph.megatron.parallel.sharing import why_not_shared
 from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import Asked, broken_rule
@@ -23,7 +24,7 @@ from megagraph.megatron.seams import (
     replaced_latent_rope,
     replaced_rope,
 )
-from megagraph.modules import VarlenAttention
+from megagraph.packs.packing import TailConvention
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -42,6 +43,7 @@ class Refusal:
         return said
 
 
+_BY_DEFAULT = GraphConfig()
 # (config attribute, value that is fine, what it is called)
 _UNSUPPORTED = (
     ("fp8", None, "fp8"),
@@ -49,7 +51,6 @@ _UNSUPPORTED = (
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
-    ("hybrid_context_parallel", False, "hybrid context parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
     ("qk_clip", False, "clipping of attention's queries and keys"),
     ("log_max_attention_logit", False, "logging of attention's largest logit"),
@@ -108,18 +109,26 @@ def scopes_of(model_config: Any, ours: Collection[str]) -> Collection[str]:
     return ours
 
 
-def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] = ()) -> Refusal | None:
+def refusal_of(
+    model: nn.Module,
+    ddp: nn.Module | None,
+    scopes: Collection[str] = (),
+    options: GraphConfig = _BY_DEFAULT,
+) -> Refusal | None:
     """The first thing in a model that graphs do not support yet, or None.
 
     Args:
         model: the GPTModel or HybridModel.
         ddp: Megatron's DDP around it, or None.
         scopes: what of each layer is graphed; none for whole layers.
+        options: the plugin's.
     """
     config: Any = model.config
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _not_supported(f"{name} ({attribute}={getattr(config, attribute)!r})")
+    if config.hybrid_context_parallel and not options.cp_sizes:
+        return _not_supported("hybrid context parallelism (hybrid_context_parallel=True) without cp_sizes")
     ddp_config: Any = getattr(ddp, "ddp_config", None)
     for attribute, name in _DDP_UNSUPPORTED:
         if getattr(ddp_config, attribute, False):
@@ -131,7 +140,7 @@ def refusal_of(model: nn.Module, ddp: nn.Module | None, scopes: Collection[str] 
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
-    refusal = refusal or _refusal_of_context(model)
+    refusal = refusal or _refusal_of_context(model, options.tail)
     if refusal is not None:
         return refusal
     experts = why_not_experts(config, block)
@@ -163,24 +172,17 @@ def _refusal_of_prediction(model: Any) -> Refusal | None:
     return None
 
 
-def _refusal_of_context(model: Any) -> Refusal | None:
+def _refusal_of_context(model: Any, tail: TailConvention) -> Refusal | None:
     """What ranks cannot share packs in, or None where they share none."""
-    config = model.config
-    if config.context_parallel_size == 1:
+    size = model.config.context_parallel_size
+    if size == 1:
         return None
-    kinds = {
-        "experts": has_experts(config),
-        "Mamba layers": any(map(is_mamba, model.decoder.modules())),
-        "multi-token prediction": getattr(model, "mtp", None) is not None,
-    }
-    cores = (getattr(module, "core_attention", None) for module in model.decoder.modules())
-    others = {type(core).__name__ for core in cores if not isinstance(core, VarlenAttention | None)}
-    kinds |= {f"attention of class {name}": True for name in sorted(others)}
-    for name, is_there in kinds.items():
-        if is_there:
-            where = f"context_parallel_size={config.context_parallel_size}"
-            return _not_supported(f"{name} with context parallelism ({where})")
-    return None
+    why = why_not_shared(model)
+    if why is None and tail is TailConvention.EXTEND_LAST:
+        why = f"tail={tail.value!r}"  # of a longer document a rank has other rows
+    if why is None:
+        return None
+    return _not_supported(f"{why} with context parallelism (context_parallel_size={size})")
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:

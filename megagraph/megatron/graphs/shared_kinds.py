@@ -9,33 +9,60 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from megagraph.log import log
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.packing import PackForm
 
-__all__ = ["kinds_of_all"]
+__all__ = ["SharedKinds"]
 
-_WAITS = "waits"
+_WAITS, _WITHOUT = "waits", "-"  # cannot capture; cannot where gradients are recorded
+_PATIENCE = 20  # steps in which another rank cannot capture until this one says so
 
 
-def kinds_of_all(due: Iterable[Kind], peers: Peers, *, can_capture: bool) -> set[Kind]:
-    """What is due on any rank, in every size. Every rank asks equally often.
+class SharedKinds:
+    """What is due on any rank, in every size.
 
     Args:
-        due: here.
         peers: the ranks.
-        can_capture: this rank can; where one cannot, nothing is due.
     """
-    said = peers.gather(_said(due) if can_capture else _WAITS)
-    if _WAITS in said:
-        return set()
-    return {
-        kind._replace(cp_size=size)
-        for kinds in said
-        for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
-        for size in peers.context.sizes
-        if size == 1 or not kind.rows_are_positions  # which no shared pack is
-    }
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers, self._context = peers, peers.context
+        self._waited = 0  # steps in a row
+
+    def of_all(self, due: Iterable[Kind], *, can_capture: bool, has_gradients: bool) -> set[Kind]:
+        """Kinds that all capture now. Every rank asks equally often.
+
+        Args:
+            due: here.
+            can_capture: this rank can; where one cannot, nothing is due.
+            has_gradients: main gradients have memory; where those of one rank have none, none of the kinds
+                is due that record gradients.
+        """
+        can_capture = can_capture and self._context.is_whole
+        here = (_said(due) if has_gradients else _WITHOUT + _said(due)) if can_capture else _WAITS
+        said = self._peers.gather(here)
+        waiting = [rank for rank, kinds in enumerate(said) if kinds == _WAITS]
+        wanted = [kinds.removeprefix(_WITHOUT) for kinds in said if kinds != _WAITS]
+        self._waited = self._waited + 1 if waiting and any(wanted) and can_capture else 0
+        if self._waited == _PATIENCE:
+            log.warning(
+                "a capture has waited for %d steps: rank %s of those that may share packs cannot capture. "
+                "It has run no pack yet, or something holds its graphs, or its memory or a group is away",
+                _PATIENCE,
+                ", ".join(map(str, waiting)),
+            )
+        if waiting:
+            return set()
+        return {
+            kind._replace(cp_size=size)
+            for kinds in wanted
+            for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
+            for size in self._context.sizes
+            if size == 1 or not kind.rows_are_positions  # which no shared pack is
+            if not kind.grad or not any(each.startswith(_WITHOUT) for each in said)
+        }
 
 
 def _said(kinds: Iterable[Kind]) -> str:

@@ -12,19 +12,30 @@ What runs in the backward does not look there: ops keep the group they ran with,
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import distributed, nn
 
+from megagraph import _C
+from megagraph.log import log
 from megagraph.megatron.parallel.context import ContextRanks
-from megagraph.modules import VarlenAttention
+from megagraph.megatron.parallel.groups import COLLECTIONS
+from megagraph.megatron.parallel.shared_metrics import counted_as_shared_by
+from megagraph.megatron.parallel.sharing import why_not_shared_by_any_number
+from megagraph.megatron.seams import router_losses_count_ranks
 
 __all__ = ["ContextView"]
 
-_COLLECTIONS = ("pg_collection", "_pg_collection")
-_SIZE = "context_parallel_size"
+# Of a module: its group; a router's, over which it adds up its losses; and beside the group of Transformer
+# Engine's attention, its ranks in the job and a stream.
+_GROUP, _OF_LOSSES, _RANKS, _STREAM = "cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream"
+_OF_MODULES = (_GROUP, _OF_LOSSES, _RANKS, _STREAM)
+# Of a config: the number of ranks, and how much routers' losses weigh.
+_SIZE, _WEIGHTS = "context_parallel_size", ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 class ContextView:
@@ -33,28 +44,59 @@ class ContextView:
     Args:
         model: a GPTModel or HybridModel; held weakly.
         ranks: its context-parallel ranks.
+        left_out: attributes that change without a meaning for it.
 
     Raises:
         ValueError: for what would not look where this shows them, naming it.
     """
 
-    def __init__(self, model: nn.Module, ranks: ContextRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, model: nn.Module, ranks: ContextRanks, left_out: Collection[str] = ()) -> None:
+        self._ranks, self._left_out = ranks, left_out
         self._model = weakref.ref(model)
         self.is_on = ranks.is_dynamic
-        self._places: list[tuple[weakref.ref[Any], str]] = []
+        self._shows_others = ranks.sizes != (ranks.size,)
+        # csrc/python/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
+        self._watch: _C.StateWatch | None = None
+        self._state = 0
+        self._places: Sequence[tuple[Any, str]] = ()
+        self._why_not: str | None = None
+        self._stream: torch.cuda.Stream | None = None
         self.follow()
+        config: Any = model.config
+        if self._shows_others and not config.calculate_per_token_loss:
+            log.warning(
+                "cp_sizes: losses are means of micro-batches (calculate_per_token_loss=False): packs weigh "
+                "alike however many tokens they hold"
+            )
 
     def follow(self) -> None:
-        """Looks for modules that were replaced since. Before steps.
+        """Looks for modules, and what they look in, that were replaced since. Before steps.
 
         Raises:
             ValueError: as the constructor does.
         """
         model = self._model()
-        if model is not None and any(size != self._ranks.size for size in self._ranks.sizes):
-            _check(model)
-            self._places = [(weakref.ref(owner), name) for owner, name in _places_in(model)]
+        if model is None or not self.is_on:
+            return
+        if self._watch is None or self._watch.now(True) != self._state:
+            self._look(model)
+        if self._shows_others:
+            self._check()
+
+    def _look(self, model: Any) -> None:
+        modules = [weakref.ref(module) for module in model.modules()]
+        block = weakref.ref(model.decoder)
+        watch = _C.StateWatch(modules, block, self._left_out, lambda _hook: True, [])
+        self._places = list(_places_in(model))
+        self._why_not = why_not_shared_by_any_number(model)
+        self._watch, self._state = watch, watch.now(True)
+
+    def _check(self) -> None:
+        if self._why_not is not None:
+            raise ValueError(
+                "cp_sizes: expected a model that can run packs of several context-parallel sizes, got "
+                f"{self._why_not}"
+            )
 
     def refuse(self, what: str) -> None:
         """Raises `ValueError` for a model that graphs do not take, where eager may not see its ranks.
@@ -62,7 +104,7 @@ class ContextView:
         Args:
             what: keeps it eager, in words.
         """
-        if self._places:
+        if self.is_on and self._shows_others:
             raise ValueError(f"cp_sizes: expected a model that graphs take, got: {what}")
 
     def of_layers(self, params: Any) -> Any:
@@ -80,7 +122,7 @@ class ContextView:
     @contextlib.contextmanager
     def of_size(self, cp_size: int) -> Iterator[None]:
         """Around what runs for ranks of the model's group of a size."""
-        with self._showing(cp_size, self._ranks.of_size(cp_size)):
+        with self._showing(cp_size, self._ranks.of_size(cp_size), leaves_metrics=False):
             yield
 
     @contextlib.contextmanager
@@ -95,63 +137,93 @@ class ContextView:
             yield
 
     @contextlib.contextmanager
-    def _showing(self, cp_size: int, group: distributed.ProcessGroup | None) -> Iterator[None]:
-        is_own = cp_size == 1 or group is None or group is self._ranks.own_group()
-        if not self.is_on or (cp_size == self._ranks.size and is_own):
+    def _showing(
+        self, cp_size: int, group: distributed.ProcessGroup | None, *, leaves_metrics: bool = True
+    ) -> Iterator[None]:
+        if not self.is_on or self._ranks.are_own(cp_size, group):
             yield
             return
-        if not self._places:
-            raise ValueError(f"expected packs of cp_sizes {self._ranks.sizes}, got one of {cp_size} ranks")
+        self._check()
         shown = _alone() if cp_size == 1 else group
         if shown is None or shown.size() != cp_size:
             found = "none" if shown is None else f"one of {shown.size()} ranks"
             raise ValueError(f"expected a cp_group of local_cp_size {cp_size}, got {found}")
-        owners = [(vars(owner), name) for place, name in self._places if (owner := place()) is not None]
+        times = cp_size / self._ranks.size
+        found_owners = ((_owner(held), name) for held, name in self._places)
+        owners = [(vars(owner), name) for owner, name in found_owners if owner is not None]
         before = [values[name] for values, name in owners]
         try:
             for values, name in owners:
-                values[name] = cp_size if name == _SIZE else shown
-            yield
+                values[name] = self._value(name, values[name], shown, times)
+            losses = (value for (_, name), value in zip(owners, before, strict=True) if name == _OF_LOSSES)
+            own = next((group for group in losses if group is not None), None)
+            counted = counted_as_shared_by(own, shown, times if leaves_metrics else 1)
+            with contextlib.nullcontext() if own is None else counted:
+                yield
         finally:
             for (values, name), value in zip(owners, before, strict=True):
                 values[name] = value
 
+    def _value(self, name: str, value: Any, shown: distributed.ProcessGroup, times: float) -> Any:
+        if name == _SIZE:
+            return shown.size()
+        if name in _WEIGHTS:
+            return _scaled(value, times)
+        if name == _RANKS:
+            return distributed.get_process_group_ranks(shown) if shown.size() > 1 else None
+        if name == _STREAM:
+            return self._second_stream() if shown.size() > 1 else None
+        return shown
 
-def _alone() -> distributed.ProcessGroup:
-    """A group of this rank, for what asks for its size and its place and no more."""
-    return distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
+    def _second_stream(self) -> torch.cuda.Stream:
+        """Beside the one that a module runs on: for attention of other ranks' keys."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+
+def _owners_in(module: nn.Module) -> Iterator[tuple[Any, Collection[str]]]:
+    """What a module may look for ranks in, and under which names."""
+    values = vars(module)
+    yield module, _OF_MODULES
+    for name in COLLECTIONS:
+        yield values.get(name), ("cp",)
+    config = values.get("config")
+    weighs = getattr(config, "calculate_per_token_loss", False) and not router_losses_count_ranks()
+    yield config, (_SIZE, *_WEIGHTS) if weighs else (_SIZE,)
 
 
 def _places_in(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Where modules look for the ranks, each place once: groups, and their number."""
-    met: set[int] = set()
+    met: set[tuple[int, str]] = set()
     for module in model.modules():
-        collections = [vars(module).get(name) for name in _COLLECTIONS]
-        for owner, name in (
-            *((collection, "cp") for collection in collections),
-            (module, "cp_group"),
-            (getattr(module, "config", None), _SIZE),
-        ):
-            if owner is not None and id(owner) not in met and name in vars(owner):
-                met.add(id(owner))
-                yield owner, name
+        for owner, names in _owners_in(module):
+            for name in names:
+                if name in getattr(owner, "__dict__", ()) and (id(owner), name) not in met:
+                    met.add((id(owner), name))
+                    yield _held(owner), name
 
 
-def _check(model: nn.Module) -> None:
-    """Names the first thing that does not look for its ranks where others do."""
-    config: Any = model.config
-    cores = (getattr(module, "core_attention", None) for module in model.modules())
-    others = sorted({type(core).__name__ for core in cores if not isinstance(core, VarlenAttention | None)})
-    found = {
-        **{f"attention of class {name}": True for name in others},
-        "Mamba layers": any(hasattr(module, "mixer") for module in model.modules()),
-        "experts": getattr(config, "num_moe_experts", None) is not None,
-        "multi-token prediction": getattr(model, "mtp", None) is not None,
-        f"recompute_granularity={config.recompute_granularity!r}": config.recompute_granularity is not None,
-    }
-    for name, is_there in found.items():
-        if is_there:
-            raise ValueError(
-                "cp_sizes: expected a model that can run packs of several context-parallel sizes (dense "
-                f"layers with megagraph's VarlenAttention, nothing recomputed), got {name}"
-            )
+def _scaled(weight: Any, times: float) -> Any:
+    """Of one loss, of several, or of none."""
+    if weight is None:
+        return None
+    return [each * times for each in weight] if isinstance(weight, list) else weight * times
+
+
+def _held(owner: Any) -> Any:
+    """A weak reference, or itself where there can be none, as to a host's own config."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return owner
+
+
+def _owner(held: Any) -> Any:
+    return held() if isinstance(held, weakref.ref) else held
+
+
+@functools.cache
+def _alone() -> distributed.ProcessGroup:
+    """A group of this rank, for what asks for its size and its place and no more."""
+    return distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show

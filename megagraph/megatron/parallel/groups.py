@@ -26,10 +26,10 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
 
-__all__ = ["HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
+__all__ = ["COLLECTIONS", "HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
 
 Ranks = frozenset[int]
-_COLLECTIONS = ("pg_collection", "_pg_collection")
+COLLECTIONS = ("pg_collection", "_pg_collection")  # attributes of modules that hold groups
 _USED_OF_COLLECTIONS = ("tp", "cp")
 # Of a router of experts, which has one loss that is reduced over data-parallel ranks.
 _OF_GLOBAL_LOSS = "tp_dp_cp_group"
@@ -83,7 +83,7 @@ def _attributes(owner: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, distributed.ProcessGroup):
             if _is_used(name, owner):
                 yield name, value
-        elif name in _COLLECTIONS:
+        elif name in COLLECTIONS:
             for used in _USED_OF_COLLECTIONS:
                 yield f"{name}.{used}", getattr(value, used, None)
 

@@ -10,7 +10,7 @@ same way (megagraph/megatron/graphs/equal_rows.py).
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class Peers(AskingRanks):
     Args:
         model: a GPTModel or HybridModel, with its process groups made.
         cp_sizes: by how many ranks its packs may be shared, where each says so itself.
+        left_out: attributes of its modules that Megatron changes without a meaning for who shares them.
 
     Attributes:
         groups: the model's process groups.
@@ -106,15 +107,18 @@ class Peers(AskingRanks):
         run_other_packs: some of them may do so at the same time.
     """
 
-    def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, cp_sizes: Sequence[int] = (), left_out: Collection[str] = ()
+    ) -> None:
         self.groups = ModelGroups(model)
         self.tensor = TensorRanks(model, self.groups)
         self.context = ContextRanks(self.groups, cp_sizes)
-        self.view = ContextView(model, self.context)
+        self.view = ContextView(model, self.context, left_out)
         self.run_other_packs = self.context.is_dynamic
-        super().__init__(
-            _ranks_of_stage if self.context.is_dynamic else self.groups.ranks, "run the same packs"
-        )
+        if self.run_other_packs:
+            super().__init__(_ranks_of_stage, "may share packs")
+        else:
+            super().__init__(self.groups.ranks, "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
 
     def rank(self) -> int:
@@ -172,7 +176,12 @@ class Peers(AskingRanks):
         used = (*self.groups.known(), *self.context.known(), *self._held.values())
         return any(group is each for each in used)
 
-    def leave(self) -> None:
-        """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up."""
+    def leave(self, group: Any) -> None:
+        """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up.
+
+        Args:
+            group: that one; None and the world are every group.
+        """
         self.let_go()
         self.groups.forget()
+        self.context.leave(group)

@@ -17,7 +17,8 @@ from torch.nn import functional
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.model_graphs import CAPTURED_LATER, ModelGraphs
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.parallel.tensor import TensorRanks
 from megagraph.megatron.patch.output_processor import ROW_LISTS, OnGivenRows
 from megagraph.megatron.patch.stages import standing_in
@@ -58,11 +59,11 @@ class ForwardWrappers:
             if entries.model.acting is not level and not entries.model.takes(level):
                 return original(model, *args, **kwargs)
             entries.model.reached += 1
-            run = original
+            run, params = original, get("packed_seq_params")
             if graphs.view.is_on:
-                run = _seeing(graphs, get("packed_seq_params"), original, places)
+                given, params = params, as_pack(params, ids, hidden_states)
+                run = _seeing(graphs, given, params, original, places)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-            params = get("packed_seq_params")
             is_bare = plugin.is_bare(graphs)
             batch: MicroBatch | EagerReason | None = graphs.why_not(params, tokens) if is_bare else None
             is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
@@ -94,7 +95,7 @@ class ForwardWrappers:
                 args, kwargs = _padded(batch, given_arguments)
                 if shown is not None:
                     shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
-            elif entries.are_settled and batch not in CAPTURED_LATER:
+            elif entries.are_settled and not graphs.learns_from(batch):
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None
                 if graphs.running is None and not is_step:
@@ -188,17 +189,16 @@ class ForwardWrappers:
 
 
 def _seeing(
-    graphs: ModelGraphs, params: Any, original: Callable[..., Any], places: Mapping[str, int]
+    graphs: ModelGraphs, given: Any, pack: Any, original: Callable[..., Any], places: Mapping[str, int]
 ) -> Callable[..., Any]:
-    """A model's forward with the ranks that share a pack (`params`) all around; its own pack names none."""
+    """A model's forward with the ranks of a pack all around. It gets the pack, without them, for `given`."""
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        given = Arguments(places, args, kwargs)
-        pack = given.get("packed_seq_params")
-        if pack is params and pack is not None:
-            given.put("packed_seq_params", graphs.view.of_layers(pack))
-        with graphs.view.of_pack(params):
-            return original(model, *given.args, **given.kwargs)
+        arguments = Arguments(places, args, kwargs)
+        if pack is not None and arguments.get("packed_seq_params") is given:
+            arguments.put("packed_seq_params", graphs.view.of_layers(pack))
+        with graphs.view.of_pack(pack):
+            return original(model, *arguments.args, **arguments.kwargs)
 
     return run
 

@@ -15,6 +15,7 @@ from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
 from megagraph.megatron.patch.documents import wrap_documents
+from megagraph.megatron.patch.engine_attention import wrap_engine_attention
 from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers
 from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
@@ -57,6 +58,8 @@ class _Installation:
         self._wrap(seams.LATENT_ROPE, wrap_rope)
         self._wrap(seams.LATENT_QUERY_ROPE, wrap_query_rope)
         self._wrap(seams.LATENT_KEY_ROPE, wrap_key_rope)
+        for attention in seams.engine_seams():
+            self._wrap(attention, wrap_engine_attention)
         experts = ExpertWrappers(plugin)
         self._wrap(seams.ROUTER_FORWARD, experts.router)
         self._wrap(seams.ROUTING, experts.routing)

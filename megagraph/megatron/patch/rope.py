@@ -10,37 +10,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megagraph.megatron.graphs.positions import rows_are_positions
+from megagraph.megatron.patch.tails import end_of_rows, without_gradient_tail, without_tail
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
 
 __all__ = ["wrap_rope"]
 
 _INTERLEAVED = "mla_rotary_interleaved"
-
-
-class _Untailed(torch.autograd.Function):
-    """Passes a tensor on as it is; rows of its gradient past the last offset become zero."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, cu_seqlens: Tensor) -> Tensor:
-        ctx.save_for_backward(cu_seqlens)
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (cu_seqlens,) = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        torch.ops.megagraph.zero_tail_([grad], cu_seqlens)
-        return grad, None
-
-
-def _without_gradient_tail(t: Tensor, cu_seqlens: Tensor) -> Tensor:
-    out: Tensor = _Untailed.apply(t, cu_seqlens)  # type: ignore[no-untyped-call]  # torch's
-    return out
 
 
 def _as_one_document(cu_seqlens: Tensor) -> Tensor:
@@ -73,22 +52,20 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         further = {name for name, value in rest.items() if value}
         if cu_seqlens is None or are_rows is None or not further <= {_INTERLEAVED}:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
+        cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         if config.apply_rope_fusion:
             # The fused kernel leaves rows past the last offset as it finds them, there and back.
-            rotated = original(
-                _without_gradient_tail(t, cu_seqlens), freqs, config, cu_seqlens, mscale, cp_group
-            )
-            with torch.no_grad():
-                torch.ops.megagraph.zero_tail_([rotated], cu_seqlens)
-            return rotated
+            end = end_of_rows(cu_seqlens, cp_size)
+            rotated = original(without_gradient_tail(t, end), freqs, config, cu_seqlens, mscale, cp_group)
+            return without_tail(rotated, end)
         return tables.rotate(
             t,
             freqs,
             _as_one_document(cu_seqlens) if are_rows else cu_seqlens,
             layout=layout_of(config, _INTERLEAVED in further),
             mscale=mscale,
-            cp_size=1 if cp_group is None else cp_group.size(),
-            cp_rank=0 if cp_group is None else cp_group.rank(),
+            cp_size=cp_size,
+            cp_rank=cp_rank,
         )
 
     return apply_rotary_pos_emb

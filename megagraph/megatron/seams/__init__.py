@@ -5,6 +5,7 @@ A seam is checked by its signature when the plugin is installed; what is missing
 then, not in the middle of a run.
 """
 
+from megagraph.megatron.seams.engine import ENGINE_ATTENTION, engine_seams, is_engine_attention
 from megagraph.megatron.seams.experts import (
     DISPATCH_PREPROCESS,
     EXPERT_BIAS,
@@ -17,9 +18,12 @@ from megagraph.megatron.seams.experts import (
     ROUTER_FORWARD,
     ROUTING,
     SAVING_GROUP,
+    metric_group,
     moe_metrics,
     permutation_sorts,
     replaced_choice,
+    router_losses_count_ranks,
+    set_metric_group,
 )
 from megagraph.megatron.seams.hybrid import (
     HYBRID_FORWARD,
@@ -50,6 +54,7 @@ from megagraph.megatron.seams.models import (
     hybrid_groups,
     replaced_latent_rope,
     replaced_rope,
+    static_group,
 )
 from megagraph.megatron.seams.release import SUPPORTED, check_core
 from megagraph.megatron.seams.seam import Seam, is_replaced
@@ -61,6 +66,7 @@ __all__ = [
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
     "DISPATCH_PREPROCESS",
+    "ENGINE_ATTENTION",
     "EXPERT_BIAS",
     "EXPERT_CHOICE",
     "EXPERT_FORWARD",
@@ -89,14 +95,20 @@ __all__ = [
     "SUPPORTED",
     "Seam",
     "check_core",
+    "engine_seams",
     "has_latent_attention",
     "hybrid_groups",
     "hybrid_seams",
+    "is_engine_attention",
     "is_replaced",
+    "metric_group",
     "moe_metrics",
     "packs_say_documents",
     "permutation_sorts",
     "replaced_choice",
     "replaced_latent_rope",
     "replaced_rope",
+    "router_losses_count_ranks",
+    "set_metric_group",
+    "static_group",
 ]

@@ -24,15 +24,23 @@ __all__ = [
     "ROUTER_FORWARD",
     "ROUTING",
     "SAVING_GROUP",
+    "metric_group",
     "moe_metrics",
     "permutation_sorts",
     "replaced_choice",
+    "router_losses_count_ranks",
+    "set_metric_group",
 ]
 
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 ROUTING = Seam(module=_ROUTER_MODULE, path="TopKRouter.routing", parameters=("logits", "padding_mask"))
 # What routers that are told what to choose are called through.
 ROUTER_FORWARD = Seam(module=_ROUTER_MODULE, path="TopKRouter.forward", parameters=("input", "padding_mask"))
+_ROUTER_LOSSES = Seam(
+    module=_ROUTER_MODULE,
+    path="TopKRouter.attach_and_log_load_balancing_loss",
+    parameters=("activation", "aux_loss_coeff", "aux_loss"),
+)
 EXPERT_BIAS = Seam(
     module=_ROUTER_MODULE,
     path="TopKRouter._apply_expert_bias",
@@ -77,7 +85,7 @@ PERMUTATION = Seam(
     parameters=("tokens", "routing_map", "probs", "num_out_tokens", "fused", "drop_and_pad"),
 )
 EXPERT_SEAMS = (
-    *(ROUTER_FORWARD, ROUTING, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
+    *(ROUTER_FORWARD, ROUTING, _ROUTER_LOSSES, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
     *(MLP_FORWARD, EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
 )
 
@@ -94,6 +102,18 @@ def permutation_sorts() -> bool:
 
 
 @functools.cache
+def router_losses_count_ranks() -> bool:
+    """Whether a router's losses per token are multiplied by the number of ranks that share a pack.
+
+    Up to 0.16 they are not: each rank adds its part of the tokens times its part of the loss.
+    """
+    return "tp_cp_group" in inspect.unwrap(_ROUTER_LOSSES.function()).__code__.co_names
+
+
+_GROUP = "reduce_group"
+
+
+@functools.cache
 def _metrics_module() -> tuple[Any, bool]:
     """Where the metrics of experts are, and whether the module is theirs alone, as in later releases."""
     try:
@@ -102,9 +122,33 @@ def _metrics_module() -> tuple[Any, bool]:
         return importlib.import_module("megatron.core.transformer.moe.moe_utils"), False
 
 
+def _metrics() -> Mapping[str, Any]:
+    """What Megatron keeps of each, by name: an object, or a dictionary up to 0.16."""
+    module, is_own = _metrics_module()
+    found: Mapping[str, Any] = (
+        module.get_moe_metrics_tracker().metrics if is_own else module.get_moe_layer_wise_logging_tracker()
+    )
+    return found
+
+
 def moe_metrics() -> Mapping[str, Tensor]:
     """Megatron's metrics of experts as they are now, by name, each [layers]."""
-    module, is_own = _metrics_module()
-    if not is_own:
-        return {name: found["values"] for name, found in module.get_moe_layer_wise_logging_tracker().items()}
-    return {name: found.values for name, found in module.get_moe_metrics_tracker().metrics.items()}
+    return {
+        name: metric["values"] if isinstance(metric, dict) else metric.values
+        for name, metric in _metrics().items()
+    }
+
+
+def metric_group(name: str) -> Any:
+    """The process group over which one of them is added up; None where it is not."""
+    metric = _metrics()[name]
+    return metric.get(_GROUP) if isinstance(metric, dict) else getattr(metric, _GROUP)
+
+
+def set_metric_group(name: str, group: Any) -> None:
+    """Has one of them added up over another process group."""
+    metric = _metrics()[name]
+    if isinstance(metric, dict):
+        metric[_GROUP] = group
+    else:
+        setattr(metric, _GROUP, group)

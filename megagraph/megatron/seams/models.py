@@ -31,6 +31,7 @@ __all__ = [
     "hybrid_groups",
     "replaced_latent_rope",
     "replaced_rope",
+    "static_group",
 ]
 
 _SCHEDULE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")
@@ -177,9 +178,9 @@ def has_latent_attention(model: nn.Module) -> bool:
 
 
 def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
-    """This rank's groups of some sizes that share packs, as far as Megatron has them: by size.
+    """This rank's groups of Megatron's hybrid context parallelism, as far as it has any: by size.
 
-    Those of its hybrid context parallelism, and the group of its static one.
+    Its packs name them; that of all ranks is the one of data and context parallelism. Some may be destroyed.
 
     Args:
         cp_sizes: how many ranks may share a pack.
@@ -188,10 +189,13 @@ def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
     for size in cp_sizes:
         with contextlib.suppress(KeyError):
             found[size] = ask(check_initialized=False, group_size=size)
-    static = PACK_GROUPS["cp"].function()(check_initialized=False)
-    if static is not None and static.size() in cp_sizes:
-        found[static.size()] = static
     return found
+
+
+def static_group() -> Mapping[int, Any]:
+    """This rank's group of Megatron's context parallelism that is the same for all packs, by its size."""
+    group = PACK_GROUPS["cp"].function()(check_initialized=False)
+    return {} if group is None else {group.size(): group}
 
 
 def replaced_rope(seam: Seam) -> str | None:

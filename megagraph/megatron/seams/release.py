@@ -4,6 +4,7 @@
 import importlib
 
 from megagraph.log import log
+from megagraph.megatron.seams.engine import engine_seams
 from megagraph.megatron.seams.experts import EXPERT_SEAMS
 from megagraph.megatron.seams.hybrid import MIXER_DOCUMENTS, hybrid_seams, packs_say_documents
 from megagraph.megatron.seams.models import MODEL_SEAMS
@@ -32,7 +33,7 @@ def check_core() -> str:
         ) from error
     hybrid = hybrid_seams() or ()
     documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
-    seams = (*MODEL_SEAMS, *EXPERT_SEAMS, *hybrid, *documents)
+    seams = (*MODEL_SEAMS, *EXPERT_SEAMS, *engine_seams(), *hybrid, *documents)
     problems = [problem for seam in seams if (problem := seam.problem()) is not None]
     if problems:
         raise RuntimeError(

@@ -149,7 +149,8 @@ class States:
             self._num += 1
         for group in reversed(self._of_group):
             if group[self._rank] == own:
-                self._of_group.move_to_end(group)
+                if self._compares_calls or self._size == 1:  # ranks of other packs call in another order
+                    self._of_group.move_to_end(group)
                 return self._of_group[group]
         return _NOBODY
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors between two sites that another thread lets go of a little later.
+
+Bug: a worker of gloo wakes those who wait for it before it lets go of what it has sent. On a busy machine a
+rank came to the next site meanwhile, and that ran eager.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from bank_pair import ROWS, WIDTH, Block, new_bank, variant
+from torch import Tensor, nn
+
+from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
+from megagraph.bank.sites import EagerPart, SiteSpec
+
+SECONDS = 0.05  # until the other thread lets go
+PATIENCE = 0.2  # as in csrc/bank/replay/slot_ring.h
+
+
+class Sender(nn.Module):
+    """What it hands out for others to read in between is kept as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.kept: list[Tensor] = []
+        self.keeps = self.lets_go = True  # of what is handed out; what `send()` keeps, later
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states, and some that are sent."""
+        out = self.first(hidden)
+        return out, out * 2
+
+    def join(self, sent: tuple[Tensor, Tensor]) -> Tensor:
+        """Needs neither for its backward."""
+        if self.keeps:
+            self.kept.append(sent[1].detach())
+        return sent[0] + sent[1]
+
+    def send(self, sent: tuple[Tensor, Tensor]) -> Tensor:
+        """As `join()`; another thread lets go of what is kept."""
+        out = self.join(sent)
+        if self.lets_go:
+            threading.Timer(SECONDS, self.kept.clear).start()
+        return out
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """One tensor to one tensor."""
+        out: Tensor = self.second(hidden)
+        return out
+
+
+@pytest.fixture
+def sender(device: str) -> Iterator[Sender]:
+    made = Sender().to(device)
+    yield made
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+
+
+def captured(
+    sender: Sender,
+    part: Callable[[Sender, tuple[Tensor, Tensor]], Tensor],
+    *,
+    training: bool,
+    ends: bool = False,
+) -> tuple[Bank, Chain]:
+    """Graphs with a part between them that stays eager; the last step if the chain `ends` there."""
+    first = SiteSpec(name="split", module=sender, forward=Sender.split, parts=("first",), transient=(1,))
+    last = SiteSpec(name="finish", module=sender, forward=Sender.finish, parts=("second",))
+    between = EagerPart(name="part", module=sender, forward=part)
+    bank = new_bank(next(sender.parameters()).device.type)
+    chain = bank.add_chain([first, between] if ends else [first, between, last])
+    bank.capture({chain: [variant(training=training)]})
+    assert not bank.failures
+    sender.kept.clear()
+    return bank, chain
+
+
+def run(sender: Sender, chain: Chain, *, training: bool) -> Tensor:
+    hidden = torch.randn(ROWS, WIDTH, device=next(sender.parameters()).device, requires_grad=training)
+    with torch.set_grad_enabled(training), chain.micro_batch("train") as reason:
+        assert reason is None
+        return chain(hidden)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_next_site_waits_a_moment(sender: Sender, training: bool) -> None:
+    bank, chain = captured(sender, Sender.send, training=training)
+    for _ in range(3):
+        out = run(sender, chain, training=training)
+        if training:
+            out.sum().backward()
+        del out
+    assert {name: count for name, count in bank.counters().items() if count} == {"calls": 6, "replays": 6}
+
+
+def test_a_backward_waits_a_moment(sender: Sender) -> None:
+    """It raised, as its memory would be written while somebody reads it."""
+    _bank, chain = captured(sender, Sender.send, training=True, ends=True)
+    for _ in range(3):
+        run(sender, chain, training=True).sum().backward()
+        assert not sender.kept
+
+
+def test_who_keeps_a_tensor_is_waited_for_once(sender: Sender) -> None:
+    bank, chain = captured(sender, Sender.join, training=False)
+    seconds = []
+    for _ in range(6):
+        start = time.monotonic()
+        run(sender, chain, training=False)
+        seconds.append(time.monotonic() - start)
+        sender.kept.clear()
+    assert bank.counters()["NESTING"] == 6
+    assert min(seconds[1:]) < PATIENCE <= seconds[0]
+
+
+def test_a_wait_in_vain_is_forgotten_after_a_micro_batch_that_met_nobody(sender: Sender) -> None:
+    """Bug: a thread that was very late once made every later race run eager."""
+    bank, chain = captured(sender, Sender.send, training=False)
+    for keeps, lets_go in ((True, False), (False, False), (True, True), (True, True)):
+        sender.keeps, sender.lets_go = keeps, lets_go
+        run(sender, chain, training=False)
+        sender.kept.clear()
+    assert bank.counters()["NESTING"] == 1
+
+
+def test_a_backward_waits_again_after_a_wait_in_vain(sender: Sender) -> None:
+    """Bug: it did not, and ended the training."""
+    _bank, chain = captured(sender, Sender.send, training=True, ends=True)
+    sender.lets_go = False
+    with pytest.raises(RuntimeError, match="while somebody holds an output"):
+        run(sender, chain, training=True).sum().backward()
+    sender.kept.clear()
+    sender.lets_go = True
+    for _ in range(3):
+        run(sender, chain, training=True).sum().backward()
+        assert not sender.kept

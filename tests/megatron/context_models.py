@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose packs ranks share, of each kind of layer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megatron_rig as rig
+import moe_rig
+from host_calls_rig import AdaptedLinear, adapt
+from latent_rig import OPTIONS, LatentTrainer, latent_config
+from moe_rig import ExpertTrainer
+from streams import seed_streams
+from torch import nn
+
+from megagraph.demo.trainer import Trainer
+from megagraph.megatron.specs import (
+    get_gpt_block_varlen_spec,
+    get_gpt_layer_varlen_spec,
+    with_grouped_experts,
+)
+
+# Of experts as larger models have them.
+MANY_KINDS = {
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+_FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hidden_size": 64}
+
+
+def trainer(
+    *,
+    latent: str | None = None,
+    experts: bool = False,
+    grouped: bool = False,
+    engine: bool = False,
+    adapters: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Trainer:
+    """A model of two layers.
+
+    Args:
+        latent: of `latent_rig.KINDS`, for multi-latent attention.
+        experts: in the first layer.
+        grouped: these never wait for the device.
+        engine: of Transformer Engine's modules.
+        adapters: in each MLP, and all else frozen.
+        config: further fields of Megatron's config.
+    """
+    given = config or {}
+    if adapters:
+        return AdaptedTrainer(rig.OPTIONS, config=given)
+    if engine:
+        seed_streams()
+    if not experts:
+        if latent is not None:
+            return LatentTrainer(kind=latent, config=given, transformer_engine=engine)
+        qk_layernorm = given.get("qk_layernorm", False)
+        if engine:
+            spec = rig.te_layer_spec(qk_layernorm=qk_layernorm)
+            return Trainer(rig.OPTIONS, config={"normalization": "RMSNorm", **given}, spec=spec)
+        spec = get_gpt_block_varlen_spec(
+            rig.transformer_config(rig.OPTIONS, **given), qk_layernorm=qk_layernorm
+        )
+        return Trainer(rig.OPTIONS, config=given, spec=spec)
+    given = {**(_FOR_ENGINE if engine else {}), **given}
+    if latent is None:
+        spec = {"spec": _block(engine=engine)} if engine else {}
+        if grouped:
+            spec = {"spec": with_grouped_experts(moe_rig.block_spec("E-"))}
+        return ExpertTrainer("E-", **spec, **given)
+    return LatentExpertTrainer(latent, engine=engine, **given)
+
+
+class AdaptedTrainer(Trainer):
+    """A model that is frozen but for the adapters of its MLPs."""
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        chunk = super().make_chunk(config, spec)
+        adapt(chunk)
+        return chunk
+
+
+@contextmanager
+def without_adapters(chunk: nn.Module) -> Iterator[None]:
+    """Around passes of a model with its adapters, if any, switched off, as hosts do it for a reference."""
+    adapted = [module for module in chunk.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module._adapter_enabled = False
+    yield
+    for module in adapted:
+        module._adapter_enabled = True
+
+
+class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
+    """A model of a layer with experts and a dense one, both with multi-latent attention.
+
+    Args:
+        kind: of `latent_rig.KINDS`.
+        engine: of Transformer Engine's modules.
+        changes: further fields of Megatron's config.
+    """
+
+    def __init__(self, kind: str, *, engine: bool = False, **changes: Any) -> None:
+        config = {
+            **moe_rig.BASE,
+            **latent_config(kind),
+            "finalize_model_grads_func": self._finalize,
+            **changes,
+        }
+        self.counts = []
+        attention: dict[str, Any] = {
+            "multi_latent_attention": True,
+            "qk_layernorm": config.get("qk_layernorm", False),
+        }
+        Trainer.__init__(self, OPTIONS, config=config, spec=_block(engine=engine, **attention))
+
+
+def _block(*, engine: bool, **attention: Any) -> Any:
+    """Of a layer with experts and a dense one."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layers = [
+            rig.te_layer_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=True, **attention),
+            rig.te_layer_spec(**attention),
+        ]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+    attention["normalization"] = "RMSNorm"
+    layers = [
+        get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False, **attention),
+        get_gpt_layer_varlen_spec(**attention),
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=layers[0].submodules.input_layernorm)
+
+
+def left(chunk: Any) -> dict[str, Any]:
+    """Gradients, and what routers have recorded since; that begins anew."""
+    return {**rig.grads(chunk), **{f"metric {name}": values for name, values in moe_rig.metrics().items()}}

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run under the hybrid scheduler of megatron-core itself: one document in each micro-batch.
+
+It deals documents out in sub-steps with a barrier behind each. Within one, ranks run different numbers of
+micro-batches, and some of them share theirs. What surrounds it is the release's, too: its groups, the wrapper
+of its data loader, and the function that cuts a document to a rank's rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import megatron_rig as rig
+import torch
+from latent_rig import LatentTrainer
+from megatron.core import parallel_state, utils
+from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
+from megatron.core.packed_seq_params import PackedSeqParams
+from schedule_jobs import alone, how_far, text
+from streams import seed_streams
+from torch import Tensor, distributed
+
+import megagraph
+from megagraph.demo.trainer import Trainer
+
+TOKENS = rig.CAPACITY.tokens
+
+
+def start(context_parallel: int = 1) -> int:
+    """Makes Megatron's groups anew, with those of hybrid context parallelism.
+
+    Returns:
+        How many ranks share each layer, now as before.
+    """
+    tensor_parallel: int = parallel_state.get_tensor_model_parallel_world_size()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        context_parallel_size=context_parallel,
+        hybrid_context_parallel=True,
+    )
+    seed_streams()
+    return tensor_parallel
+
+
+def _sample(documents: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What a data set of packed samples yields: documents in a row, and where they end."""
+    lengths = torch.tensor([document["tokens"].numel() for document in documents])
+    sample = {name: torch.cat([document[name] for document in documents]) for name in documents[0]}
+    positions = [torch.arange(int(length)) for length in lengths]
+    sample["position_ids"] = torch.cat(positions).to(sample["tokens"].device)
+    sample["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    return sample
+
+
+def _on_all_tensor_ranks(sample: Any) -> Any:
+    """The scheduler hands data to one of the ranks that share layers; a host sends it to the others."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return sample
+    sent = [sample]
+    distributed.broadcast_object_list(sent, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    return sent[0]
+
+
+def _cut(sample: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    """This rank's rows of a document and its pack, as the release makes them."""
+    size = int(sample.pop("local_cp_size"))
+    if hasattr(utils, "get_batch_on_this_hybrid_cp_rank"):
+        return utils.get_batch_on_this_hybrid_cp_rank(sample, size)
+    # Since then a host makes the pack, of offsets that it has added to the batch.
+    length = sample["tokens"].numel()
+    batch: dict[str, Any] = {name: rows[None] for name, rows in sample.items()}
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=batch["tokens"].device)
+    batch |= {"cu_seqlens": offsets[None], "local_cp_size": torch.tensor([size]), "hybrid_cp_group": None}
+    batch = utils.get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=True,
+        cp_group=parallel_state.get_context_parallel_group(),
+        hybrid_cp_group_func=parallel_state.get_hybrid_data_context_parallel_groups,
+    )
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        local_cp_size=size,
+        cp_group=batch["hybrid_cp_group"],
+    )
+    return batch, params
+
+
+def _forward_step(data: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple[Tensor, Any]:
+    batch, params = _cut(_on_all_tensor_ranks(None if data is None else dict(next(data))))
+    losses = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        packed_seq_params=params,
+    )
+
+    def sums(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss = (losses.float() * batch["loss_mask"]).sum()
+        return loss, batch["loss_mask"].sum().int(), {"loss": loss.detach().clone()}
+
+    return losses, sums
+
+
+class _Steps:
+    """Steps as the release's scheduler deals them out, and what this rank has had of each.
+
+    Args:
+        documents: of each step and rank of data parallelism.
+        config: the model's.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[Sequence[dict[str, Tensor]]]], config: Any) -> None:
+        rank = parallel_state.get_data_parallel_rank()
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        batches = iter([[_sample(of_ranks[rank])] for of_ranks in documents]) if is_first else None
+        self._wrapped = HybridCPDataLoaderWrapper(batches, config)
+        self._place = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self.sizes: list[list[int]] = []  # of this rank's micro-batches, by step
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, groups = next(self._wrapped)
+        if groups is not None:
+            sharers = [
+                [sum(number in others for others in group) for number in group[self._place]]
+                for group in groups
+            ]
+            self.sizes.append([size for of_group in sharers for size in of_group])
+        return batch, groups
+
+
+def _schedule(steps: Iterator[Any], trainer: Trainer, *, eager: bool, forward_only: bool) -> list[Tensor]:
+    """Megatron's own schedule, which takes a whole step at once. Returns the loss of each micro-batch."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
+        found = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=steps,
+            model=[trainer.model],
+            num_microbatches=1,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return [loss["loss"] for loss in found]
+
+
+def _trained(steps: _Steps, number: int, trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
+    """Every third step is an evaluation."""
+    for index in range(number):
+        if index % 3 == 2:
+            trainer.model.eval()
+            with torch.no_grad():
+                losses = _schedule(steps, trainer, eager=eager, forward_only=True)
+            trainer.model.train()
+            yield rig.Step(losses=losses, grads={})
+        else:
+            trainer.zero_grad()
+            losses = _schedule(steps, trainer, eager=eager, forward_only=False)
+            yield rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
+            trainer.update()
+
+
+def _documents(lengths: list[list[list[int]]], device: torch.device) -> list[list[list[dict[str, Tensor]]]]:
+    """Other ones in each place, by step and rank."""
+    return [
+        [
+            [text(100 * step + 10 * rank + place, length, device) for place, length in enumerate(own)]
+            for rank, own in enumerate(of_ranks)
+        ]
+        for step, of_ranks in enumerate(lengths)
+    ]
+
+
+def train(
+    *,
+    lengths: list[list[list[int]]],
+    cp_sizes: tuple[int, ...],
+    static: int = 1,
+    latent: str | None = None,
+    ddp: dict[str, Any] | None = None,
+    plugin: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains eager and graphed under the release's hybrid scheduler, and compares every step's bits.
+
+    Args:
+        lengths: of documents, by step and rank of data parallelism.
+        cp_sizes: by how many ranks the plugin lets packs be shared.
+        static: the model's own context-parallel size.
+        latent: of `latent_rig.KINDS`, for multi-latent attention.
+        ddp: further fields of the config of Megatron's DDP.
+        plugin: its capacities; by default one, of a document.
+        options: further ones of Megatron's config.
+
+    Returns:
+        `report` of the graphed run; `sizes`, those of this rank's micro-batches, by step, where its rank of
+        tensor parallelism is given any; and how far the first step's gradients are from those of one process
+        that runs each document by itself, as a part of the largest one of each (`off`; 0 where no process
+        has a whole model).
+    """
+    tensor_parallel = start(static)
+    config = {
+        "calculate_per_token_loss": True,
+        "hybrid_context_parallel": True,
+        "max_seqlen_per_dp_cp_rank": TOKENS,
+        "tensor_model_parallel_size": tensor_parallel,
+        "context_parallel_size": static,
+        **options,
+    }
+    make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
+    if latent is not None:
+        make = partial(LatentTrainer, kind=latent, config=config, ddp=ddp)
+    bare = make()
+    documents = _documents(lengths, bare.device)
+    is_whole = tensor_parallel == static == 1
+    expected = alone(bare.chunk, [each for own in documents[0] for each in own] if is_whole else [])
+
+    capacity = {
+        "capacities": (),
+        "max_seqlen_per_dp_cp_rank": TOKENS,
+        "cuda_graph_max_packed_seqs": (1,),
+    }
+
+    def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[list[int]]]:
+        megagraph.install(rig.graph_config(cp_sizes=cp_sizes, **(capacity if plugin is None else plugin)))
+        try:
+            trainer = make()
+            steps = _Steps(documents, trainer.chunk.config)
+            done = list(_trained(steps, len(lengths), trainer, eager=eager))
+            return done, rig.report_of(trainer), steps.sizes
+        finally:
+            megagraph.uninstall()
+
+    eager_steps, _, _ = run(True)
+    graphed_steps, report, sizes = run(False)
+    for index, (one, other) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
+        rig.assert_same(one, other, f"step {index}")
+    off = how_far(eager_steps[0].grads, expected) if is_whole else 0.0
+    return {"report": report, "sizes": sizes, "off": off}
+
+
+def groups(*, is_hybrid: bool) -> dict[int, bool]:
+    """By size, whether a group of `context_groups()` is the release's; each is used once."""
+    if is_hybrid:
+        start()
+    found = megagraph.context_groups((1, 2, 4))
+    found.warm_up(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
+    ask = parallel_state.get_hybrid_data_context_parallel_groups
+    return {size: found.of_size(size) is ask(group_size=size) for size in (2, 4)}

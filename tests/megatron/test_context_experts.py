@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in models whose packs ranks share."""
+
+from typing import Any
+
+import context_jobs
+import context_models
+import crossing_jobs
+import pytest
+import schedule_jobs
+from test_dynamic_context import BOUND, SIZES, check, steps
+from worlds import World
+
+pytestmark = pytest.mark.megatron
+
+SCOPES = ("attn", "moe_router")
+WITHOUT_LOSSES = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+}
+
+
+def test_packs_of_several_sizes(world4: World) -> None:
+    check(
+        world4.run(
+            schedule_jobs.train_scheduled,
+            lengths=steps(6),
+            cp_sizes=SIZES,
+            model={"experts": True},
+            plugin={"cuda_graph_modules": SCOPES},
+            evaluates=True,
+            **WITHOUT_LOSSES,
+        )
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_of_routers(world4: World, ranks: int) -> None:
+    options: dict[str, Any] = context_models.MANY_KINDS | {"expert_model_parallel_size": ranks}
+    check(
+        world4.run(
+            schedule_jobs.train_scheduled,
+            lengths=steps(6),
+            cp_sizes=SIZES,
+            model={"experts": True, "latent": "low rank, YaRN"},
+            plugin={"cuda_graph_modules": SCOPES},
+            has_reference=False,
+            **options,
+        )
+    )
+
+
+YARN = pytest.param("low rank, YaRN", marks=pytest.mark.gpu)  # Megatron makes its table there
+
+
+@pytest.mark.parametrize("latent", [None, "plain, RoPE", YARN])
+def test_packs_of_one_size(world2: World, latent: str | None) -> None:
+    options: dict[str, Any] = context_models.MANY_KINDS | {"expert_model_parallel_size": 2}
+    for report in world2.run(
+        context_jobs.train_shared,
+        cp_size=2,
+        model={"experts": True, "latent": latent},
+        plugin={"cuda_graph_modules": SCOPES},
+        misfits=True,
+        has_tails=False,
+        **options,
+    ):
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES"}
+
+
+def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees(world4: World) -> None:
+    """Bug: where packs may name the model's own ranks, graphs added up losses over others than eager.
+
+    On a GPU; without one a replay looks for them anew.
+    """
+    assert world4.run(crossing_jobs.look_at_own_ranks) == [True] * 4
+
+
+@pytest.mark.parametrize("cp_sizes", [(), (2,)])
+def test_beside_tensor_parallelism(world4: World, cp_sizes: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    options["sequence_parallel"] = True
+    for report in world4.run(
+        context_jobs.train_shared,
+        cp_size=2,
+        tp_size=2,
+        num_steps=6,
+        has_tails=not cp_sizes,
+        model={"experts": True},
+        plugin={"cuda_graph_modules": SCOPES, "cp_sizes": cp_sizes},
+        **options,
+    ):
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+        assert report["replays"] > 0
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_its_share_of_whole_packs(
+    request: pytest.FixtureRequest, ranks: int, is_static: bool
+) -> None:
+    """Losses of routers are those of whole packs, and are logged as these.
+
+    Bug: in 0.16 they weighed the less the more ranks shared a pack, where losses are per token. Where all
+    packs are shared alike that is Megatron's own, and all weigh alike.
+    """
+    world: World = request.getfixturevalue(f"world{ranks}")
+    options: dict[str, Any] = {"cp_size": ranks, "is_static": is_static, "model": {"experts": True}}
+    options["calculate_per_token_loss"] = not is_static
+    for losses, gradients, metrics in world.run(context_jobs.beside_one_process, **options):
+        assert losses <= BOUND and gradients <= BOUND and 0 <= metrics <= BOUND
