@@ -46,14 +46,15 @@ bool ends_with(PyObject* name, const char* end) {
          PyUnicode_Tailmatch(name, py::str(end).ptr(), 0, PY_SSIZE_T_MAX, 1) == 1;
 }
 
-// Whether an attribute holds a configuration, by its class or by its name.
+// Whether an attribute holds a configuration, by its class or by its name. What takes no weak
+// reference, as Python's SimpleNamespace, cannot be followed as one: it is part of the value.
 bool holds_configuration(PyObject* name, PyObject* value) {
+  const PyTypeObject* type = Py_TYPE(value);
+  if (type->tp_weaklistoffset == 0) return false;
   if (is_configuration(value)) return true;
   static const py::str& call = interned("__call__");
-  const PyTypeObject* type = Py_TYPE(value);
-  const bool has_attributes = type->tp_dictoffset != 0 && type->tp_weaklistoffset != 0 &&
-                              !is_plain(value) && !PyType_Check(value) && !PyDict_Check(value) &&
-                              !is_tensor(value);
+  const bool has_attributes = type->tp_dictoffset != 0 && !is_plain(value) &&
+                              !PyType_Check(value) && !PyDict_Check(value) && !is_tensor(value);
   return has_attributes && ends_with(name, "config") &&
          _PyType_Lookup(Py_TYPE(value), call.ptr()) == nullptr;
 }

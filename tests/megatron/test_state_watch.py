@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,23 @@ def test_a_dataclass_in_a_dictionary_is_followed_where_changes_of_dictionaries_c
     assert watch.now(True) == other
     metas["b"].__dict__ = {"function": dict, "index": 4, "further": []}
     assert watch.now(True) != other
+
+
+def test_a_namespace_in_an_attribute_is_followed_although_nothing_can_refer_to_it_weakly() -> None:
+    """Bug: a module that kept one was an error at the first look."""
+    layer = Layer()
+    layer.options = SimpleNamespace(scale=1.0, names=["a"])  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="weak reference"):
+        weakref.ref(layer.options)
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.options.scale = 2.0
+    assert (watch.now(False) != before) is (sys.version_info >= (3, 12))
+    assert watch.now(True) != before
+    layer.options.scale = 1.0
+    assert watch.now(True) == before
+    layer.options.names.append("b")
+    assert watch.now(True) != before
 
 
 def test_a_name_that_is_left_out_counts_where_it_is_a_key_of_a_value() -> None:
