@@ -19,7 +19,7 @@ from megagraph.bank.chain import Chain
 from megagraph.bank.sites import EagerPart, SiteSpec
 
 SECONDS = 0.05  # until the other thread lets go
-PATIENCE = 0.2  # as in csrc/bank/replay/slot_ring.h
+PATIENCE = 2.0  # as in csrc/bank/replay/slot_ring.h
 
 
 class Sender(nn.Module):

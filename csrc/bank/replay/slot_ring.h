@@ -40,8 +40,9 @@ namespace megagraph {
 // What a tensor over a boundary buffer is.
 enum class LeaseKind : uint8_t { kOutput, kTransient, kGradient };
 
-// For a thread that has no core yet; short, since what somebody keeps is to be told.
-constexpr std::chrono::milliseconds kPatience(200);
+// For a thread that has no core yet; long, since a wait in vain may end the job, which what
+// somebody keeps on purpose does anyway, that much later.
+constexpr std::chrono::milliseconds kPatience(2000);
 
 // One slot and, while it is leased, the lease of the micro-batch that owns it. Counts what holds
 // the lease: the running micro-batch, sites that wait for their backward, and tensors over boundary
