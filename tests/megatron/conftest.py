@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from leftovers import free_models
 from megatron_rig import graph_config
-from worlds import World
+from worlds import World, Worlds
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -76,21 +77,44 @@ def install() -> Callable[..., GraphConfig]:
     return with_options
 
 
-def _ranks(size: int) -> Iterator[World]:
-    world = World(size)
-    yield world
-    was_broken = world.is_broken
-    codes = world.close()
-    assert was_broken or codes == [0] * size
-
-
-@pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
-    """Two ranks, on GPUs or over gloo. They end by themselves, and well, unless a test has said more."""
-    yield from _ranks(2)
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    """Ranks on GPUs or over gloo, as long as a file of tests: every process takes a gigabyte."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
 
 @pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    """Four ranks, as long as a file of tests: every process takes a gigabyte."""
-    yield from _ranks(4)
+def world2(worlds: Worlds) -> World:
+    """Two ranks."""
+    return worlds.of(2)
+
+
+@pytest.fixture(scope="module")
+def world4(worlds: Worlds) -> World:
+    """Four ranks."""
+    return worlds.of(4)
+
+
+def _ranks_end_well(worlds: Worlds) -> None:
+    """Every process of ranks that the tests above have used ends by itself, with exit code 0."""
+    codes = worlds.close()
+    assert {size: set(ends) - {0} for size, ends in codes.items()} == {size: set() for size in codes}
+
+
+class _FileOfTests(pytest.Module):
+    """A file whose last test, where any of them uses ranks, is how these end."""
+
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        uses_ranks = False
+        for found in super().collect():
+            uses_ranks = uses_ranks or "worlds" in getattr(found, "fixturenames", ())
+            yield found
+        if uses_ranks:
+            yield pytest.Function.from_parent(self, name="test_ranks_end_well", callobj=_ranks_end_well)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    found: pytest.Module = _FileOfTests.from_parent(parent, path=module_path)
+    return found

@@ -176,8 +176,6 @@ def test_any_order_of_events_leaves_eager_bits(monkeypatch: pytest.MonkeyPatch) 
         settings=settings(
             max_examples=max(EVENTS // _EVENTS_EACH, 1),
             stateful_step_count=_EVENTS_EACH,
-            deadline=None,
-            derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

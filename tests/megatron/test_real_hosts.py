@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.profiler import profile
-from worlds import World
+from worlds import World, Worlds
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
@@ -199,25 +199,18 @@ def measured() -> Iterator[Measured]:
         publish(Path(os.environ["OUT"], "real_hosts.json"), found.figures, comparison_of(found.answers))
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    """By number of ranks. They end by themselves, and well."""
-    made: dict[int, World] = {}
-    yield made
-    assert {size: world.close() for size, world in made.items()} == {size: [0] * size for size in made}
-
-
 def _needs(ranks: int) -> Any:
     return pytest.mark.multi_gpu if ranks > 1 else pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
-def test_bits(name: str, worlds: dict[int, World], measured: Measured) -> None:
+def test_bits(name: str, worlds: Worlds, measured: Measured) -> None:
     job = JOBS[name]
     if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
-    world = worlds.get(job.ranks) or worlds.setdefault(job.ranks, World(job.ranks))
-    ranks = world.run(compare, tensor_parallel=job.tensor_parallel, timeout_seconds=TIMEOUT_SECONDS, job=job)
+    ranks = worlds.of(job.ranks).run(
+        compare, tensor_parallel=job.tensor_parallel, timeout_seconds=TIMEOUT_SECONDS, job=job
+    )
     reports = [rank["report"] for rank in ranks]
     differences = [text for rank in ranks for text in rank["differences"]]
     replays, calls = (sum(report[key] for report in reports) for key in ("replays", "calls"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks run that answer, fail, or wait for one another for ever."""
 
+import os
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -32,3 +34,9 @@ def fails_alone(*, rank: int) -> None:
     if distributed.get_rank() == rank:
         raise RuntimeError("of this rank alone")
     distributed.all_reduce(torch.zeros(1), group=group)
+
+
+def will_end_badly(*, rank: int) -> None:
+    """One rank answers, and ends with another exit code than 0."""
+    if distributed.get_rank() == rank:
+        Finalize(None, os._exit, (3,), exitpriority=0)

@@ -2,10 +2,11 @@
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
 Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Core's imports take
-seconds, hence one set of processes for each number of ranks and session. Each function has groups of its
-own: every group of gloo has threads that wake up a hundred times a second, and those of a session's groups
+seconds, hence one set of processes for each number of ranks and file of tests. Each function has groups of
+its own: every group of gloo has threads that wake up a hundred times a second, and those of a file's groups
 together would take up the machine, so that ranks with too many of them give way to others.
-Ranks that wait for one another for ever are a failure that says where.
+Ranks that wait for one another for ever are a failure that says where. How processes end is the failure of a
+test of its own, the last one of each file.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from torch import distributed, multiprocessing
 START_SECONDS = 240  # imports, on a machine that does other things too
 TIMEOUT_SECONDS = 200  # of one function, which takes ten on such a machine alone
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
+END_SECONDS = 60
 MOST_THREADS = 200  # of a rank; one function's groups have a hundred
 
 
@@ -141,10 +143,14 @@ class World:
 
     Args:
         size: how many.
+
+    Attributes:
+        codes: exit codes of all processes that were told to end, of ranks that nothing had broken.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.codes: list[int | None] = []
         self.is_broken = False  # since the last function; the next one gets other processes
         self._start()
 
@@ -181,11 +187,9 @@ class World:
             AssertionError: with the traceback and the log of each rank that failed or died, and the stacks
                 of each that has not answered in time.
         """
-        if self.is_broken:
-            self.close()
-            self._start()
-        elif self._has_started and any(rank.num_threads() > MOST_THREADS for rank in self._ranks):
-            assert self.close() == [0] * self.size  # some groups never end, whatever holds them
+        have_many = self._has_started and any(rank.num_threads() > MOST_THREADS for rank in self._ranks)
+        if self.is_broken or have_many or not self._ranks:
+            self.close()  # some groups never end, whatever holds them
             self._start()
         if not self._has_started:
             self._answers(START_SECONDS)
@@ -233,10 +237,32 @@ class World:
             with contextlib.suppress(OSError):  # it is gone already
                 rank.pipe.send(None)
         for rank in self._ranks:
-            rank.process.join(1 if self.is_broken else 60)
+            rank.process.join(1 if self.is_broken else END_SECONDS)
             codes.append(rank.process.exitcode)
             if rank.process.exitcode is None:
                 rank.process.kill()
                 rank.process.join(GRACE_SECONDS)
         self._logs.cleanup()
+        if not self.is_broken:
+            self.codes += codes
+        self._ranks = []
         return codes
+
+
+class Worlds:
+    """The ranks that the tests of one file share, by their number. Each starts when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, World] = {}
+
+    def of(self, size: int) -> World:
+        """As many ranks."""
+        if size not in self._made:
+            self._made[size] = World(size)
+        return self._made[size]
+
+    def close(self) -> dict[int, list[int | None]]:
+        """Ends all of them. Returns the exit codes of all that ever ended, None for one that was killed."""
+        for world in self._made.values():
+            world.close()
+        return {size: world.codes for size, world in self._made.items()}
