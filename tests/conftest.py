@@ -33,6 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples in each run, however slow the machine. `--hypothesis-profile=random` draws others.
+settings.register_profile("repeated", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("repeated")
 
 
 def megatron_core_version() -> str | None:

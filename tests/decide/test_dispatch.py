@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph import _C
@@ -64,7 +64,6 @@ def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason
     return reasons[max(passed)]
 
 
-@settings(deadline=None)
 @given(shape=shapes, bank=banks)
 def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_capacity(
     shape: PackShape, bank: dict[int, tuple[Capacity, ...]]
@@ -80,7 +79,6 @@ def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_cap
         assert decision == cheapest
 
 
-@settings(deadline=None)
 @given(shape=shapes, bank=st.lists(capacities, max_size=5), data=st.data())
 def test_a_decision_ignores_the_order_of_capacities_and_repeated_ones(
     shape: PackShape, bank: list[Capacity], data: st.DataObject
@@ -90,7 +88,6 @@ def test_a_decision_ignores_the_order_of_capacities_and_repeated_ones(
     assert decide(shape, group) == decide(shape, {shape.cp_size: tuple(shuffled)})
 
 
-@settings(deadline=None)
 @given(shape=shapes, capacity=capacities)
 def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, capacity: Capacity) -> None:
     exceeding = [name for name in DIMENSIONS if getattr(shape, name) > getattr(capacity, name)]
@@ -98,14 +95,12 @@ def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, c
     assert shape.exceeds(capacity) is expected
 
 
-@settings(deadline=None)
 @given(capacity=capacities)
 def test_a_pack_that_fills_its_capacity_fits(capacity: Capacity) -> None:
     shape = PackShape(**dataclasses.asdict(capacity))
     assert decide(shape, {1: (capacity,)}) is capacity
 
 
-@settings(deadline=None)
 @given(bank=banks)
 def test_a_micro_batch_without_a_pack_runs_eager_whatever_is_captured(
     bank: dict[int, tuple[Capacity, ...]],

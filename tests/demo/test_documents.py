@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph.demo.documents import Document, DocumentError, load_documents, read_documents
@@ -58,7 +58,6 @@ def test_text_becomes_its_utf8_bytes(tmp_path: Path) -> None:
     assert document.name == "docs.jsonl:1"
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
 def test_any_text_comes_back_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
@@ -144,7 +143,6 @@ def test_the_standard_library_is_its_text_and_sources_only(
     assert [document.name for document in load_documents(None)] == ["LICENSE", "b.py", "c/d.txt"]
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 200), limit=st.integers(1, 60))
 def test_split_keeps_every_token_in_full_pieces_but_the_last(
     tmp_path_factory: pytest.TempPathFactory, length: int, limit: int

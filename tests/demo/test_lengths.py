@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph.demo.lengths import lognormal_lengths
@@ -60,7 +60,6 @@ def test_an_infinite_tail_is_clipped_to_the_maximum() -> None:
     assert set(lengths.tolist()) <= {16, 8192}
 
 
-@settings(deadline=None)
 @given(
     mean=st.floats(0.1, 1e6),
     sigma=st.floats(0, 5),

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph.demo.documents import Document
@@ -65,7 +65,6 @@ def assert_equal_packs(packs: list[Pack], others: list[Pack]) -> None:
         assert pack.max_seqlen == other.max_seqlen
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy)
 def test_streaming_keeps_every_token_once_and_in_order(lengths: list[int], max_num_seqs: int | None) -> None:
     documents = make_documents(lengths)
@@ -74,7 +73,6 @@ def test_streaming_keeps_every_token_once_and_in_order(lengths: list[int], max_n
     assert [d for pack in packs for d in split_pack(pack)] == [d.tokens.tolist() for d in documents]
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy)
 def test_streaming_begins_a_pack_only_where_the_document_did_not_fit(
     lengths: list[int], max_num_seqs: int | None
@@ -85,7 +83,6 @@ def test_streaming_begins_a_pack_only_where_the_document_did_not_fit(
         assert is_out_of_seqs or pack.num_tokens + following.cu_seqlens[1].item() > LIMIT
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy, open_packs_strategy)
 def test_first_fit_keeps_every_document_once_and_whole(
     lengths: list[int], max_num_seqs: int | None, open_packs: int
@@ -97,7 +94,6 @@ def test_first_fit_keeps_every_document_once_and_whole(
     assert packed == [d.tokens.tolist() for d in documents]
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy, open_packs_strategy)
 def test_first_fit_keeps_the_order_of_documents_within_a_pack(
     lengths: list[int], max_num_seqs: int | None, open_packs: int
@@ -106,7 +102,6 @@ def test_first_fit_keeps_the_order_of_documents_within_a_pack(
         assert pack.tokens.tolist() == sorted(pack.tokens.tolist())
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy)
 def test_first_fit_over_one_open_pack_packs_like_streaming(
     lengths: list[int], max_num_seqs: int | None
@@ -116,7 +111,6 @@ def test_first_fit_over_one_open_pack_packs_like_streaming(
     assert_equal_packs(list(first_fit), list(stream_packs(documents, LIMIT, max_num_seqs)))
 
 
-@settings(deadline=None)
 @given(lengths_strategy, max_num_seqs_strategy)
 def test_the_same_documents_give_the_same_packs(lengths: list[int], max_num_seqs: int | None) -> None:
     for packer in PACKERS.values():
@@ -211,7 +205,6 @@ def test_positions_and_labels_of_a_pack_written_out() -> None:
     assert (labels.dtype, loss_mask.dtype) == (torch.int64, torch.float32)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=20))
 def test_positions_restart_and_labels_stop_at_every_document(lengths: list[int]) -> None:
     for pack in stream_packs(make_documents(lengths), LIMIT):

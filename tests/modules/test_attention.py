@@ -189,7 +189,7 @@ def test_a_padding_mask_outside_packs_is_refused(mask: Mask) -> None:
 # -- what it computes ----------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     actual=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     paddings=st.lists(st.integers(0, 3), min_size=5, max_size=5) | st.none(),
@@ -230,7 +230,7 @@ def test_padding_after_a_document_does_not_reach_its_valid_rows() -> None:
         assert torch.equal(after[valid], before[valid])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     length=st.integers(1, 12),
     batch=st.integers(1, 3),

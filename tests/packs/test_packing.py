@@ -123,7 +123,6 @@ def test_fewer_entries_of_the_same_memory_are_other_offsets() -> None:
 # -- the shape of a pack -------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=6),
     tokens=st.integers(0, 99),
@@ -188,7 +187,6 @@ def canonical(
 
 
 @tails
-@settings(deadline=None)
 @given(pack=packs(), tail_rows=st.integers(0, 9), spare=st.integers(0, 3))
 def test_canonical_offsets_say_what_the_convention_says(
     tail: TailConvention, pack: tuple[Tensor, Tensor | None], tail_rows: int, spare: int
@@ -212,7 +210,6 @@ def test_canonical_offsets_say_what_the_convention_says(
 
 
 @tails
-@settings(deadline=None)
 @given(pack=packs(), tail_rows=st.integers(0, 9), spare=st.integers(0, 3))
 def test_every_row_belongs_to_a_document_unless_the_tail_is_hidden(
     tail: TailConvention, pack: tuple[Tensor, Tensor | None], tail_rows: int, spare: int
@@ -291,7 +288,7 @@ def staged(
 
 
 @tails
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(first=packs(), second=packs(), slack=st.integers(0, 3))
 def test_staging_writes_what_the_rules_say(
     tail: TailConvention,

@@ -46,7 +46,7 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], layout: s
 
 
 @layouts
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 3, 40]), min_size=1, max_size=6),
     tail=st.sampled_from([0, 1, 70]),

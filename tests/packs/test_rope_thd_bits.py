@@ -16,7 +16,7 @@ from megagraph.packs.ops import rope_thd
 @pytest.mark.megatron
 @layouts
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     units=st.lists(st.sampled_from([0, 1, 2, 5, 12]), min_size=1, max_size=5).filter(any),
     tail=st.sampled_from([0, 1, 9]),

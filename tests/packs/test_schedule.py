@@ -65,7 +65,7 @@ def check(schedule: PackSchedule, lengths: list[int], limits: ScheduleLimits) ->
 
 
 @given(steps())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) -> None:
     lengths, limits = step
     try:
@@ -78,7 +78,7 @@ def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) 
 
 
 @given(steps(sizes_up_to_ranks=True))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_there_is_always_one_where_all_ranks_may_share_a_document(
     step: tuple[list[int], ScheduleLimits],
 ) -> None:
@@ -187,23 +187,24 @@ def test_a_schedule_that_is_hard_to_find_takes_no_seconds(
     )
     longest = 512 * cp_sizes[-1]
     lengths = [min(longest, int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
-    start = time.perf_counter()
-    check(schedule_packs(lengths, limits), lengths, limits)
-    assert time.perf_counter() - start <= 5
+    start = time.thread_time()
+    schedule = schedule_packs(lengths, limits)
+    assert time.thread_time() - start <= 5
+    check(schedule, lengths, limits)
 
 
 @pytest.mark.parametrize("tokens", [8192, 4096, 2048])
 def test_ten_thousand_documents_onto_64_ranks(tokens: int) -> None:
-    """In 3 to 7 ms on a machine of 2026; the bound leaves room for a busy one."""
+    """In 3 to 7 ms on a machine of 2026. Of this thread's own time: others may take the machine meanwhile."""
     lengths = lognormal_lengths(10_000, mean=1024, sigma=1.5, minimum=128, maximum=8192, seed=0).tolist()
     limits = ScheduleLimits(
         ranks=64, cp_sizes=(1, 2, 4, 8), max_seqlen_per_dp_cp_rank=tokens, max_packed_seqs=64
     )
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         schedule = schedule_packs(lengths, limits)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     check(schedule, lengths, limits)
     assert min(seconds) <= 0.05
     assert schedule.imbalance <= 1.01

@@ -17,7 +17,7 @@ PACKS = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**PACKS)
 def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
     device: str, cp_size: int, units: list[int], tail_units: int
@@ -30,7 +30,7 @@ def test_gathered_rows_and_rows_of_documents_are_mapped_both_ways(
     assert [gathered[row] for row in to_gathered] == list(range(total))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(**PACKS)
 def test_each_chunk_sees_its_document_up_to_its_end(
     device: str, cp_size: int, units: list[int], tail_units: int
@@ -65,7 +65,7 @@ def test_each_chunk_sees_its_document_up_to_its_end(
         assert sorted(used) == list(range(len(expected)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cp_size=PACKS["cp_size"], units=PACKS["units"])
 def test_every_rank_multiplies_as_much(cp_size: int, units: list[int]) -> None:
     """Pairs of a query and a key that it sees, and keys that are laid out; and no pair twice."""

@@ -22,7 +22,7 @@ def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -
     return rows + list(range(start + cp_rank * piece, start + (cp_rank + 1) * piece))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     cp_size=st.sampled_from([1, 2, 3, 4, 8]),
     units=st.lists(st.sampled_from([0, 0, 1, 2, 5, 300]), max_size=7),

@@ -119,7 +119,7 @@ def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device
         assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.sampled_from([0, 0, 1, 2, 17, 64]), max_size=6),
     tail=st.sampled_from([0, 1, 130]),
@@ -202,7 +202,7 @@ def test_no_rows_no_documents(device: str, rows: int, lengths: list[int], max_se
         assert torch.equal(result, torch.zeros_like(result))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     documents=st.lists(
         st.tuples(st.sampled_from([0, 1, 2, 17, 64]), st.sampled_from([0, 1, 130])), min_size=1

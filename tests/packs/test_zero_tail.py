@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from megagraph.packs.ops import zero_tail
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 3, 300]), max_size=5),
     rows_past_the_pack=st.sampled_from([0, 1, 50]),
