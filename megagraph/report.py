@@ -81,6 +81,9 @@ def _rows(reports: Sequence[ModelReport]) -> list[tuple[str, list[str]]]:
     failures = ["\n".join(report.get("failures", [])) for report in reports]
     if any(failures):
         rows.append(("stays eager", failures))
+    unverified = ["\n".join(_unverified(report)) for report in reports]
+    if any(unverified):
+        rows.append(("not verified", unverified))
     return rows
 
 
@@ -95,6 +98,17 @@ def _percent(value: float | None) -> str:
 def _capacity(capacity: Mapping[str, int]) -> str:
     ranks = f", {capacity['cp_size']} ranks" if "cp_size" in capacity else ""
     return f"{capacity['tokens']} tokens, {capacity['num_seqs']} documents{ranks}"
+
+
+def _unverified(report: ModelReport) -> list[str]:
+    """The sites whose graphs are used without having been compared, a line for each variant and cause."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for it in report.get("verification", {}).get("unverified_sites", []):
+        found.setdefault((it["variant"], it["why"]), []).append(it["site"])
+    return [
+        f"{sites[0]}{f' and {len(sites) - 1} more' if len(sites) > 1 else ''} ({variant}): {why}"
+        for (variant, why), sites in found.items()
+    ]
 
 
 def _of_sizes(counts: Mapping[str, Mapping[str, int]]) -> str:

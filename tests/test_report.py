@@ -52,6 +52,21 @@ def cells(reports: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 # -- the table -----------------------------------------------------------------------------------
 
 
+def test_the_table_names_graphs_that_are_used_unverified() -> None:
+    sites = [
+        {"variant": variant, "site": f"layer {layer}", "why": why}
+        for variant, why, layers in (
+            ("training, 64 tokens", "no micro-batch", 3),
+            ("evaluation", "NESTING", 1),
+        )
+        for layer in range(layers)
+    ]
+    rows = cells([MODEL | {"verification": {"unverified_sites": sites}}])
+    assert rows["not verified"] == ["layer 0 and 2 more (training, 64 tokens): no micro-batch"]
+    assert "layer 0 (evaluation): NESTING" in rows[""]
+    assert "not verified" not in cells([MODEL])
+
+
 def test_the_table_shows_counts_with_their_shares() -> None:
     rows = cells([MODEL])
     assert rows["layer calls"] == ["12,000"]

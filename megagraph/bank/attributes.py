@@ -42,16 +42,18 @@ def _tensors(value: Any) -> dict[Any, Tensor]:
     return {}
 
 
-def plain_tensors(modules: Collection[nn.Module]) -> list[Tensor]:
-    """What modules keep in plain attributes, each once; not their parameters and buffers."""
-    known = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    found = {
-        id(tensor): tensor
-        for module in modules
-        for _name, value in _attributes(module)
-        for tensor in _tensors(value).values()
-    }
-    return [tensor for key, tensor in found.items() if key not in known]
+def plain_tensors(modules: Collection[tuple[str, nn.Module]]) -> dict[str, Tensor]:
+    """What modules, by name, keep in plain attributes, each once; not their parameters and buffers."""
+    known = {id(tensor) for _where, it in modules for tensor in (*it.parameters(), *it.buffers())}
+    found: dict[str, Tensor] = {}
+    for where, module in modules:
+        for name, value in _attributes(module):
+            for place, tensor in _tensors(value).items():
+                if id(tensor) not in known:
+                    known.add(id(tensor))
+                    path = f"{where}.{name}" if where else name
+                    found[path if place is None else f"{path}[{place!r}]"] = tensor
+    return found
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum)

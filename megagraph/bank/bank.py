@@ -275,7 +275,7 @@ class Bank:
     def _reads(self, site: SiteSpec, request: _Request, slot: int) -> list[Tensor]:
         """What a site's graphs read beside their boundaries, to be kept as long as they live."""
         params = site.parameters()
-        reads = [*params, *site.buffers(), *plain_tensors(site.modules())]
+        reads = [*params, *site.buffers(), *plain_tensors([*site.named_modules()]).values()]
         reads += [*request.buffers[slot].values(), *tensors_in(request.arguments[slot])]
         return reads + [grad for p in params if (grad := main_grad_of(p)) is not None]
 
@@ -305,8 +305,8 @@ class Bank:
 
     def _verify_once(self, chain: Chain, key: Any, example: Example) -> Verification:
         before = self.core.counters()
-        exchange = self._conditions.exchange
-        verification = Verification(chain, key, self.backend, self.rng, example, exchange)
+        how = self._conditions.exchange, self.core.counters
+        verification = Verification(chain, key, self.backend, self.rng, example, *how)
         try:
             with chain.unheard(), self.backend.recording():
                 for _slot in range(chain.num_slots):  # which take turns

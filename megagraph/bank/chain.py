@@ -17,7 +17,7 @@ from megagraph.decide.reasons import EagerReason
 __all__ = ["CapturedVariant", "Chain"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CapturedVariant:
     """What a variant was captured for, so that a call of it can run eager as its graph would.
 

@@ -18,21 +18,23 @@ class Difference:
         slot: whose graph.
         index: the site.
         tensor: what differs, in words.
-        largest: between the graph and the module, over all entries.
-        spread: between runs of the module.
+        off: how far the graph is from the furthest run of the module, over entries that may not be so far.
+        spread: how far runs of the module are apart in these entries.
+        is_noisy: runs of the module differ in this tensor.
         is_rounding: it is as small and as rare as what kernels that add with atomics make of one call.
     """
 
     slot: int
     index: int
     tensor: str
-    largest: float
+    off: float
     spread: float
+    is_noisy: bool = False
     is_rounding: bool = False
 
     def may_be_chance(self, times: int) -> bool:
         """Whether it may not recur in further verifications, having recurred in `times` of them."""
-        return times < (MOST_FURTHER if self.is_rounding else 1 if self.spread else 0)
+        return times < (MOST_FURTHER if self.is_rounding else 1 if self.is_noisy else 0)
 
     @property
     def place(self) -> tuple[int, int, str]:
@@ -40,5 +42,5 @@ class Difference:
         return self.slot, self.index, self.tensor
 
     def __str__(self) -> str:
-        own = f", and it differs from itself by up to {self.spread:.3g}" if self.spread else ""
-        return f"{self.tensor} differs from eager by up to {self.largest:.3g}{own}"
+        own = f", and eager there from itself by up to {self.spread:.3g}" if self.is_noisy else ""
+        return f"{self.tensor} differs from eager by up to {self.off:.3g}{own}"

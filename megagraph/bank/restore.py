@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megagraph.bank.attributes import PlainAttributes, plain_tensors
 from megagraph.bank.sites import SiteSpec
 
-__all__ = ["leaves_no_trace", "main_grad_of", "unfilled"]
+__all__ = ["leaves_no_trace", "main_grad_of", "unfilled", "written_by"]
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
@@ -30,6 +30,18 @@ def _is_writable(tensor: Tensor) -> bool:
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     overlaps = any(stride == 0 and size > 1 for stride, size in steps)
     return _has_memory(tensor) and not overlaps and not tensor.is_inference()
+
+
+def written_by(site: SiteSpec) -> dict[str, Tensor]:
+    """What a site's calls may change in place beside gradients, each once, by what it is in words."""
+    plain = plain_tensors([*site.named_modules()])
+    named = {
+        **{f"buffer {name}": buffer for name, buffer in site.named_buffers()},
+        **{f"further state {number}": state for number, state in enumerate(site.further_state())},
+        **{f"attribute {name}": tensor for name, tensor in plain.items() if _is_writable(tensor)},
+    }
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 
 
 @contextlib.contextmanager
@@ -53,9 +65,7 @@ def leaves_no_trace(
         grads_of = (main_grad_of(param) for param in params)
         # Hosts free gradients outside of training; work without a backward pass does not touch them.
         saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
-        saved += [(buffer, buffer.clone()) for site in sites for buffer in site.buffers()]
-        plain = [tensor for site in sites for tensor in plain_tensors(site.modules()) if _is_writable(tensor)]
-        saved += [(tensor, tensor.detach().clone()) for tensor in plain]
+        saved += [(it, it.detach().clone()) for site in sites for it in written_by(site).values()]
     attributes = PlainAttributes([named for site in sites for named in site.named_modules()])
     tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.modules()]
     grads = [(param, param.grad) for param in params]

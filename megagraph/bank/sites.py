@@ -168,9 +168,17 @@ class SiteSpec(_OfModule):
         """The further tensors that the call changes."""
         return self.state(self.module)
 
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """The buffers that the call uses, each once, by name."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, root in self._roots():
+            for name, buffer in root.named_buffers(prefix=prefix):
+                found.setdefault(id(buffer), (name, buffer))
+        return [*found.values()]
+
     def buffers(self) -> list[Tensor]:
         """The buffers that the call uses, and further tensors that it changes, each once."""
-        found = [buffer for _prefix, root in self._roots() for buffer in root.buffers()]
+        found = [buffer for _name, buffer in self.named_buffers()]
         return [*{id(tensor): tensor for tensor in (*found, *self.further_state())}.values()]
 
     def trainable(self) -> list[nn.Parameter]:

@@ -8,13 +8,17 @@ Thus a difference is that of one site, and not of those before it. Forwards repl
 boundary lies where it will lie. What stays eager is passed over: the next site takes the same input. Then,
 from the last site to the first, the module runs forward and backward after the graph's backward. It runs in
 memory of the graphs' own pool, that which later sites and this one need no more (csrc/torch/pool_loan.h, Note
-[Lent memory]); beside it lie copies of what the graph made, among it the gradients of one site.
+[Lent memory]); beside it lie copies of what the graph made, among it the gradients of one site. What a call
+writes into buffers, further state and plain attributes is compared as well; each call begins with these as
+they were.
 
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
-(it adds with atomics), it runs several times more, and its graph has to lie within twice what these differ
-by: it is one run more, and may well be the one that lies furthest from another. Where differences are rare
-and of several sizes that is no bound, so that a graph which lies further off has to do so twice; and where no
-more than roundings of few entries differ, four times, unless torch is asked for deterministic algorithms.
+(it adds with atomics), it runs several times more, and its graph has to be a run like these
+(megagraph/bank/bits.py, Note [A run like others]). Where differences are rare and of several sizes that is no
+bound, so that a graph which lies further off has to do so twice; and where no more than roundings of few
+entries differ, four times, unless torch is asked for deterministic algorithms.
+
+A site that has a graph and does not take the micro-batch is not verified; `not_run` says which, and why.
 """
 
 import contextlib
@@ -29,10 +33,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megagraph.bank.accumulators import swap_of, swapped
 from megagraph.bank.agreement import Exchange
 from megagraph.bank.backends import Backend, Lent
-from megagraph.bank.bits import Range, Results, have_same_bits
+from megagraph.bank.bits import Misfit, Range, Results, have_same_bits
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.differences import Difference
-from megagraph.bank.gradients import KeptGradients
+from megagraph.bank.kept import KeptGradients, KeptState
 from megagraph.bank.rng import RngSources, Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
@@ -74,6 +78,7 @@ class _Flight:
     index: int
     leaf: Tensor  # what the graph was given
     outputs: Sequence[Tensor]  # copies of those whose memory later passes use
+    written: Results  # what the forward has changed beside gradients
     begins: Sequence[GradientEdge | None]  # where the backward of each output begins
     before: Snapshot
 
@@ -87,6 +92,15 @@ class Verification:
         backend: the bank's; what runs runs inside of its `recording()`.
         rng: restored afterwards.
         example: what runs.
+        exchange: asks the ranks whose graphs hold the same collectives.
+        counters: the bank's calls by what became of them.
+
+    Attributes:
+        differences: what graphs and modules make differently.
+        within_spread: sites, by index, that differ from themselves and whose graphs lie within that.
+        not_run: sites, by index, whose graphs did not take the micro-batch, and why.
+        num_replays: sites that were run.
+        most_bytes: on the device beside the graphs' own, where that can be told.
     """
 
     def __init__(
@@ -97,21 +111,23 @@ class Verification:
         rng: RngSources,
         example: Example,
         exchange: Exchange,
+        counters: Callable[[], Mapping[str, int]],
     ) -> None:
         self._chain = chain
         self._key = key
         self._backend = backend
         self._rng = rng
         self._exchange = exchange
+        self._counters = counters
         self._example = example
         self._variant: CapturedVariant = chain.captured[chain.variants[key]]
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []
-        # Sites, by index, that differ from themselves and whose graphs lie within that.
         self.within_spread: set[int] = set()
+        self.not_run: dict[int, str] = {}
         self.num_replays = 0
-        self.most_bytes = 0  # on the device beside the graphs' own, where that can be told
+        self.most_bytes = 0
 
     def run(self) -> EagerReason | None:
         """Runs the micro-batch both ways; `differences` says what came out.
@@ -124,7 +140,8 @@ class Verification:
         """
         start = self._rng.snapshot()
         self._bytes_before = self._bytes_now()
-        kept = [(tensor, tensor.clone()) for tensor in self._touched()]
+        metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
+        self._state = KeptState(self._chain.specs, metadata)  # with the counters among the metadata
         try:
             with (
                 self._variant.spec.context(),
@@ -135,9 +152,7 @@ class Verification:
                     self._run_backwards()
         finally:
             self._flights.clear()
-            with torch.no_grad():
-                for tensor, before in kept:
-                    tensor.copy_(before)
+            self._state.put_all_back()
             self._rng.restore(start)
         return reason
 
@@ -169,12 +184,6 @@ class Verification:
         device = self._example.hidden.device
         return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
-    def _touched(self) -> list[Tensor]:
-        """What runs write beside gradients: buffers, and metadata with the counters among it."""
-        metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
-        buffers = [buffer for spec in self._chain.specs for buffer in spec.buffers()]
-        return [*{id(tensor): tensor for tensor in (*metadata, *buffers)}.values()]
-
     def _named(self, outputs: Sequence[Tensor]) -> Results:
         """The outputs of a site, by what they are in words."""
         return {_output(number): self._in_valid_rows(it.detach()) for number, it in enumerate(outputs)}
@@ -184,14 +193,17 @@ class Verification:
     def _run_forwards(self) -> None:
         chain, training = self._chain, self._variant.spec.training
         self._arguments = self._variant.arguments(chain.core.slot_index, self._example.sources)
-        given = self._example.hidden
+        # A site behind something eager takes as many rows as were captured.
+        given = self._variant.staged(self._example.hidden, self._example.sources)
         for index, site in enumerate(chain.sites):
-            before = self._rng.snapshot()
+            before, counts = self._rng.snapshot(), self._counters()
             leaf = given.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
-            if out is NotImplemented:
-                continue  # it stays eager, and no hook of it sees a call
+            if out is NotImplemented:  # it stays eager, and no hook of it sees a call
+                if index not in chain.eager_sites:
+                    self.not_run[index] = _counted_since(counts, self._counters())
+                continue
             self.num_replays += 1
             outputs, transient = as_tuple(out), chain.specs[index].transient
             flight = _Flight(
@@ -201,14 +213,17 @@ class Verification:
                     it.detach().clone() if number in transient else it.detach()
                     for number, it in enumerate(outputs)
                 ],
+                written=self._state.changed(index),
                 begins=[get_gradient_edge(it) if it.requires_grad else None for it in outputs],
                 before=before,
             )
+            self._state.put(index)
             if training:
                 self._flights.append(flight)
             else:
                 after = self._rng.snapshot()
-                self._compare(flight, self._named(flight.outputs), None)
+                written = self._state.with_unchanged(index, flight.written)
+                self._compare(flight, self._named(flight.outputs) | written, None)
                 self._rng.restore(after)
             if index not in chain.shape.gaps:
                 given = out
@@ -244,12 +259,16 @@ class Verification:
         self, flight: _Flight, grads: Sequence[Tensor], kept: KeptGradients
     ) -> tuple[Results, Tensor]:
         """Copies of what the graph makes, and the gradient of its input."""
-        results = _copies(self._named(flight.outputs))
+        results, state, index = _copies(self._named(flight.outputs)), self._state, flight.index
+        state.put(index, flight.written)
         with kept.put_back_afterwards():
             torch.autograd.backward([begin for begin in flight.begins if begin is not None], grads)
             before = flight.leaf.grad
             assert before is not None
-            return results | {_INPUT: self._in_valid_rows(before)} | _copies(kept.found()), before
+            results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found())
+        results |= state.with_unchanged(index, state.changed(index))
+        state.put(index)
+        return results, before
 
     # -- the modules -----------------------------------------------------------------------------
 
@@ -263,7 +282,7 @@ class Verification:
     def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
         with run() as eager:
             for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
-                self._add(flight, name, float("inf"), 0.0, False)
+                self._add(flight, name, Misfit(off=float("inf"), spread=0.0))
             both = [name for name in graph if name in eager]
             differing = [name for name in both if not have_same_bits(graph[name], eager[name])]
             ranges = {name: Range(eager[name]) for name in differing}
@@ -271,51 +290,53 @@ class Verification:
         if not self._somewhere(bool(differing)):
             return
 
-        def run_again(names: Sequence[str]) -> list[str]:
-            with run() as eager:
-                for name in names:
-                    ranges[name].add(eager[name])
-            return [name for name in names if not ranges[name].holds(graph[name])]
+        def run_again(times: int) -> dict[str, Misfit]:
+            for _ in range(times):
+                with run() as eager:
+                    for name, range_ in ranges.items():
+                        range_.add(eager[name])
+            found = {name: range_.misfit(graph[name]) for name, range_ in ranges.items()}
+            return {name: misfit for name, misfit in found.items() if misfit is not None}
 
-        unlike = differing
-        for _ in range(_FURTHER_RUNS):
-            unlike = run_again(differing)
-        runs, is_reproducible = 1 + _FURTHER_RUNS, not any(ranges[name].spread for name in differing)
+        runs, unlike = 1 + _FURTHER_RUNS, run_again(_FURTHER_RUNS)
+        is_reproducible = not any(range_.spread for range_ in ranges.values())
         while runs < _MOST_RUNS and self._somewhere(bool(unlike) and not is_reproducible):
-            unlike, runs = run_again(unlike), runs + 1
+            runs, unlike = runs + 1, run_again(1)
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
-        for name in unlike:
-            found, is_exact = ranges[name], torch.are_deterministic_algorithms_enabled()
-            is_rounding = not is_exact and found.as_rounded(graph[name])
-            self._add(flight, name, found.largest(graph[name]), found.spread, is_rounding)
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        for name, misfit in unlike.items():
+            is_rounding = not is_exact and ranges[name].as_rounded(graph[name])
+            self._add(flight, name, misfit, is_noisy=ranges[name].spread > 0, is_rounding=is_rounding)
 
-    def _add(self, flight: _Flight, tensor: str, largest: float, spread: float, is_rounding: bool) -> None:
-        slot, index, how = self._chain.core.slot_index, flight.index, {"is_rounding": is_rounding}
-        found = Difference(slot=slot, index=index, tensor=tensor, largest=largest, spread=spread, **how)
+    def _add(self, flight: _Flight, tensor: str, misfit: Misfit, **how: bool) -> None:
+        slot, index = self._chain.core.slot_index, flight.index
+        found = Difference(slot=slot, index=index, tensor=tensor, off=misfit.off, spread=misfit.spread, **how)
         self.differences.append(found)
 
     @contextlib.contextmanager
     def _module_run(self, flight: _Flight, backward: "_Backward | None", lent: Lent) -> Iterator[Results]:
         """What the module makes of the graph's input, from the same random state; until the context ends."""
         site = self._chain.specs[flight.index]
-        given = self._example.hidden if flight.index == 0 else flight.leaf
-        leaf = given.detach().requires_grad_(backward is not None)
+        leaf = flight.leaf.detach().requires_grad_(backward is not None)
         self._rng.restore(flight.before)
-        if backward is None:
-            with lent(), torch.no_grad():
-                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-            yield self._named(outputs)
-            return
-        swap = swap_of(site, training=True)
-        with backward.kept.put_back_afterwards():
-            with lent(), swapped(swap), torch.enable_grad():
-                outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-                self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
-                torch.autograd.backward([it for it in outputs if it.requires_grad], backward.grads)
-            assert leaf.grad is not None
-            given_back = {_INPUT: self._in_valid_rows(leaf.grad)}
-            yield self._named(outputs) | given_back | backward.kept.found(swap)
+        try:
+            if backward is None:
+                with lent(), torch.no_grad():
+                    outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+                yield self._named(outputs) | self._state.found(flight.index)
+                return
+            swap = swap_of(site, training=True)
+            with backward.kept.put_back_afterwards():
+                with lent(), swapped(swap), torch.enable_grad():
+                    outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
+                    self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
+                    torch.autograd.backward([it for it in outputs if it.requires_grad], backward.grads)
+                assert leaf.grad is not None
+                given_back = {_INPUT: self._in_valid_rows(leaf.grad)} | backward.kept.found(swap)
+                yield self._named(outputs) | given_back | self._state.found(flight.index)
+        finally:
+            self._state.put(flight.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +350,11 @@ class _Backward:
 
     grads: Sequence[Tensor]
     kept: KeptGradients
+
+
+def _counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> str:
+    """Why the call between two looks at the counters ran eager."""
+    return next((name for name in EagerReason.__members__ if now.get(name, 0) > before.get(name, 0)), "")
 
 
 def _copies(results: Results) -> Results:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import MicroBatch
@@ -85,6 +86,47 @@ def test_graphs_that_are_right_are_verified_and_counted_once(install: Install) -
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"], figures["within_spread"]) == (2, 0, [])
     assert figures["seconds"] > 0
+
+
+SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
+
+
+def test_every_capacity_is_verified_on_a_micro_batch_of_its_own(install: Install) -> None:
+    """Bug: the last micro-batch of a warm-up was kept alone, which smaller capacities do not hold."""
+    install(capacities=(SMALL, LARGE))
+    pair = Pair()
+    pair.step(ONE, TWO, times=3)  # of 29 and 41 rows
+    figures = pair.report()["verification"]
+    assert (figures["verified"], figures["unverified"], figures["unverified_sites"]) == (2, 0, [])
+
+
+def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> None:
+    install(capacities=(SMALL, LARGE))
+    pair = Pair()
+    pair.step(TWO, times=3)
+    report = pair.report()
+    figures = report["verification"]
+    assert (figures["verified"], figures["unverified"]) == (1, 1) and report["replays"]
+    assert figures["unverified_sites"] == [
+        {
+            "variant": f"training, {SMALL}",
+            "site": f"layer {layer} (TransformerLayer)",
+            "why": "no micro-batch that fits was kept",
+        }
+        for layer in range(LAYERS)
+    ]
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
+def test_every_layer_is_verified_where_parts_stay_eager(install: Install, baked: None, scopes: Any) -> None:
+    """Bug: behind an eager part nothing was compared, and the variant counted as verified."""
+    install(cuda_graph_modules=scopes)
+    pair = Pair()
+    pair.step(ONE, times=3)
+    report = pair.report()
+    assert report["verification"]["verified"] == (1 if scopes == ("attn",) else 2)
+    assert len(report["failures"]) == (0 if scopes == ("attn",) else 1)
+    assert report["verification"]["unverified_sites"] == [] and report["replays"]
 
 
 def test_micro_batches_that_nothing_is_captured_for_are_not_copied(

@@ -6,6 +6,7 @@ megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
 
 import itertools
 import time
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
+from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.verify import Example, Verification
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
@@ -32,7 +33,10 @@ __all__ = ["Verifier"]
 # Micro-batches that ran eager for these are no examples: nothing is captured for them.
 _ARE_NO_EXAMPLES = (EagerReason.DISABLED, EagerReason.SUSPENDED)
 
+_NO_EXAMPLE = "no micro-batch that fits was kept"
+
 Failing = Mapping[int, tuple[EagerReason, str]]
+Unverified = Mapping[str, str]  # a site with a graph: its variant, its name, and why it was not compared
 
 
 @dataclass
@@ -74,10 +78,14 @@ class Verifier:
         self._is_on = option != "off"
         # Ranks of other packs replay others, and would have to agree on which they verify.
         self.every = option if isinstance(option, int) and not peers.run_other_packs else 0
-        self._kept: dict[Any, _Kept] = {}  # by the family of a kind
+        # By the family of a kind, and the capacity that was picked; None where there were none yet.
+        self._kept: dict[tuple[Any, Capacity | None], _Kept] = {}
         self._replayed = 0
         self.pending: Key | None = None
-        self._verified = self._unverified = self._bytes = 0
+        self._verified = self._bytes = 0
+        # Sites with graphs that were not compared, as long as these live.
+        self._unverified: weakref.WeakKeyDictionary[CapturedVariant, list[Unverified]]
+        self._unverified = weakref.WeakKeyDictionary()
         self._seconds = 0.0
         self._within_spread: set[str] = set()
         self._kept_memory: str | None = None  # why no graph may run any more
@@ -104,7 +112,7 @@ class Verifier:
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
         shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.kind.cp_size)
-        self._put(batch.kind, shape, batch.sources, hidden_states, capacity)
+        self._put((batch.kind.family, batch.capacity), shape, batch.sources, hidden_states, capacity)
 
     def keep_as_given(self, kind: Kind, params: Any, mask: Tensor | None, hidden_states: Tensor) -> None:
         """Keeps a micro-batch for which capacities are still to be learned.
@@ -118,18 +126,19 @@ class Verifier:
         if self._is_on and not self._tensor.shards_sequence:
             sources = [*sources_of(params, kind.form, kind.cp_size), *(() if mask is None else (mask,))]
             shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=kind.cp_size)
-            self._put(kind, shape, sources, hidden_states, None)
+            self._put((kind.family, None), shape, sources, hidden_states, None)
 
     def _put(
         self,
-        kind: Kind,
+        key: tuple[Any, Capacity | None],
         shape: PackShape | None,
         sources: Sequence[Tensor],
         hidden_states: Tensor,
         capacity: Capacity | None,
     ) -> None:
         if shape is not None:
-            self._kept[kind.family] = _Kept(
+            self._kept.pop(key, None)  # the latest come last
+            self._kept[key] = _Kept(
                 shape=shape,
                 capacity=capacity,
                 hidden=hidden_states.detach().clone(),
@@ -138,7 +147,7 @@ class Verifier:
 
     def keep_gradient(self, batch: MicroBatch, out: Tensor) -> None:
         """Keeps the gradient of the block's output, too, when it comes."""
-        kept = self._kept.get(batch.kind.family)
+        kept = self._kept.get((batch.kind.family, batch.capacity))
         if kept is not None and kept.grad is None and out.requires_grad:
             out.register_hook(kept.take_grad)
 
@@ -169,12 +178,12 @@ class Verifier:
         }
 
     def _verify(self, bank: Bank, chain: Chain, key: Key) -> Verification | None:
-        capacity, kind = key
-        kept = self._kept.get(kind.family)
-        can = key in chain.variants and kept is not None and kept.fits(capacity)
+        capacity, _kind = key
+        kept = self._example(key)
+        can = key in chain.variants and kept is not None
         (somebody_cannot,) = self._peers.exchange([int(not can)])
         if somebody_cannot or kept is None:
-            self._unverified += 1
+            self._note_unverified(chain, key, dict.fromkeys(chain.graphable(), _NO_EXAMPLE))
             return None
         start = time.perf_counter()
         valid = self._valid_rows(kept, key)
@@ -187,14 +196,34 @@ class Verifier:
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             what = f"{type(error).__name__}: {error}"
             log.warning("graphs for %s could not be verified, and are used: %s", capacity, what)
-            self._unverified += 1
+            self._note_unverified(chain, key, dict.fromkeys(chain.graphable(), what))
             return None
         finally:
             self._seconds += time.perf_counter() - start
-        self._verified += 1
+        self._note_unverified(chain, key, verification.not_run)
+        self._verified += not verification.not_run
         self._bytes = max(self._bytes, verification.most_bytes)
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
         return verification
+
+    def _example(self, key: Key) -> _Kept | None:
+        """A micro-batch that a variant holds: one that was padded to its capacity, or else the latest."""
+        capacity, kind = key
+        own = self._kept.get((kind.family, capacity))
+        others = (kept for (family, _), kept in reversed(self._kept.items()) if family == kind.family)
+        return own or next((kept for kept in others if kept.fits(capacity)), None)
+
+    def _note_unverified(self, chain: Chain, key: Key, sites: Mapping[int, str]) -> None:
+        """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""
+        if key not in chain.variants:
+            return
+        captured = chain.captured[chain.variants[key]]
+        self._unverified.pop(captured, None)
+        if sites:
+            self._unverified[captured] = [
+                {"variant": str(captured.spec), "site": chain.specs[index].name, "why": why}
+                for index, why in sites.items()
+            ]
 
     def _valid_rows(self, kept: _Kept, key: Key) -> Tensor:
         """This rank's rows of documents, without the padding behind each of them and behind the last."""
@@ -220,19 +249,21 @@ class Verifier:
     def forget_except(self, due: Collection[Kind]) -> None:
         """After a capture: lets go of what was kept, but for kinds that are due in another state."""
         families = {kind.family for kind in due}
-        self._kept = {family: kept for family, kept in self._kept.items() if family in families}
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] in families}
         self.pending = None
 
     def in_words(self) -> str:
         """How many variants were verified, and what that cost, for the log."""
-        unverified = f", {self._unverified} could not be" if self._unverified else ""
+        unverified = f", {len(self._unverified)} could not be" if self._unverified else ""
         return f"{self._verified} verified in {self._seconds:.2f} s{unverified}"
 
     def report(self) -> dict[str, Any]:
         """What was verified, what it cost, and which layers differ from themselves in eager."""
+        unverified = [*self._unverified.values()]
         return {
             "verified": self._verified,
-            "unverified": self._unverified,
+            "unverified": len(unverified),
+            "unverified_sites": [*itertools.chain.from_iterable(unverified)],
             "seconds": self._seconds,
             "bytes": self._bytes,
             "within_spread": sorted(self._within_spread),
