@@ -56,10 +56,9 @@ def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractC
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _put_weakly(by_key: dict[int, ModelGraphs], module: Any, graphs: ModelGraphs) -> None:
-    """Adds an entry that goes when the module does."""
-    by_key[key_of(module)] = graphs
-    weakref.finalize(module, by_key.pop, key_of(module), None).atexit = False
+def _let_go(by_key: dict[int, ModelGraphs], gone: list[ModelGraphs], key: int) -> None:
+    """Takes the graphs of a model that is gone out of those of living ones."""
+    gone.append(by_key.pop(key))
 
 
 class Finder(Protocol):
@@ -105,7 +104,8 @@ class Plugin:
         self._retired: list[dict[str, Any]] = []
         self._step_models: Sequence[nn.Module] = ()
         self._step_graphs: set[ModelGraphs] = set()  # whose step it is
-        self._inside: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
+        self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
     def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
         """The graphs of a GPTModel; made at its first forward."""
@@ -142,14 +142,21 @@ class Plugin:
         if self._is_suspended:
             graphs.changes.suspend()
         self._models.add(model)
-        _put_weakly(self._graphs, model, graphs)
-        for block in (model.decoder, getattr(model, "mtp", None)):
+        self._graphs[key_of(model)] = graphs
+        self._when_gone(model, _let_go, self._graphs, self._gone, key_of(model))
+        blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
+        for block in blocks:
             if block is not None:
-                _put_weakly(self._of_block, block, graphs)
-        weakref.finalize(model, self._gone.append, graphs).atexit = False
+                self._of_block[key_of(block)] = graphs
+                self._when_gone(block, self._of_block.pop, key_of(block), None)
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self._step_graphs.add(graphs)
         return graphs
+
+    def _when_gone(self, module: nn.Module, forget: Callable[..., object], *args: Any) -> None:
+        finalizer = weakref.finalize(module, forget, *args)
+        finalizer.atexit = False
+        self._finalizers = [it for it in self._finalizers if it.alive] + [finalizer]
 
     def _name(self, model: nn.Module) -> str:
         """The model's class; for further models of that class with a number, in order of first forward."""
@@ -179,11 +186,9 @@ class Plugin:
     def _graphs_inside(self, models: Sequence[nn.Module]) -> list[ModelGraphs]:
         inside: set[int] = set()
         for model in models:
-            found = self._inside.get(key_of(model))
-            if found is None or found[0]() is not model:
-                found = weakref.ref(model), {key_of(module) for module in model.modules()}
-                self._inside[key_of(model)] = found
-            inside |= found[1]
+            if model not in self._inside:
+                self._inside[model] = {key_of(module) for module in model.modules()}
+            inside |= self._inside[model]
         # Of a copy: garbage may be collected in between, and take entries with it.
         return [graphs for model, graphs in self._graphs.copy().items() if model in inside]
 
@@ -276,7 +281,9 @@ class Plugin:
             graphs.changes.resume()
 
     def release(self) -> None:
-        """Drops every graph of every model."""
+        """Drops every graph of every model, and lets go of them."""
         self._retire()
         for graphs in self.all_graphs():
             graphs.release()
+        for finalizer in self._finalizers:  # which the models keep alive, and their arguments with them
+            finalizer.detach()

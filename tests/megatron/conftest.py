@@ -11,7 +11,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 
 import pytest
 import torch
-from leftovers import free_models
+from compared import every_graph_is_compared_or_named
+from leftovers import free_models, models_in_memory
 from megatron_rig import graph_config
 from worlds import World, Worlds
 
@@ -19,6 +20,13 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.cpu import megatron_on_cpu
 from megagraph.demo.trainer import process_groups
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "worlds" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +51,7 @@ def megatron(process_group: None) -> Iterator[None]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with megatron_on_cpu():
+    with megatron_on_cpu(), every_graph_is_compared_or_named():
         yield
         free_models()
     torch.set_num_threads(threads)
@@ -103,14 +111,21 @@ def _ranks_end_well(worlds: Worlds) -> None:
     assert {size: set(ends) - {0} for size, ends in codes.items()} == {size: set() for size in codes}
 
 
+def _models_are_gone() -> None:
+    """Every model that the tests above have trained, or a fixture that they had to themselves."""
+    free_models()
+    assert models_in_memory() == []
+
+
 class _FileOfTests(pytest.Module):
-    """A file whose last test, where any of them uses ranks, is how these end."""
+    """A file whose last tests are that models are gone and, where any of them uses ranks, how these end."""
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
         uses_ranks = False
         for found in super().collect():
             uses_ranks = uses_ranks or "worlds" in getattr(found, "fixturenames", ())
             yield found
+        yield pytest.Function.from_parent(self, name="test_models_are_gone", callobj=_models_are_gone)
         if uses_ranks:
             yield pytest.Function.from_parent(self, name="test_ranks_end_well", callobj=_ranks_end_well)
 

@@ -9,9 +9,11 @@ its process groups stay, whose threads take up the machine.
 
 import gc
 
+import objgraph
+
 from megagraph.megatron.scopes.leftovers import drop_history
 
-__all__ = ["free_models"]
+__all__ = ["free_models", "models_in_memory"]
 
 
 def free_models() -> None:
@@ -27,6 +29,23 @@ def free_models() -> None:
         _undo(found)
     del found  # the last one would stay
     gc.collect()
+
+
+def models_in_memory() -> list[str]:
+    """The models that are still there, and how each is reached: behind `uninstall()` and `free_models()`.
+
+    What those free is Megatron's own, so that whatever keeps one is the plugin, or a test. C++ holds what is
+    reached from no module.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    models = [found for found in gc.get_objects() if issubclass(type(found), LanguageModule)]
+    return [_path_to(model) for model in models]
+
+
+def _path_to(model: object) -> str:
+    path = objgraph.find_backref_chain(model, objgraph.is_proper_module, max_depth=30)
+    return " -> ".join(getattr(it, "__name__", type(it).__name__) for it in path)
 
 
 def _undo(found: object) -> None:

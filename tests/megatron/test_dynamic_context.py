@@ -14,6 +14,8 @@ pytestmark = pytest.mark.megatron
 
 # Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
+# Over the process groups of a GPU a hundred, as where ranks have one each.
+STEPS = 100 if torch.cuda.is_available() else 8
 SIZES = (1, 2, 4)
 # By step and rank. Documents that need four ranks, two, and one; and all three in one micro-batch.
 LENGTHS = [
@@ -51,7 +53,7 @@ def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
 
 @pytest.mark.parametrize("forced", [None, *SIZES])
 def test_every_size_forced_and_as_scheduled(world4: World, forced: int | None) -> None:
-    lengths = steps(8) if forced is None else [[[30, 7], [20], [25, 3], [16]]] * 6
+    lengths = steps(STEPS) if forced is None else [[[30, 7], [20], [25, 3], [16]]] * STEPS
     runs = world4.run(
         schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=SIZES, forced=forced, evaluates=True
     )
@@ -125,7 +127,7 @@ def test_adapters_that_are_off_in_evaluations_of_other_sizes(world2: World) -> N
 def test_beside_tensor_parallelism(world4: World, is_sequence_parallel: bool) -> None:
     runs = world4.run(
         schedule_jobs.train_scheduled,
-        lengths=ON_TWO * 3,
+        lengths=ON_TWO * (STEPS // 2),
         cp_sizes=(1, 2),
         evaluates=True,
         tensor_parallel=2,

@@ -48,8 +48,8 @@ _BY_CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def trainer(megatron: None) -> Trainer:
+@pytest.fixture
+def trainer() -> Trainer:
     return Trainer(OPTIONS)
 
 

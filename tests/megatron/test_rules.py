@@ -232,10 +232,20 @@ def model_of(config: Any, kinds: str = "E-") -> Any:
         return gpt_model(OPTIONS, config, moe_rig.block_spec(kinds))
 
 
-@pytest.fixture(scope="module")
-def models(megatron: None) -> dict[str, Any]:
-    made = {kinds: model_of(transformer_config(OPTIONS, **moe_rig.BASE), kinds) for kinds in ("E-", "EE")}
-    return {**made, "--": gpt_model(OPTIONS, transformer_config(OPTIONS))}
+class Models(dict[str, Any]):
+    """Models by the kinds of their layers, made when they are first asked for."""
+
+    def __missing__(self, kinds: str) -> Any:
+        if kinds == "--":
+            self[kinds] = gpt_model(OPTIONS, transformer_config(OPTIONS))
+        else:
+            self[kinds] = model_of(transformer_config(OPTIONS, **moe_rig.BASE), kinds)
+        return self[kinds]
+
+
+@pytest.fixture
+def models() -> Models:
+    return Models()
 
 
 def test_every_rule_that_keeps_a_model_eager_has_a_case() -> None:

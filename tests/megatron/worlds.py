@@ -27,7 +27,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
-from leftovers import free_models
+from compared import every_graph_is_compared_or_named
+from leftovers import free_models, models_in_memory
 from torch import distributed, multiprocessing
 
 START_SECONDS = 240  # imports, on a machine that does other things too
@@ -58,7 +59,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
 
     importlib.import_module("megatron.core.models.gpt")
     gc.freeze()  # or each collection, before a capture, would go over all modules
-    with megatron_on_cpu():
+    with megatron_on_cpu(), every_graph_is_compared_or_named():
         pipe.send((True, "ready"))
         for index in itertools.count():
             job = pipe.recv()
@@ -71,10 +72,13 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
             groups = distributed.PrefixStore(f"function {index}", store)
             distributed.init_process_group(backend, store=groups, rank=rank, world_size=size)
             try:
-                pipe.send((True, _run(*job)))
+                answer = True, _run(*job)
             except BaseException:
-                pipe.send((False, traceback.format_exc()))
+                answer = False, traceback.format_exc()
             free_models()  # which would keep the threads of their groups
+            if answer[0] and (models := models_in_memory()):
+                answer = False, f"models that stay in memory: {', '.join(models)}"
+            pipe.send(answer)
 
 
 def take_gpu(rank: int, size: int) -> None:

@@ -24,13 +24,20 @@ class Level:
         where: its name, with module and class.
         overrides: Megatron's forward; its own name where it is that.
         missing: parameters of Megatron's forward that it lacks.
-        function: what it was before, called with the module first.
+        held: gives what it was before, as `function` does.
     """
 
     where: str
     overrides: str
     missing: Sequence[str]
-    function: Callable[..., Any]
+    held: Callable[[], Any]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What it was before, called with the module first. Of an instance it goes with that."""
+        function: Callable[..., Any] | None = self.held()
+        assert function is not None
+        return function
 
     @property
     def is_megatrons(self) -> bool:
@@ -80,9 +87,9 @@ class Entry:
         return self.acting is not None and self._levels.index(level) > self._levels.index(self.acting)
 
     @property
-    def overriding(self) -> Callable[..., Any] | None:
+    def overriding(self) -> Level | None:
         """What acts in place of Megatron's forward, or None."""
-        return None if self.acting is None or self.is_megatrons else self.acting.function
+        return None if self.is_megatrons else self.acting
 
     def problem(self) -> str | None:
         """Why nothing can be served through the level that acts, or None."""

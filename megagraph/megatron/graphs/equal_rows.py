@@ -16,7 +16,6 @@ Every rank votes in every micro-batch, whatever it thinks of it: one that says n
 keeps the others waiting. Megatron's dispatch would as well.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,5 +141,5 @@ def equal_rows_of(
 def _taken_by(dispatcher: Any) -> Callable[[int], int]:
     """From the rows of a pack to what a dispatcher takes from each rank."""
     if getattr(dispatcher, "drop_and_pad", False):  # those that gather all rows have none
-        return functools.partial(most_routed, dispatcher)
+        return most_routed(dispatcher)
     return lambda rows: rows

@@ -2,12 +2,13 @@
 """Keeps what the layers are called with beside hidden states and pack, for each variant of a model."""
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.preprocess import layer_constants
 from megagraph.megatron.scopes.arguments import Constants
@@ -22,13 +23,13 @@ class LayerArguments(dict[Hashable, Constants]):
         model: asked for them; weakly, for this lives as long as the model does.
 
     Attributes:
-        forward: what overrides the model's forward and is asked in its place; None for Megatron's.
+        overriding: what overrides the model's forward and is asked in its place; None for Megatron's.
     """
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
         super().__init__()
         self._model = model
-        self.forward: Callable[..., Any] | None = None
+        self.overriding: Level | None = None
 
     def of(self, key: Hashable, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant.
@@ -47,7 +48,8 @@ class LayerArguments(dict[Hashable, Constants]):
         """Those of a pack, as the model makes them now."""
         model = self._model()
         assert model is not None
-        return layer_constants(model, params, hidden_states, self.forward)
+        forward = None if self.overriding is None else self.overriding.function
+        return layer_constants(model, params, hidden_states, forward)
 
     def find(self, batch: MicroBatch, rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Finds those of a variant of a model whose forward is not Megatron's.

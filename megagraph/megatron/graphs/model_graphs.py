@@ -247,7 +247,7 @@ class ModelGraphs:
             failure = failure or NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
-        constants.forward = entries.model.overriding
+        constants.overriding = entries.model.overriding
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""

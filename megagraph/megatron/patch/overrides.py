@@ -25,6 +25,8 @@ from megagraph.megatron.seams import Seam
 __all__ = ["Overrides"]
 
 Wrap = Callable[[Level], Callable[..., Any]]
+# A module, and the forward that is set on the instance.
+_Known = tuple["weakref.ref[nn.Module]", Callable[[], Any]]
 
 
 class Overrides:
@@ -40,10 +42,10 @@ class Overrides:
         self._wrappers = wrappers
         self._of_models: dict[type, tuple[Seam, Level]] = {}
         self._of_blocks: dict[type, tuple[Seam, Level]] = {}
-        # The owner (an instance weakly), what it had, and what it has instead.
-        self._changes: list[tuple[Callable[[], Any], Any, Any]] = []
-        # By the id of what a schedule was given: the modules inside, each with its instance's forward.
-        self._inside: dict[int, tuple[weakref.ref[nn.Module], list[tuple[weakref.ref[nn.Module], Any]]]] = {}
+        self._undo: list[Callable[[], None]] = []
+        # Of what a schedule was given: the modules inside, each with its instance's forward. The plugin lives
+        # as long as the process, and such a forward most often refers to its module.
+        self._inside: weakref.WeakKeyDictionary[nn.Module, list[_Known]] = weakref.WeakKeyDictionary()
 
     def model_seam(self, seam: Seam) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """What wraps the forward of a class of models."""
@@ -57,7 +59,7 @@ class Overrides:
         self, seam: Seam, owners: dict[type, tuple[Seam, Level]], wrap: Wrap
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-            level = Level(where=seam.path, overrides=seam.path, missing=(), function=original)
+            level = Level(where=seam.path, overrides=seam.path, missing=(), held=lambda: original)
             owners[seam.owner()] = seam, level
             return _marked(wrap(level), level)
 
@@ -78,11 +80,10 @@ class Overrides:
 
     def restore(self) -> None:
         """Puts every override back, except where somebody else has put something in its place since."""
-        for owner, before, wrapped in reversed(self._changes):
-            found = owner()
-            if found is not None and vars(found).get("forward") is wrapped:
-                _set_forward(found, before)
-        self._changes.clear()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._inside.clear()
 
     # -- what the plugin asks ---------------------------------------------------------------------
 
@@ -99,9 +100,9 @@ class Overrides:
         """Wraps what overrides forwards inside models that are new, or that have other forwards now."""
         changed: list[nn.Module] = []
         for root in models:
-            known = self._inside.get(id(root))
-            if known is not None and known[0]() is root:
-                now = [(module, forward) for ref, forward in known[1] if (module := ref()) is not None]
+            known = self._inside.get(root)
+            if known is not None:
+                now = [(module, forward()) for ref, forward in known if (module := ref()) is not None]
                 changed += [module for module, forward in now if vars(module).get("forward") is not forward]
                 if not changed:
                     continue
@@ -114,8 +115,11 @@ class Overrides:
             if isinstance(model, tuple(self._of_models)):
                 self.entries_of(model)
                 found += [model, model.get_submodule("decoder")]
-        forwards = [(weakref.ref(module), vars(module).get("forward")) for module in found]
-        self._inside[id(root)] = weakref.ref(root), forwards
+        own = [(module, vars(module).get("forward")) for module in found]
+        self._inside[root] = [
+            (weakref.ref(module), _nothing if forward is None else weakref.ref(forward))
+            for module, forward in own
+        ]
 
     def _models_of(self, roots: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[nn.Module]:
         """The models among the changed modules, and those whose block is one of them."""
@@ -152,20 +156,22 @@ class Overrides:
                 continue
             level = _level_of(function)
             if level is None:
-                level = _override(f"{cls.__module__}.{cls.__qualname__}.forward", function, seam)
+                held = functools.partial(_itself, function)
+                level = _override(f"{cls.__module__}.{cls.__qualname__}.forward", function, seam, held)
                 wrapped = _marked(functools.wraps(function)(wrap(level)), level)
-                self._changes.append((functools.partial(_itself, cls), function, wrapped))
-                _set_forward(cls, wrapped)
+                self._undo.append(functools.partial(_put_back_on_class, cls, function, wrapped))
+                cls.forward = wrapped  # type: ignore[attr-defined]
             yield level
 
     def _of_instance(self, module: nn.Module, forward: Any, seam: Seam, wrap: Wrap) -> Level:
         where = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', repr(forward))}"
         is_bound = _is_bound(forward, module)
         function: Any = forward.__func__ if is_bound else _taking_module(forward)
-        level = _override(f"{where} of a {type(module).__qualname__}", function, seam)
-        wrapped = types.MethodType(_marked(functools.wraps(function)(wrap(level)), level), module)
-        self._changes.append((weakref.ref(module), forward, wrapped))
-        _set_forward(module, wrapped)
+        # The module alone keeps both: what wraps the function, and that what was set on the instance.
+        level = _override(f"{where} of a {type(module).__qualname__}", function, seam, weakref.ref(function))
+        wrapped = _marked(functools.wraps(function)(wrap(level)), level, forward)
+        self._undo.append(functools.partial(_put_back_on, weakref.ref(module), weakref.ref(wrapped)))
+        vars(module)["forward"] = types.MethodType(wrapped, module)
         return level
 
     # -- wrapping ---------------------------------------------------------------------------------
@@ -239,15 +245,18 @@ def _one_by_one(
     return out
 
 
-def _override(where: str, function: Callable[..., Any], seam: Seam) -> Level:
+def _override(where: str, function: Callable[..., Any], seam: Seam, held: Callable[[], Any]) -> Level:
     names = inspect.signature(function).parameters
     missing = [name for name in seam.parameters if name not in names]
-    return Level(where=where, overrides=seam.path, missing=missing, function=function)
+    return Level(where=where, overrides=seam.path, missing=missing, held=held)
 
 
-def _marked(wrapped: Callable[..., Any], level: Level) -> Callable[..., Any]:
-    """A wrapper that says which level it is. Whoever wraps it copies the mark, which hence names it."""
-    vars(wrapped)["_megagraph"] = weakref.ref(wrapped), level
+def _marked(wrapped: Callable[..., Any], level: Level, before: Any = None) -> Callable[..., Any]:
+    """A wrapper that says which level it is, and keeps what was set on an instance before.
+
+    Whoever wraps it copies the mark, which hence names it.
+    """
+    vars(wrapped)["_megagraph"] = weakref.ref(wrapped), level, before
     return wrapped
 
 
@@ -276,13 +285,23 @@ def _taking_module(forward: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _itself(owner: type) -> type:
-    return owner
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
-def _set_forward(owner: Any, forward: Callable[..., Any]) -> None:
-    """Sets it on a class, or on an instance past `nn.Module`'s own bookkeeping."""
-    if isinstance(owner, type):
-        owner.forward = forward  # type: ignore[attr-defined]
-    else:
-        vars(owner)["forward"] = forward
+def _nothing() -> None:
+    """What stands for a forward that is not set on an instance."""
+
+
+def _put_back_on_class(cls: Any, function: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
+    if vars(cls).get("forward") is wrapped:
+        cls.forward = function
+
+
+def _put_back_on(module: weakref.ref[nn.Module], wrapped: weakref.ref[Any]) -> None:
+    """Past `nn.Module`'s own bookkeeping, and only where nobody has set another forward since."""
+    found = module()
+    forward = None if found is None else vars(found).get("forward")
+    function = getattr(forward, "__func__", None)
+    if found is not None and function is not None and function is wrapped():
+        vars(found)["forward"] = vars(function)["_megagraph"][2]
