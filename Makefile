@@ -7,6 +7,7 @@
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
 #   MINORS      the minors of torch that `make matrix` builds and tests
+#   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, rest; all by default
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 VENV ?= .venv
@@ -33,10 +34,10 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
-	@echo "make demo | test | sdist | matrix | lint | format | bench | sanitize | build | clean"
+	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
 
 # ---- environment: each stamp is one step ----
 
@@ -114,6 +115,10 @@ matrix-newest: matrix-$(lastword $(MINORS))
 # Compiles and links the core with CUDA against that minor; runs nothing.
 cuda-%: .venv-torch-%/.ready
 	$(<D)/bin/python setup.py --quiet build --build-base $(<D)/build-cuda --build-lib $(<D)/core-cuda
+
+# On a GPU: the whole suite, with the Transformer Engine that is installed there; at most eight minutes.
+gpu: $(VENV)/.built $(VENV)/.test
+	$(BIN)/python .ci/gpu $(PARTS)
 
 # On a GPU: the kernels and the graphs under compute-sanitizer. Takes long, and is no part of CI.
 sanitize: $(VENV)/.built $(VENV)/.test

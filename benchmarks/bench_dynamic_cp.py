@@ -3,8 +3,10 @@
 
 Pools of several sizes stand beside those of the largest alone, and a rank's share of one long document
 beside all of it. Both are a simulation on one GPU: shapes, kernels and pools are those of one rank of eight,
-the other ranks a pretence (`benchmarks/subjects/sharing.py`). NCCL's own memory is that of real ranks. Where
-there are two GPUs, two ranks train, and run that document, too. Each part runs in a process of its own.
+the other ranks a pretence (`benchmarks/subjects/sharing.py`). NCCL's own memory and the trainings are of real
+ranks. Where there is one GPU they share it, and what they send goes over sockets: such times compare ways to
+train with each other, and tell nothing of ranks on GPUs of their own. Where there are two, these run the long
+document, too. Each part runs in a process of its own.
 """
 
 import json
@@ -35,10 +37,9 @@ LONG_MODEL = "hidden 2048, 4 layers, one document of 65536 tokens"
 DOCUMENT = ("document, 1, 0", "document, 2, 0", "document, 2, 1")  # of how many ranks, and which
 SHARE, BALANCE = 0.6, 1.05
 COMMUNICATORS = (2, 4)
-# On as many GPUs.
 RANKS = 2
 TRAINED = model_options(2048, layers=8, tokens=4096, head_dim=128)
-TRAINING = "two ranks of 4096 rows, hidden 2048, 8 layers, documents of mlm-dcp"
+TRAINING = "4096 rows each, hidden 2048, 8 layers, documents of mlm-dcp"
 TRAININGS = {"dynamic": "dynamic CP", "static": "static CP=2"}
 HOW = ("eager", "graphed")
 
@@ -85,11 +86,20 @@ def _work_figures() -> list[Figure]:
     return [*figures, Figure(name=name, value=max(pairs) / min(pairs), unit="x", bar=BALANCE)]
 
 
+def _ranks(number: int) -> str:
+    """So many ranks, and whose GPUs they are on."""
+    return f"{number} ranks {'on GPUs of their own' if _have_gpus(number) else 'that share a GPU'}"
+
+
+def _have_gpus(number: int) -> bool:
+    return torch.cuda.device_count() >= number
+
+
 def _communicator_figures() -> list[Figure]:
     found = measure_part(__name__, "communicators")
+    name = f"NCCL's memory on each of {_ranks(max(COMMUNICATORS))}"
     return [
-        Figure(name=f"NCCL's memory on each of 4 ranks, groups of {size}", value=found[str(size)], unit="MiB")
-        for size in COMMUNICATORS
+        Figure(name=f"{name}, groups of {size}", value=found[str(size)], unit="MiB") for size in COMMUNICATORS
     ]
 
 
@@ -98,12 +108,14 @@ def _training_figures() -> list[Figure]:
     for part, way in TRAININGS.items():
         found = measure_part(__name__, part)
         for how in HOW:
-            name, speed = f"{TRAINING}, {way}, {how}", 1e3 * sum(found["tokens"]) / sum(found[how])
+            name = f"{_ranks(RANKS)}, {TRAINING}, {way}, {how}"
+            speed = 1e3 * sum(found["tokens"]) / sum(found[how])
             figures.append(timed(f"{name}: a step, median", found[how], "ms"))
             figures.append(Figure(name=f"{name}: tokens a second", value=speed, unit="tokens/s"))
         share = 100 * (1 - sum(found["tokens"]) / sum(found["rows"]))
         seconds = found["capture_seconds"]
-        figures += plain(f"{TRAINING}, {way}", {"padding": (share, "%"), "capture": (seconds, "s")})
+        name = f"{_ranks(RANKS)}, {TRAINING}, {way}"
+        figures += plain(name, {"padding": (share, "%"), "capture": (seconds, "s")})
     return figures
 
 
@@ -111,7 +123,7 @@ def _document_figures() -> list[Figure]:
     found = measure_part(__name__, "document of two ranks")
     return [
         timed(
-            f"{LONG_MODEL}, {how}: a step of two ranks, median",
+            f"{LONG_MODEL}, {how}: a step of {_ranks(RANKS)}, median",
             found[str(RANKS)][how],
             "ms",
             bar=SHARE * median(found["1"][how]),
@@ -123,16 +135,14 @@ def _document_figures() -> list[Figure]:
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures a long document, communicators, every set of sizes, and ranks on GPUs of their own."""
+    """Measures a long document, communicators, every set of sizes, and trainings."""
     measurement.take("a long document", _work_figures)
     measurement.take("communicators", _communicator_figures)
     for cp_sizes in SETS:
         measurement.take(in_words(cp_sizes), partial(_figures, cp_sizes))
-    if (num_gpus := torch.cuda.device_count()) < RANKS:
-        print(f"left out: trainings of {RANKS} ranks, which need as many GPUs; found {num_gpus}", flush=True)
-        return
-    measurement.take("a long document of two ranks", _document_figures)
     measurement.take("trainings", _training_figures)
+    if _have_gpus(RANKS):
+        measurement.take("a long document of two ranks", _document_figures)
 
 
 def _of_slowest(ranks: Sequence[Answer]) -> Answer:
