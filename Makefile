@@ -7,7 +7,7 @@
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
 #   MINORS      the minors of torch that `make matrix` builds and tests
-#   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, rest; all by default
+#   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, commands; all by default
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 VENV ?= .venv

@@ -34,6 +34,7 @@ __all__ = ["Verifier"]
 _ARE_NO_EXAMPLES = (EagerReason.DISABLED, EagerReason.SUSPENDED)
 
 _NO_EXAMPLE = "no micro-batch that fits was kept"
+_NOT_TAKEN = "its graph did not take the micro-batch that was kept"
 
 Failing = Mapping[int, tuple[EagerReason, str]]
 Unverified = Mapping[str, str]  # a site with a graph: its variant, its name, and why it was not compared
@@ -200,7 +201,8 @@ class Verifier:
             return None
         finally:
             self._seconds += time.perf_counter() - start
-        self._note_unverified(chain, key, verification.not_run)
+        why = {index: f"{_NOT_TAKEN} ({reason})" for index, reason in verification.not_run.items()}
+        self._note_unverified(chain, key, why)
         self._verified += not verification.not_run
         self._bytes = max(self._bytes, verification.most_bytes)
         self._within_spread |= {chain.specs[index].name for index in verification.within_spread}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`.ci/gpu` counts every test, names what failed, and says what did not run and why."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
+TESTS = """
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert 1 + 1 == 3, "a sum"
+@pytest.mark.skip(reason="needs two of them")
+def test_needs(): pass
+@pytest.mark.parametrize("what", range(2))
+@pytest.mark.skip(reason="needs another one")
+def test_others(what): pass
+"""
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the source distribution")
+
+
+@pytest.fixture
+def suite() -> ModuleType:
+    loader = SourceFileLoader("gpu_suite", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("gpu_suite", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, **tests: str) -> int:
+    """Runs files of tests as the parts that there are, and tells what came out."""
+    parts = {}
+    for name, text in tests.items():
+        file = folder / f"test_{name}.py"
+        file.write_text(text, encoding="utf-8")
+        parts[name] = ([str(file), "--rootdir", str(folder), "-c", os.devnull], "load", 1)
+    suite.PARTS = {**parts, "absent": ([], "load", 1)}
+    started = [suite.Part(name, folder, [], dict(os.environ)) for name in parts]
+    start = time.monotonic()
+    suite.follow(started, start, limit)
+    for part in started:
+        part.stop()
+    code: int = suite.tell(started, time.monotonic() - start)
+    return code
+
+
+def test_what_passed_failed_and_did_not_run_is_told(
+    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(suite, tmp_path, one=TESTS, other="def test_passes(): pass") == 1
+    said = capsys.readouterr().out
+    table = said.split("seconds\n")[1].split(" s in all")[0].splitlines()
+    rows = {line.split()[0]: line.split()[1:4] for line in table[:2]}
+    assert rows == {"one": ["1", "1", "3"], "other": ["1", "0", "0"]}
+    assert "test_one.py::test_fails: AssertionError: a sum" in said
+    left_out = said.split("did not run:")[1].split("\n")[1:4]
+    assert [line.strip() for line in left_out] == [
+        "part absent",
+        "2 tests: needs another one",
+        "1 tests: needs two of them",
+    ]
+    assert (tmp_path / "one.log").exists() and (tmp_path / "one.xml").exists()
+
+
+def test_a_run_without_failures_says_so(
+    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(suite, tmp_path, one="def test_passes(): pass") == 0
+    assert "failed: nothing" in capsys.readouterr().out
+
+
+def test_a_part_that_is_stopped_is_a_failure(
+    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.xml").write_text("<testsuites/>", encoding="utf-8")  # of an earlier run
+    assert run(suite, tmp_path, limit=0.5, one="import time\ndef test_hangs(): time.sleep(600)") == 1
+    assert "part one: pytest ended with" in capsys.readouterr().out
+
+
+def test_unknown_parts_are_an_error() -> None:
+    told = subprocess.run([SCRIPT, "bank", "banks"], capture_output=True, text=True)
+    assert (
+        told.returncode == 2 and "expected parts of ops, bank" in told.stderr and "got banks" in told.stderr
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 2 and "torch sees no GPU here" in told.stderr
+    assert not (tmp_path / "out").exists()
