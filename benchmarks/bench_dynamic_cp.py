@@ -49,10 +49,14 @@ def in_words(cp_sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, cp_sizes))
 
 
-def _figures(cp_sizes: tuple[int, ...]) -> list[Figure]:
-    largest = cp_sizes[-1:]
-    every, alone = (measure_part(__name__, in_words(sizes)) for sizes in (cp_sizes, largest))
-    name = f"{NAME}, simulated sizes {in_words(cp_sizes)}"
+def _measured_pools(words: str) -> Answer:
+    *_, largest = words.split(", ")
+    return {"every": measure_part(__name__, words), "alone": measure_part(__name__, largest)}
+
+
+def _pool_figures(words: str, found: Answer) -> list[Figure]:
+    every, alone = found["every"], found["alone"]
+    name = f"{NAME}, simulated sizes {words}"
     bar, its = SLACK * alone["pools"] / MIB, alone["pools"] / MIB
     return [
         Figure(
@@ -60,7 +64,7 @@ def _figures(cp_sizes: tuple[int, ...]) -> list[Figure]:
             value=every["pools"] / MIB,
             unit="MiB",
             bar=bar,
-            rival=f"size {largest[0]} alone",
+            rival=f"size {words.split(', ')[-1]} alone",
             rival_value=its,
         ),
         Figure(name=f"{name}: graphs", value=every["graphs"], unit="graphs"),
@@ -138,8 +142,8 @@ def measure(measurement: Measurement) -> None:
     """Measures a long document, communicators, every set of sizes, and trainings."""
     measurement.take("a long document", _work_figures)
     measurement.take("communicators", _communicator_figures)
-    for cp_sizes in SETS:
-        measurement.take(in_words(cp_sizes), partial(_figures, cp_sizes))
+    pools = {in_words(cp_sizes): _pool_figures for cp_sizes in SETS}
+    measurement.take_side_by_side(pools, _measured_pools)
     measurement.take("trainings", _training_figures)
     if _have_gpus(RANKS):
         measurement.take("a long document of two ranks", _document_figures)
