@@ -23,7 +23,7 @@ from megagraph.packs.schedule import ScheduleLimits
 
 MAX_SEQS = 64
 DOCUMENTS = 32  # of a rank and step
-WARM_UP_STEPS, STEPS = 4, 20
+WARM_UP_STEPS, STEPS = 4, 8
 ROUNDS = 10  # of a long document, after the warm-up
 
 

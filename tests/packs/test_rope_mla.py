@@ -67,6 +67,13 @@ def random_grads(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> li
     return [torch.randn(rows, heads, dim, device=device).to(dtype) for dim in dims]
 
 
+def differences(what: str, one: Tensor, other: Tensor) -> str:
+    """Where two tensors differ, and what is there."""
+    places = (one != other).nonzero()
+    shown = [(place, float(one[tuple(place)]), float(other[tuple(place)])) for place in places[:8].tolist()]
+    return f"{what} differs in {len(places)} of {one.numel()} entries: {shown}"
+
+
 def summed(grads: Tensor) -> Tensor:
     """Over heads, in their order, in float32. [T, H, R] to [T, 1, R]."""
     total = torch.zeros_like(grads[:, :1], dtype=torch.float32)
@@ -446,4 +453,4 @@ def test_bits_of_megatrons_fused_kernels(
             )
             names = ("q", "k", "v", "dq", "dkv", "dk_pe")
             for name, one, other in zip(names, ours, (*out, *theirs_grads), strict=True):
-                assert torch.equal(one, other), name
+                assert torch.equal(one, other), differences(f"{lengths}, rank {cp_rank}: {name}", one, other)
