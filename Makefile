@@ -116,7 +116,7 @@ matrix-newest: matrix-$(lastword $(MINORS))
 cuda-%: .venv-torch-%/.ready
 	$(<D)/bin/python setup.py --quiet build --build-base $(<D)/build-cuda --build-lib $(<D)/core-cuda
 
-# On a GPU: the whole suite, with the Transformer Engine that is installed there; at most eight minutes.
+# On a GPU: all tests that run kernels, with the Transformer Engine that is installed there.
 gpu: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python .ci/gpu $(PARTS)
 

@@ -68,8 +68,9 @@ def test_what_passed_failed_and_did_not_run_is_told(
     rows = {line.split()[0]: line.split()[1:4] for line in table[:2]}
     assert rows == {"one": ["1", "1", "3"], "other": ["1", "0", "0"]}
     assert "test_one.py::test_fails: AssertionError: a sum" in said
-    left_out = said.split("did not run:")[1].split("\n")[1:4]
+    left_out = said.split("did not run:")[1].split("\n")[1:5]
     assert [line.strip() for line in left_out] == [
+        suite.ELSEWHERE,
         "part absent",
         "2 tests: needs another one",
         "1 tests: needs two of them",
@@ -88,8 +89,24 @@ def test_a_part_that_is_stopped_is_a_failure(
     suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.xml").write_text("<testsuites/>", encoding="utf-8")  # of an earlier run
-    assert run(suite, tmp_path, limit=0.5, one="import time\ndef test_hangs(): time.sleep(600)") == 1
-    assert "part one: pytest ended with" in capsys.readouterr().out
+    hangs = f"""
+import subprocess, sys
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+    child.wait()
+"""
+    assert run(suite, tmp_path, limit=8.0, one=hangs) == 1
+    assert "part one: pytest ended with -15" in capsys.readouterr().out
+    child = (tmp_path / "child").read_text()
+    assert not Path("/proc", child, "cmdline").exists() or not Path("/proc", child, "cmdline").read_text()
+
+
+def test_a_part_that_runs_nothing_is_a_failure(
+    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(suite, tmp_path, one="") == 1
+    assert "part one: pytest ended with 5" in capsys.readouterr().out
 
 
 def test_unknown_parts_are_an_error() -> None:

@@ -8,13 +8,14 @@ magnitude inside of one tensor (the rows of a busy expert and of an idle one), a
 would let a graph lose the small ones. Therefore
 
 - an entry that differs between runs may lie outside of what they made of it, by four times its own spread, or
-  by twice that of entries that are no larger, if that is no more than twice the spread of its row;
+  by twice that of entries that are no larger, if that is no more than twice the spread of its row (of 64
+  entries that lie together, where rows are shorter);
 - an entry that is the same in all runs has to be the same in the graph. Yet each run moves a few for the
   first time. The graph may move twice as many as any of the later runs did, and a few of a large tensor, each
   by a rounding of its own or twice the spread of entries that are no larger, and by little beside the largest
   one of its row;
-- an entry that is no number in the graph is none in some run, and one that is none in all runs is none in the
-  graph. Where runs are infinitely far apart, or of several shapes, nothing is excused.
+- an entry that is infinite or no number in the graph is so in some run, and one that is so in all runs is so
+  in the graph. It excuses nothing else; nor do runs of several shapes.
 """
 
 from collections.abc import Iterator
@@ -33,13 +34,14 @@ _OWN_SPREADS = 4  # of an entry, by itself: for as many as there are, chance mak
 # What an order of additions changes, where few of them are in another order: entries, and of the largest one.
 _FEW, _ROUNDING = 1e-2, 2.0**-6
 _FEWEST = 8  # entries that count as few in a large tensor
-_LONG_ROW = 64  # entries of one row that tell how far others of it may go
+_LONG_ROW = 64  # entries that tell how far others beside them may go
 _CHUNK = 2**19  # entries that are compared at once, since doubles of all of them would take much memory
 _LEAST_EXPONENT, _MOST_EXPONENT = -1075, 1025  # of doubles; the first is that of zero here
 
 
 def _bits(tensor: Tensor) -> Tensor:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     is_exact = not (tensor.is_floating_point() and tensor.element_size() in sizes)
     return tensor if is_exact else tensor.contiguous().view(sizes[tensor.element_size()])
 
@@ -77,21 +79,28 @@ def differ_as_rounded(one: Tensor, other: Tensor) -> bool:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some whole rows of tensors of one shape at a time, each piece as [rows, entries of a row]."""
-    if not tensors[0].numel():
+    """Some rows at a time of tensors of one shape, each piece as [rows, entries of a row].
+
+    Entries that lie together count as one row where rows are short, and a part of a row where they are long.
+    """
+    count, width = tensors[0].numel(), tensors[0].shape[-1] if tensors[0].dim() else 1
+    if not count:
         return
-    width = tensors[0].shape[-1] if tensors[0].dim() else 1
-    at_once = max(1, _CHUNK // width)
-    yield from zip(*(tensor.reshape(-1, width).split(at_once) for tensor in tensors), strict=True)
+    width = min(-(-_LONG_ROW // width) * width if width < _LONG_ROW else width, _CHUNK)
+    flat, end = [tensor.reshape(-1) for tensor in tensors], count - count % width
+    rows = [tensor[:end].view(-1, width).split(max(1, _CHUNK // width)) for tensor in flat]
+    yield from zip(*rows, strict=True) if end else ()
+    if end < count:
+        yield tuple(tensor[end:].view(1, -1) for tensor in flat)
 
 
 def _numbers(tensor: Tensor) -> Tensor:
     """The same as a type that has minima."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    if tensor.is_floating_point():
+        return tensor.float() if tensor.element_size() == 1 else tensor
+    return tensor.long()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +108,25 @@ class Misfit:
     """What a run has made that is not like others.
 
     Args:
-        off: how far it is from the one of them that is furthest, over entries that may not be so far.
-        spread: how far others are apart in these entries.
+        off: by how much it misses, at most, the other run that it is furthest from.
+        spread: how far the others are apart, at most, where it misses them.
     """
 
     off: float
     spread: float
+
+
+# What an entry is in a run: each is a bit, so that several runs have several.
+_FINITE, _NAN, _INFINITE, _BELOW = 1, 2, 4, 8
+
+
+def _kinds(numbers: Tensor) -> Tensor | None:
+    """Of each entry what it is; None where all are finite."""
+    if not numbers.is_floating_point() or bool(numbers.isfinite().all()):
+        return None
+    kinds = torch.full(numbers.shape, _FINITE, dtype=torch.uint8, device=numbers.device)
+    kinds.masked_fill_(numbers.isnan(), _NAN).masked_fill_(numbers.isposinf(), _INFINITE)
+    return kinds.masked_fill_(numbers.isneginf(), _BELOW)
 
 
 class Range:
@@ -112,14 +134,19 @@ class Range:
 
     Args:
         first: of the first run.
+
+    Attributes:
+        is_noisy: runs have different bits.
     """
 
     def __init__(self, first: Tensor) -> None:
         self._kind = first.shape, first.dtype
-        numbers = _numbers(first)
-        self._least, self._most = (numbers.clone(memory_format=torch.contiguous_format) for _ in range(2))
-        self._is_nan_at_times: Tensor | None = None
+        self.is_noisy = False
         self._are_alike = True  # all runs, in shape and type
+        self._first = first.clone()
+        numbers = _numbers(self._first)
+        self._met = _kinds(numbers)
+        self._least = self._most = _finite(numbers).contiguous()
         self._moved = [0]  # by each run: entries that were the same until then
         self._spread: float | None = 0.0
 
@@ -127,28 +154,34 @@ class Range:
         """Takes one run more."""
         self._are_alike = self._are_alike and self._kind == (run.shape, run.dtype)
         if not self._are_alike:
+            self.is_noisy = True
             return
-        run, moved = _numbers(run), 0
-        for least, most, one in _pieces(self._least, self._most, run):
-            moved += int(((least == most) & (one != least)).sum())
-        if self._least.is_floating_point():
-            self._note_nan(run)
-        torch.fmin(self._least, run, out=self._least)
-        torch.fmax(self._most, run, out=self._most)
+        if not self.is_noisy:
+            if have_same_bits(run, self._first):
+                self._moved.append(0)
+                return
+            self.is_noisy, self._most = True, self._least.clone()
+            del self._first
+        numbers = _numbers(run)
+        self._meet(_kinds(numbers))
+        finite, moved = _finite(numbers), 0
+        for least, most, one in _pieces(self._least, self._most, finite):
+            moved += int(((least == most) & (one != least) & ~_isnan(one)).sum())
         self._moved.append(moved)
+        torch.fmin(self._least, finite, out=self._least)
+        torch.fmax(self._most, finite, out=self._most)
         self._spread = None
 
-    def _note_nan(self, run: Tensor) -> None:
-        differs = run.isnan() != self._least.isnan()
-        if self._is_nan_at_times is not None:
-            self._is_nan_at_times |= differs
-        elif differs.any():
-            self._is_nan_at_times = differs
+    def _meet(self, kinds: Tensor | None) -> None:
+        if kinds is None and self._met is None:
+            return
+        finite = torch.full_like(self._met if kinds is None else kinds, _FINITE)  # type: ignore[arg-type]
+        self._met = (finite if self._met is None else self._met) | (finite if kinds is None else kinds)
 
     @property
     def spread(self) -> float:
         """How far apart any two runs are; infinite where that cannot be told."""
-        if not self._are_alike or self._is_nan_at_times is not None:
+        if not self._are_alike or (self._met is not None and bool((self._met & (self._met - 1)).any())):
             return float("inf")
         if self._spread is None:
             self._spread = distance(self._least, self._most)
@@ -162,15 +195,21 @@ class Range:
         """Where another run is not as near to these, entry by entry, as one more may be; None for nowhere."""
         if not self._are_alike or self._kind != (other.shape, other.dtype):
             return Misfit(off=float("inf"), spread=self.spread)
-        if not self.spread:
-            off = distance(self._least, _numbers(other))
-            return None if have_same_bits(self._least, _numbers(other)) else Misfit(off=off, spread=0.0)
-        known = (self._least, self._most)
-        strange = () if self._is_nan_at_times is None else (self._is_nan_at_times,)
+        if not self.is_noisy:
+            is_same = have_same_bits(self._first, other)
+            off = distance(_numbers(self._first), _numbers(other))
+            return None if is_same else Misfit(off=off, spread=0.0)
+        numbers = _numbers(other)
+        kinds = _kinds(numbers)
+        met = self._met
+        if kinds is not None or met is not None:
+            finite = torch.full(numbers.shape, _FINITE, dtype=torch.uint8, device=numbers.device)
+            kinds, met = (finite if it is None else it for it in (kinds, met))
+        strange = () if kinds is None or met is None else (kinds, met)
         by_size, moved = self._spread_by_size(), 0
         off = spread = off_moved = -1.0
-        for piece in _pieces(*known, _numbers(other), *strange):
-            judged = self._judge(by_size, *piece)
+        for piece in _pieces(self._least, self._most, numbers, *strange):
+            judged = _judge(by_size, *piece)
             off, spread = max(off, judged.misfit.off), max(spread, judged.misfit.spread)
             moved, off_moved = moved + judged.moved, max(off_moved, judged.off_moved)
         if off >= 0:
@@ -194,33 +233,45 @@ class Range:
             by_size.scatter_reduce_(0, _exponent(size).flatten(), spread.flatten(), "amax")
         return by_size.cummax(0).values
 
-    @staticmethod
-    def _judge(
-        by_size: Tensor, least: Tensor, most: Tensor, other: Tensor, nan_at_times: Tensor | None = None
-    ) -> "_Judged":
-        dtype, width = least.dtype, least.shape[1]
-        spread, size = _spread_and_size(least, most)
-        least, most, other = least.double(), most.double(), other.double()
-        is_inside = ((least <= other) & (other <= most)) | (least.isnan() & other.isnan())
-        if nan_at_times is not None:
-            is_inside |= nan_at_times & other.isnan()
-        off = torch.maximum((other - least).abs(), (other - most).abs()).nan_to_num_(float("inf"))
-        may_be_off = _SPREADS * by_size[_exponent(size)]
-        of_row = float("inf") if width < _LONG_ROW else _SPREADS * spread.amax(1, keepdim=True)
-        rounding = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        little = _ROUNDING * size.amax(1, keepdim=True)
-        is_steady = least == most
-        bound = torch.where(
-            is_steady,
-            torch.maximum(may_be_off, rounding * size).minimum(little),
-            may_be_off.clamp(max=of_row).maximum(_OWN_SPREADS * spread),
-        )
-        fits, moved = is_inside | (off <= bound), is_steady & ~is_inside
-        return _Judged(
-            misfit=Misfit(off=_largest_where(~fits, off), spread=_largest_where(~fits, spread)),
-            moved=int(moved.sum()),
-            off_moved=_largest_where(moved, off),
-        )
+
+def _judge(
+    by_size: Tensor,
+    least: Tensor,
+    most: Tensor,
+    other: Tensor,
+    kinds: Tensor | None = None,
+    met: Tensor | None = None,
+) -> "_Judged":
+    """Judges some rows of a run.
+
+    Args:
+        by_size: the largest spread of entries up to each power of two.
+        least: of other runs, where they are finite; NaN where none is.
+        most: the same.
+        other: the run.
+        kinds: what its entries are.
+        met: all that they are in other runs.
+    """
+    eps, width = torch.finfo(least.dtype).eps if least.is_floating_point() else 0.0, least.shape[1]
+    spread, size = _spread_and_size(least, most)
+    is_inside, is_steady = (least <= other) & (other <= most), least == most
+    if kinds is not None and met is not None:
+        is_inside |= (kinds > _FINITE) & ((kinds & met) > 0)
+    off = torch.maximum(_apart(other, least), _apart(other, most))
+    may_be_off = _SPREADS * by_size[_exponent(size)]
+    of_row = float("inf") if width < _LONG_ROW else _SPREADS * spread.amax(1, keepdim=True)
+    little = _ROUNDING * size.amax(1, keepdim=True)
+    bound = torch.where(
+        is_steady,
+        torch.maximum(may_be_off, eps * size).minimum(little),
+        may_be_off.clamp(max=of_row).maximum(_OWN_SPREADS * spread),
+    )
+    fits, moved = is_inside | (off <= bound), is_steady & ~is_inside
+    return _Judged(
+        misfit=Misfit(off=_largest_where(~fits, off), spread=_largest_where(~fits, spread)),
+        moved=int(moved.sum()),
+        off_moved=_largest_where(moved, off),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +288,27 @@ def _largest_where(chosen: Tensor, values: Tensor) -> float:
     return float(values.masked_fill(~chosen, -1.0).max())
 
 
+def _isnan(numbers: Tensor) -> Tensor:
+    return numbers != numbers
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    """A copy with NaN for what is infinite, which minima pass over."""
+    is_float = numbers.is_floating_point()
+    return numbers.masked_fill(numbers.isinf(), float("nan")) if is_float else numbers.clone()
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """How far entries are apart, in doubles; infinite where that is no number."""
+    if one.is_floating_point():
+        return (one.double() - other.double()).abs().nan_to_num_(float("inf"), float("inf"))
+    return (one - other).abs().double()  # whole numbers may have more digits than doubles
+
+
 def _spread_and_size(least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-    """How far apart runs are and how large, of each entry; zero where that is infinite or no number."""
-    least, most = least.double(), most.double()
-    spread, size = most - least, torch.maximum(least.abs(), most.abs())
-    return spread.nan_to_num_(0.0, 0.0, 0.0), size.nan_to_num_(0.0, 0.0, 0.0)
+    """How far runs are apart and how large, of each entry, in doubles; zero where none is finite."""
+    size = torch.maximum(least.double().abs(), most.double().abs()).nan_to_num_(0.0)
+    return _apart(most, least).masked_fill_(_isnan(least), 0.0), size
 
 
 def _exponent(size: Tensor) -> Tensor:

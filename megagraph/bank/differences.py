@@ -18,8 +18,8 @@ class Difference:
         slot: whose graph.
         index: the site.
         tensor: what differs, in words.
-        off: how far the graph is from the furthest run of the module, over entries that may not be so far.
-        spread: how far runs of the module are apart in these entries.
+        off: by how much the graph misses the module, at most.
+        spread: how far runs of the module are apart, at most, where it does.
         is_noisy: runs of the module differ in this tensor.
         is_rounding: it is as small and as rare as what kernels that add with atomics make of one call.
     """

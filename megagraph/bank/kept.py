@@ -82,9 +82,12 @@ class KeptState:
     """
 
     def __init__(self, sites: Sequence[SiteSpec], further: Sequence[Tensor]) -> None:
-        self._of_site = [written_by(site) for site in sites]
-        tensors = [*further, *(tensor for of_site in self._of_site for tensor in of_site.values())]
-        self._before = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
+        written = [written_by(site) for site in sites]
+        tensors = [*further, *(tensor for of_site in written for tensor in of_site.values())]
+        # Aliases of one storage and version with what sites hold: some of it requires a gradient.
+        live = {id(tensor): tensor.detach() for tensor in tensors}
+        self._of_site = [{name: live[id(it)] for name, it in of_site.items()} for of_site in written]
+        self._before = {id(tensor): (tensor, tensor.clone()) for tensor in live.values()}
 
     def found(self, index: int) -> Results:
         """What is there of a site, by what it is in words; in no memory of its own."""
@@ -92,8 +95,8 @@ class KeptState:
 
     def changed(self, index: int) -> Results:
         """Copies of what differs from before."""
-        found = {name: (tensor.detach(), self._was(tensor)) for name, tensor in self._of_site[index].items()}
-        return {name: now.clone() for name, (now, was) in found.items() if not have_same_bits(now, was)}
+        found = self._of_site[index].items()
+        return {name: now.clone() for name, now in found if not have_same_bits(now, self._was(now))}
 
     def with_unchanged(self, index: int, changed: Results) -> Results:
         """What `changed()` gave, and the rest of the site as it was before."""
@@ -116,6 +119,7 @@ class KeptState:
     @torch.no_grad()
     def _copy(contents: Iterable[tuple[Tensor, Tensor]]) -> None:
         for tensor, content in contents:
-            # A backward that has saved it finds what its forward left, and autograd cannot tell.
+            # Autograd takes a new version for other content. A backward that has saved this tensor finds
+            # what its forward has left, or what was there before.
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
                 tensor.copy_(content)

@@ -25,7 +25,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether a call may change a tensor in place: a plain one, whose entries share no memory."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.is_meta:
         return False
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     overlaps = any(stride == 0 and size > 1 for stride, size in steps)
@@ -34,12 +35,12 @@ def _is_writable(tensor: Tensor) -> bool:
 
 def written_by(site: SiteSpec) -> dict[str, Tensor]:
     """What a site's calls may change in place beside gradients, each once, by what it is in words."""
-    plain = plain_tensors([*site.named_modules()])
-    named = {
+    found = {
         **{f"buffer {name}": buffer for name, buffer in site.named_buffers()},
         **{f"further state {number}": state for number, state in enumerate(site.further_state())},
-        **{f"attribute {name}": tensor for name, tensor in plain.items() if _is_writable(tensor)},
+        **{f"attribute {it}": held for it, held in plain_tensors([*site.named_modules()]).items()},
     }
+    named = {name: tensor for name, tensor in found.items() if _is_writable(tensor)}
     first = {id(tensor): name for name, tensor in reversed(named.items())}
     return {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
 

@@ -18,7 +18,8 @@ Afterwards gradients, buffers, random states and counters are as they were. Wher
 bound, so that a graph which lies further off has to do so twice; and where no more than roundings of few
 entries differ, four times, unless torch is asked for deterministic algorithms.
 
-A site that has a graph and does not take the micro-batch is not verified; `not_run` says which, and why.
+A site that has a graph and does not take the micro-batch, on any rank, is not verified; `not_run` says which,
+and why.
 """
 
 import contextlib
@@ -49,6 +50,7 @@ _FURTHER_RUNS, _MOST_RUNS = 4, 20
 # Of what a site gets: gradients that pass over gaps may grow from site to site beyond what types hold.
 _LARGEST_GRADIENT = 2.0**10
 _INPUT = "gradient of the input"
+_ELSEWHERE = "on another rank"
 
 _Run = Callable[[], contextlib.AbstractContextManager[Results]]
 
@@ -152,8 +154,11 @@ class Verification:
                     self._run_backwards()
         finally:
             self._flights.clear()
-            self._state.put_all_back()
-            self._rng.restore(start)
+            try:
+                self._state.put_all_back()
+            finally:
+                del self._state
+                self._rng.restore(start)
         return reason
 
     def is_doubtful(self, times: int) -> bool:
@@ -193,16 +198,23 @@ class Verification:
     def _run_forwards(self) -> None:
         chain, training = self._chain, self._variant.spec.training
         self._arguments = self._variant.arguments(chain.core.slot_index, self._example.sources)
-        # A site behind something eager takes as many rows as were captured.
+        # A site behind something eager takes as many rows as were captured; the first one stages itself.
         given = self._variant.staged(self._example.hidden, self._example.sources)
         for index, site in enumerate(chain.sites):
+            if index in chain.eager_sites:
+                continue
             before, counts = self._rng.snapshot(), self._counters()
-            leaf = given.detach().requires_grad_(training)
+            taken = self._example.hidden if chain.shape.is_entry(index) else given
+            leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
-            if out is NotImplemented:  # it stays eager, and no hook of it sees a call
-                if index not in chain.eager_sites:
-                    self.not_run[index] = _counted_since(counts, self._counters())
+            is_refused = out is NotImplemented
+            # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
+            refused, _site = self._exchange([int(is_refused), index])
+            if refused:
+                self.not_run[index] = _counted_since(counts, self._counters()) if is_refused else _ELSEWHERE
+                self._state.put(index)
+                del out
                 continue
             self.num_replays += 1
             outputs, transient = as_tuple(out), chain.specs[index].transient
@@ -266,7 +278,7 @@ class Verification:
             before = flight.leaf.grad
             assert before is not None
             results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found())
-        results |= state.with_unchanged(index, state.changed(index))
+            results |= state.with_unchanged(index, state.changed(index))
         state.put(index)
         return results, before
 
@@ -295,11 +307,12 @@ class Verification:
                 with run() as eager:
                     for name, range_ in ranges.items():
                         range_.add(eager[name])
+                del eager
             found = {name: range_.misfit(graph[name]) for name, range_ in ranges.items()}
             return {name: misfit for name, misfit in found.items() if misfit is not None}
 
         runs, unlike = 1 + _FURTHER_RUNS, run_again(_FURTHER_RUNS)
-        is_reproducible = not any(range_.spread for range_ in ranges.values())
+        is_reproducible = not any(range_.is_noisy for range_ in ranges.values())
         while runs < _MOST_RUNS and self._somewhere(bool(unlike) and not is_reproducible):
             runs, unlike = runs + 1, run_again(1)
         if len(unlike) < len(differing):
@@ -307,7 +320,7 @@ class Verification:
         is_exact = torch.are_deterministic_algorithms_enabled()
         for name, misfit in unlike.items():
             is_rounding = not is_exact and ranges[name].as_rounded(graph[name])
-            self._add(flight, name, misfit, is_noisy=ranges[name].spread > 0, is_rounding=is_rounding)
+            self._add(flight, name, misfit, is_noisy=ranges[name].is_noisy, is_rounding=is_rounding)
 
     def _add(self, flight: _Flight, tensor: str, misfit: Misfit, **how: bool) -> None:
         slot, index = self._chain.core.slot_index, flight.index

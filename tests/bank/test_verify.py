@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -187,7 +188,8 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
             return hidden * 2
 
     def exchange(said: Sequence[int]) -> list[int]:
-        return [1 if differs_elsewhere and is_verified else it for it in said]
+        is_of_runs = is_verified and len(said) == 1  # and not of whether a site is run at all
+        return [1 if differs_elsewhere and is_of_runs else it for it in said]
 
     Counts.calls, is_verified = 0, False
     bank = Bank("cpu", guard=_captures, exchange=exchange)
@@ -488,6 +490,74 @@ def test_what_a_graph_writes_as_its_module_is_right_and_put_back(
         verified = bank.verify(chain, "it", example(device))
         assert verified.differences == [] and verified.within_spread == set()
         assert bool((layer.written == 7.0).all())
+
+
+class Averages(nn.Module):
+    """Keeps a running average of another's parameter in a list, past `parameters()`; its graph may not."""
+
+    def __init__(self, *, in_graph: bool) -> None:
+        super().__init__()
+        self.in_graph, self.weight = in_graph, nn.Parameter(torch.ones(WIDTH))
+        self.averages = [nn.Parameter(torch.zeros(WIDTH))]
+        self.register_buffer("expanded", torch.zeros(1).expand(WIDTH))
+        self.nowhere = torch.zeros(WIDTH, device="meta")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.in_graph or not Baked.is_captured:
+            with torch.no_grad():
+                self.averages[0].mul_(0.5).add_(hidden.detach().mean(0))
+        return hidden * self.weight
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_what_requires_a_gradient_is_compared_and_what_cannot_be_written_is_left_out(in_graph: bool) -> None:
+    layer = Averages(in_graph=in_graph)
+    bank, chain = captured([layer], "cpu", training=True)
+    found = bank.verify(chain, "it", example("cpu")).differences
+    assert [it.tensor for it in found] == ([] if in_graph else ["attribute averages[0]"])
+    assert not layer.averages[0].any()
+
+
+def test_one_run_is_let_go_before_the_next(device: str) -> None:
+    class Counted(nn.Module):
+        """Knows how many outputs of its eager runs live when another one begins."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = itertools.count(1)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            if Baked.is_captured:
+                return hidden * 2
+            alive.append(sum(out() is not None for out in outs))
+            out = hidden * next(self.factors)
+            outs.append(weakref.ref(out))
+            return out
+
+    outs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    layer = Counted()
+    bank, chain = captured([layer], device, training=False)
+    alive.clear()
+    bank.verify(chain, "it", example(device))
+    assert len(alive) >= 5 and set(alive) == {0}
+
+
+def test_what_one_rank_cannot_run_no_rank_compares() -> None:
+    """Or it would wait in its module's collective for the others."""
+
+    def exchange(said: Sequence[int]) -> list[int]:
+        return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
+
+    is_verified = False
+    bank = Bank("cpu", guard=_captures, exchange=exchange)
+    layers = blocks(3)
+    chain = bank.add_chain(layers, holds_collectives=True)
+    bank.capture({chain: [variant("it")]})
+    is_verified = True
+    verified = bank.verify(chain, "it", example("cpu"))
+    assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
+    assert verified.differences == [] and chain.core.all_free()
 
 
 def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:

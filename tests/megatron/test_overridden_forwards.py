@@ -313,6 +313,37 @@ def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(install: Insta
     assert {*after["eager"]} == {"WARMING_UP"}
 
 
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "put back"])
+def test_a_forward_that_nobody_else_keeps_is_noticed_when_it_goes(install: Install, is_deleted: bool) -> None:
+    """Bug: it was gone with the instance's attribute, and nothing told it from one that was never set."""
+    install()
+    pair = HostPair()
+
+    def patch(chunk: Any) -> Any:
+        before, inner = vars(chunk).get("forward"), type(chunk).forward
+        chunk.forward = types.MethodType(lambda self, *args, **kwargs: inner(self, *args, **kwargs), chunk)
+        return before
+
+    before = [patch(trainer.chunk) for trainer in pair.both]
+    pair.step(ONE, times=4)
+    patched = pair.report()
+    assert patched["replays"] >= 2 * LAYERS
+    for trainer, forward_before in zip(pair.both, before, strict=True):
+        if is_deleted:
+            del trainer.chunk.forward
+        else:
+            trainer.chunk.forward = types.MethodType(type(trainer.chunk).forward, trainer.chunk)
+        assert forward_before is None
+    pair.step(ONE, times=3)
+    after = pair.report()
+    assert after["calls"] == 7 * LAYERS and after["replays"] >= patched["replays"] + 2 * LAYERS
+    for _ in range(3):  # what is captured from now on asks the forward of now
+        pair.evaluate(ONE)
+    last = pair.report()
+    assert last["failures"] == [] and last["replays"] >= after["replays"] + LAYERS
+    assert {*last["eager"]} == {"WARMING_UP"}
+
+
 def test_a_model_that_only_bare_calls_reach_is_counted_too(install: Install) -> None:
     """As GRPO asks an unwrapped reference of the policy's class."""
     install()

@@ -20,6 +20,7 @@ from megagraph.packs.ops import rope_thd
 MSCALE = 1.2079
 # heads, content, rotary and value dimensions
 SHAPES = [(3, 4, 8, 6), (1, 16, 16, 16), (5, 8, 2, 0), (2, 0, 16, 8), (16, 128, 64, 128), (7, 64, 32, 64)]
+SHAPES += [(3, 5, 130, 7), (2, 8, 256, 8)]  # of which a warp holds parts of a head
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Shape = tuple[int, int, int, int]
 

@@ -22,7 +22,7 @@ from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.latent_tables import LatentTables
-from megagraph.megatron.graphs.layer_arguments import LayerArguments
+from megagraph.megatron.graphs.layer_arguments import LayerArguments, Overriding
 from megagraph.megatron.graphs.loops import Key, Loops
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.new_bank import new_bank
@@ -46,6 +46,7 @@ class BlockBank:
         peers: the ranks that run the same packs.
         config: the plugin's options.
         progress: shown while capturing.
+        overriding: as `LayerArguments` takes it.
 
     Attributes:
         chain: of the present bank.
@@ -63,6 +64,7 @@ class BlockBank:
         peers: Peers,
         config: GraphConfig,
         progress: Progress | None,
+        overriding: Overriding,
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor, self._context, self._view = peers, peers.tensor, peers.context, peers.view
@@ -73,7 +75,7 @@ class BlockBank:
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.constants = LayerArguments(self._model)
+        self.constants = LayerArguments(self._model, overriding)
         self._latent_tables = LatentTables()
         self.verifier = Verifier(config.verify, config.tail, peers)
         self._totals = Totals()

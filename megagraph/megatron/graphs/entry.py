@@ -24,7 +24,7 @@ class Level:
         where: its name, with module and class.
         overrides: Megatron's forward; its own name where it is that.
         missing: parameters of Megatron's forward that it lacks.
-        held: gives what it was before, as `function` does.
+        held: gives what it was before; None once an instance that it was set on has another one.
     """
 
     where: str
@@ -34,7 +34,7 @@ class Level:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What it was before, called with the module first. Of an instance it goes with that."""
+        """What it was before, called with the module first: for whoever wraps it and keeps it."""
         function: Callable[..., Any] | None = self.held()
         assert function is not None
         return function
@@ -87,9 +87,9 @@ class Entry:
         return self.acting is not None and self._levels.index(level) > self._levels.index(self.acting)
 
     @property
-    def overriding(self) -> Level | None:
-        """What acts in place of Megatron's forward, or None."""
-        return None if self.is_megatrons else self.acting
+    def overriding(self) -> Callable[..., Any] | None:
+        """What acts in place of Megatron's forward, or None; nor does what its host has taken away."""
+        return None if self.acting is None or self.is_megatrons else self.acting.held()
 
     def problem(self) -> str | None:
         """Why nothing can be served through the level that acts, or None."""
@@ -121,6 +121,11 @@ class Entries:
         self._failure: str | None = None
         self._news: list[str] = []
         self._told: set[str] = set()
+
+    @property
+    def overriding(self) -> Callable[..., Any] | None:
+        """What acts in place of Megatron's forward of the model, or None."""
+        return self.model.overriding
 
     def fail(self, sentence: str) -> None:
         """Keeps the model eager from the next step boundary on, and micro-batches as given until then."""

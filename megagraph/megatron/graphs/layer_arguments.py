@@ -2,18 +2,20 @@
 """Keeps what the layers are called with beside hidden states and pack, for each variant of a model."""
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.preprocess import layer_constants
 from megagraph.megatron.scopes.arguments import Constants
 
-__all__ = ["LayerArguments"]
+__all__ = ["LayerArguments", "Overriding"]
+
+# Gives what overrides a model's forward, or None for Megatron's.
+Overriding = Callable[[], Callable[..., Any] | None]
 
 
 class LayerArguments(dict[Hashable, Constants]):
@@ -21,15 +23,13 @@ class LayerArguments(dict[Hashable, Constants]):
 
     Args:
         model: asked for them; weakly, for this lives as long as the model does.
-
-    Attributes:
-        overriding: what overrides the model's forward and is asked in its place; None for Megatron's.
+        overriding: says what is asked in place of Megatron's forward.
     """
 
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], overriding: Overriding) -> None:
         super().__init__()
         self._model = model
-        self.overriding: Level | None = None
+        self._overriding = overriding
 
     def of(self, key: Hashable, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant.
@@ -48,8 +48,7 @@ class LayerArguments(dict[Hashable, Constants]):
         """Those of a pack, as the model makes them now."""
         model = self._model()
         assert model is not None
-        forward = None if self.overriding is None else self.overriding.function
-        return layer_constants(model, params, hidden_states, forward)
+        return layer_constants(model, params, hidden_states, self._overriding())
 
     def find(self, batch: MicroBatch, rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Finds those of a variant of a model whose forward is not Megatron's.

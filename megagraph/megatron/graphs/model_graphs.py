@@ -72,7 +72,7 @@ class ModelGraphs:
         self.peers = Peers(model, config.cp_sizes, LEFT_OUT)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self._capacities = Capacities(config, context.size, context.sizes)
-        self.block = BlockBank(model, ddp, self.peers, config, progress)
+        self.block = BlockBank(model, ddp, self.peers, config, progress, lambda: self.entries.overriding)
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
@@ -239,7 +239,7 @@ class ModelGraphs:
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
-        entries, constants = self.entries, self.block.constants
+        entries = self.entries
         failure = entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.view.refuse("a forward that overrides Megatron's")
@@ -247,7 +247,6 @@ class ModelGraphs:
             failure = failure or NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
-        constants.overriding = entries.model.overriding
 
     def at_bare_call(self) -> None:
         """Before a forward inside another model's step: looks for changes, captures nothing."""

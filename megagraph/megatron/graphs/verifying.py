@@ -87,6 +87,7 @@ class Verifier:
         # Sites with graphs that were not compared, as long as these live.
         self._unverified: weakref.WeakKeyDictionary[CapturedVariant, list[Unverified]]
         self._unverified = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakSet[CapturedVariant] = weakref.WeakSet()  # whole, at least once
         self._seconds = 0.0
         self._within_spread: set[str] = set()
         self._kept_memory: str | None = None  # why no graph may run any more
@@ -138,7 +139,8 @@ class Verifier:
         capacity: Capacity | None,
     ) -> None:
         if shape is not None:
-            self._kept.pop(key, None)  # the latest come last
+            for former in (key, (key[0], None)):  # the latest come last
+                self._kept.pop(former, None)
             self._kept[key] = _Kept(
                 shape=shape,
                 capacity=capacity,
@@ -220,8 +222,10 @@ class Verifier:
         if key not in chain.variants:
             return
         captured = chain.captured[chain.variants[key]]
-        self._unverified.pop(captured, None)
-        if sites:
+        if not sites:
+            self._compared.add(captured)
+            self._unverified.pop(captured, None)
+        elif captured not in self._compared:
             self._unverified[captured] = [
                 {"variant": str(captured.spec), "site": chain.specs[index].name, "why": why}
                 for index, why in sites.items()

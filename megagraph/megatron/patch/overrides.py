@@ -25,8 +25,8 @@ from megagraph.megatron.seams import Seam
 __all__ = ["Overrides"]
 
 Wrap = Callable[[Level], Callable[..., Any]]
-# A module, and the forward that is set on the instance.
-_Known = tuple["weakref.ref[nn.Module]", Callable[[], Any]]
+# A module, and the forward that is set on the instance, or None where none is.
+_Known = tuple["weakref.ref[nn.Module]", Callable[[], Any] | None]
 
 
 class Overrides:
@@ -102,8 +102,8 @@ class Overrides:
         for root in models:
             known = self._inside.get(root)
             if known is not None:
-                now = [(module, forward()) for ref, forward in known if (module := ref()) is not None]
-                changed += [module for module, forward in now if vars(module).get("forward") is not forward]
+                now = [(module, forward) for ref, forward in known if (module := ref()) is not None]
+                changed += [module for module, forward in now if not _is_still_set(module, forward)]
                 if not changed:
                     continue
             self._look_inside(root)
@@ -117,8 +117,7 @@ class Overrides:
                 found += [model, model.get_submodule("decoder")]
         own = [(module, vars(module).get("forward")) for module in found]
         self._inside[root] = [
-            (weakref.ref(module), _nothing if forward is None else weakref.ref(forward))
-            for module, forward in own
+            (weakref.ref(module), None if forward is None else _weakly(forward)) for module, forward in own
         ]
 
     def _models_of(self, roots: Sequence[nn.Module], changed: Sequence[nn.Module]) -> list[nn.Module]:
@@ -156,8 +155,7 @@ class Overrides:
                 continue
             level = _level_of(function)
             if level is None:
-                held = functools.partial(_itself, function)
-                level = _override(f"{cls.__module__}.{cls.__qualname__}.forward", function, seam, held)
+                level = _override(f"{cls.__module__}.{cls.__qualname__}.forward", function, seam)
                 wrapped = _marked(functools.wraps(function)(wrap(level)), level)
                 self._undo.append(functools.partial(_put_back_on_class, cls, function, wrapped))
                 cls.forward = wrapped  # type: ignore[attr-defined]
@@ -167,8 +165,9 @@ class Overrides:
         where = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', repr(forward))}"
         is_bound = _is_bound(forward, module)
         function: Any = forward.__func__ if is_bound else _taking_module(forward)
-        # The module alone keeps both: what wraps the function, and that what was set on the instance.
-        level = _override(f"{where} of a {type(module).__qualname__}", function, seam, weakref.ref(function))
+        # The module alone keeps what wraps the function, and that keeps the function and what was set.
+        held = _weakly(function)
+        level = _override(f"{where} of a {type(module).__qualname__}", function, seam, held)
         wrapped = _marked(functools.wraps(function)(wrap(level)), level, forward)
         self._undo.append(functools.partial(_put_back_on, weakref.ref(module), weakref.ref(wrapped)))
         vars(module)["forward"] = types.MethodType(wrapped, module)
@@ -245,10 +244,12 @@ def _one_by_one(
     return out
 
 
-def _override(where: str, function: Callable[..., Any], seam: Seam, held: Callable[[], Any]) -> Level:
+def _override(
+    where: str, function: Callable[..., Any], seam: Seam, held: Callable[[], Any] | None = None
+) -> Level:
     names = inspect.signature(function).parameters
     missing = [name for name in seam.parameters if name not in names]
-    return Level(where=where, overrides=seam.path, missing=missing, held=held)
+    return Level(where=where, overrides=seam.path, missing=missing, held=held or (lambda: function))
 
 
 def _marked(wrapped: Callable[..., Any], level: Level, before: Any = None) -> Callable[..., Any]:
@@ -285,12 +286,17 @@ def _taking_module(forward: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def _weakly(held: Any) -> Callable[[], Any]:
+    """Gives what is held as long as somebody else keeps it; for ever where nothing can refer to it weakly."""
+    try:
+        return weakref.ref(held)
+    except TypeError:
+        return lambda: held
 
 
-def _nothing() -> None:
-    """What stands for a forward that is not set on an instance."""
+def _is_still_set(module: nn.Module, forward: Callable[[], Any] | None) -> bool:
+    now = vars(module).get("forward")
+    return now is None if forward is None else now is not None and now is forward()
 
 
 def _put_back_on_class(cls: Any, function: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
