@@ -2,14 +2,17 @@
 """Padding masks: metadata that changes with each micro-batch, as the pack's offsets do."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import mask_jobs
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import (
     CAPACITY,
     HYBRID_PATTERN,
@@ -261,6 +264,34 @@ def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: In
         )
     assert torch.equal(ours, wanted)
     assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == LAYERS
+
+
+def test_a_mask_that_comes_up_inside_of_the_block_reaches_the_layers(
+    install: Install, seen: list[Tensor]
+) -> None:
+    """A host that has put a forward of its own in the place of the block's, before the plugin came."""
+    original, micro, hands = TransformerBlock.forward, dataclasses.replace(FULL, mask_seed=None), False
+
+    @functools.wraps(original)
+    def forward(block: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hands:
+            kwargs["padding_mask"] = _every_third(FULL.physical, hidden_states.device)
+        return original(block, hidden_states, *args, **kwargs)
+
+    with mock.patch.object(TransformerBlock, "forward", forward):
+        install()
+        try:
+            trainer = Trainer(OPTIONS)
+            for _ in range(2):
+                step(trainer, [micro], update=False)
+            assert report_of(trainer)["replays"] == LAYERS and seen == []
+            hands = True
+            ours = step(trainer, [micro], update=False)
+            assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
+            assert len(seen) == LAYERS
+        finally:
+            megagraph.uninstall()
+        assert_same(ours, step(trainer, [micro], update=False))
 
 
 class HandingModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types

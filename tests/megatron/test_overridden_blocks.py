@@ -120,3 +120,25 @@ def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
     pair.step(ONE, times=4)
     assert len(seen) == 2 * 4 and {shape[0] for shape in seen} == {ONE.physical}
     assert only(pair.report(), "WARMING_UP", "FOREIGN_HOOK")
+
+
+def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(install: Install) -> None:
+    """Bug that might be: the plugin's own was taken away, and the host's with it."""
+    install()
+    pair = HostPair(GPTModel, OwnBlock)
+    forwards = []
+    for trainer in pair.both:
+        layer = trainer.chunk.decoder.layers[1]
+
+        def forward(*args: Any, _megatrons: Any = layer.forward, **kwargs: Any) -> Any:
+            out, context = _megatrons(*args, **kwargs)
+            return out * 1.5, context
+
+        layer.forward = forward
+        forwards.append(forward)
+    for micro in (ONE, TWO, FULL):
+        pair.step(micro)
+        for trainer, forward in zip(pair.both, forwards, strict=True):
+            first, second = trainer.chunk.decoder.layers
+            assert second.forward is forward and "forward" not in vars(first)
+    assert only(pair.report(), "WARMING_UP")

@@ -280,6 +280,23 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(install: In
         handle.remove()
 
 
+def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(install: Install) -> None:
+    install()
+    pair = Pair()
+    pair.step(ONE, times=2)
+    gain = [1.0]
+    handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
+    for value, reasons in ((1.0, {"STATE_CHANGED": LAYERS}), (0.5, {"STATE_CHANGED": LAYERS}), (1.0, {})):
+        before, gain[0] = pair.report(), value
+        pair.step(ONE)
+        assert _eager_since(pair, before) == reasons
+    for handle in handles:
+        handle.remove()
+    before, gain[0] = pair.report(), 0.25
+    pair.step(ONE)  # as it was captured first
+    assert _eager_since(pair, before) == {}
+
+
 def test_watch_says_what_it_expects() -> None:
     with pytest.raises(TypeError, match=r"watch\(\): expected a torch.nn.Module, got int"):
         megagraph.watch(5, key=lambda: 1)  # type: ignore[arg-type]

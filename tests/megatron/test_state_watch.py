@@ -308,3 +308,24 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
     assert states.is_new
     states.hear(states.say(0, 1))
     assert not states.is_new and states.current == 0
+
+
+def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
+    """Bug that might be: it was the oldest one without graphs, and the step that begins is in it."""
+    states = States(lambda: 0, 1)
+    for fingerprint in range(65):
+        states.hear(states.say(fingerprint, 1))
+    assert states.has_many() and states.forget_oldest(keep=range(64)) == set()
+    states.add_name(100)
+    states.hear(states.say(100, 1))
+    assert not states.is_new and states.current == 64
+
+
+@pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
+def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
+    """But ranks of other packs call in another order, and have to forget the same ones."""
+    states = States(lambda: 0, size, run_alike=run_alike)
+    for fingerprint in (7, 8):
+        states.hear(states.say(fingerprint, 1))
+    assert states.of_call(7) == 0
+    assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])
