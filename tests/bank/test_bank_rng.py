@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, rng_states, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, blocks, rng_states, run_eager, variant
+from same_bits import assert_same_bits
 from test_verify import Baked, captured, example
 from torch import Tensor, nn
 from torch.nn import functional

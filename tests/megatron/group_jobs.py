@@ -8,6 +8,7 @@ from typing import Any
 import megatron_rig as rig
 import torch
 from parallel_jobs import steps_of
+from same_bits import assert_same_bits
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -178,8 +179,7 @@ def _compared(
     """Trains eager and with graphs; the report of the latter."""
     eager, _report = _run(make, steps, eager=True, around=around)
     graphed, report = _run(make, steps, eager=False, around=around)
-    for index, (one, other) in enumerate(zip(eager, graphed, strict=True)):
-        rig.assert_same(one, other, f"step {index}")
+    assert_same_bits(eager, graphed, "steps")
     return report
 
 
@@ -260,5 +260,5 @@ def learn_apart(*, how: str, mode: str, transformer: dict[str, Any]) -> dict[str
     for eager in (True, False):
         _seed()
         runs.append(rig.train(config, steps, eager=eager, transformer=transformer))
-    rig.assert_same_run(*runs)
+    assert_same_bits(*runs)
     return runs[1].report

@@ -10,7 +10,8 @@ import pytest
 import torch
 from megatron_rig import Micro, graph_config, schedule, step
 from moe_rig import ExpertTrainer
-from test_moe import PACK, TAILS, assert_same_run, steps_of
+from same_bits import assert_same_bits
+from test_moe import PACK, TAILS, steps_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,7 +68,7 @@ def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = (), **ch
     changes["spec"] = grouped_spec(kinds)
     eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
     graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     return graphed.report
 
 
@@ -128,7 +129,7 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
             left.left.losses[:] = [each[:end] for each in left.left.losses]
             found.append(left)
     for other in found[1:]:
-        moe_rig.assert_same_step(found[0], other)
+        assert_same_bits(found[0], other)
 
 
 @pytest.mark.gpu

@@ -9,13 +9,14 @@ import pytest
 import torch
 from host_rig import FULL, ONE, THREE, TWO, HostPair, OwnBlock, OwnModel, only
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, OPTIONS, assert_same, step
+from megatron_rig import LAYERS, OPTIONS, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 
@@ -78,7 +79,7 @@ def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -
     pair = HostPair(GPTModel, BiasedBlock)
     left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
     for one, other in zip(left[:4], left[4:], strict=True):
-        assert_same(one, other)
+        assert_same_bits(one, other)
     _eager, report = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2}
     assert report["replays"] == 2

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from changing import Change, Undo
-from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step, te_layer_spec
+from megatron_rig import LAYERS, Micro, Pair, Step, grads, schedule, step, te_layer_spec
+from same_bits import assert_same_bits
 from state_changes import CHANGES
 from state_rig import probes_in_place_of_mlps
 
@@ -145,7 +146,7 @@ def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> Non
 
     with megagraph.disable_cuda_graphs_this_step():
         eager = changing(pair.eager)
-    assert_same(changing(pair.graphed), eager)
+    assert_same_bits(changing(pair.graphed), eager)
     # Of the second micro-batch alone.
     assert _eager_since(pair, before) == ({"STATE_CHANGED": LAYERS} if change.reason is not None else {})
     after = pair.report()
