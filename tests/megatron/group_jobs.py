@@ -12,6 +12,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, distributed, nn
 
 import megagraph
+from megagraph.bank.sites import SiteSpec
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.parallel.peers import Peers
@@ -105,6 +106,18 @@ def use_and_leave() -> None:
     peers.leave(None)
     assert not peers.use(group) and peers.use(None)
     assert peers.exchange([rank]) == [1] and peers.use(group)
+
+
+def hold_and_let_go() -> None:
+    """Which groups peers use while graphs have another group of a layer's, and once these are released."""
+    peers, layer, other = Peers(_Model()), nn.Linear(3, 3), distributed.new_group([0, 1])
+    layer.ep_group = other
+    assert not peers.use(other)
+    peers.hold([SiteSpec(name="layer", module=layer)])
+    del layer.ep_group
+    assert peers.use(other)
+    peers.let_go()
+    assert not peers.use(other) and peers.use(None)
 
 
 # -- layers that hold groups -----------------------------------------------------------------------

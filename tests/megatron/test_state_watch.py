@@ -202,6 +202,109 @@ def test_two_values_that_change_places_are_another_state() -> None:
     assert watch.now(True) != before
 
 
+def test_two_children_that_change_names_are_another_state() -> None:
+    """They are the same ones in the same order."""
+    layer = Layer()
+    layer.one, layer.other = nn.Identity(), nn.Tanh()
+    one, other = layer.one, layer.other
+    watch = watch_of([layer])
+    before = watch.now(True)
+    del layer.one, layer.other
+    layer.other, layer.one = one, other
+    assert [*layer.children()][1:] == [one, other]
+    assert watch.now(False) != before
+    del layer.one, layer.other
+    layer.one, layer.other = one, other
+    assert watch.now(False) == before
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_every_kind_is_part_of_the_state(
+    kind: str, is_global: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchs = nn.modules.module
+    monkeypatch.setattr(torchs, "_global_is_full_backward_hook", None)  # which stays when a hook goes
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(False)
+    owner, name = (torchs, f"register_module_{kind}") if is_global else (layer, f"register_{kind}")
+    handle = getattr(owner, name)(lambda *_: None)
+    with_hook = watch.now(False)
+    handle.remove()
+    assert with_hook != before and watch.now(False) == before
+
+
+class Options:
+    """Some attributes that no dataclass declares."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class CallableOptions(Options):
+    """What is called is no configuration."""
+
+    def __call__(self) -> float:
+        return self.scale
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "is_followed"),
+    [
+        ("config", Options, True),
+        ("attention_config", Options, True),
+        ("options", Options, False),
+        ("make_config", CallableOptions, False),
+    ],
+)
+def test_an_object_is_a_configuration_where_the_name_of_its_attribute_says_so(
+    name: str, make: type[Options], is_followed: bool
+) -> None:
+    layer, options = Layer(), make()
+    setattr(layer, name, options)
+    watch = watch_of([layer])
+    before = watch.now(True)
+    options.scale = 2.0
+    for whole in (False, True):
+        assert (watch.now(whole) != before) is is_followed
+    options.scale = 1.0
+    assert watch.now(False) == before
+    setattr(layer, name, make())
+    assert watch.now(False) != before
+
+
+class Lower(Layer):
+    """Has its methods from above."""
+
+
+@pytest.mark.parametrize("name", ["forward", "gain"])
+def test_what_is_set_on_a_class_above_that_of_a_module_is_part_of_the_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Lower()
+    watch = watch_of([layer])
+    before = watch.now(False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer, name, 2.0 if name == "gain" else lambda layer, hidden: hidden, raising=False)
+        assert watch.now(False) != before
+    assert watch.now(False) == before
+
+
+def test_another_class_of_a_module_shows_where_the_whole_state_is_asked_for() -> None:
+    """It is written in no dictionary."""
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.__class__ = Lower
+    assert watch.now(True) != before
+    layer.__class__ = Layer
+    assert watch.now(True) == before
+
+
 def test_what_is_left_out_by_name_changes_nothing() -> None:
     layer = Layer()
     watch = watch_of([layer], ["counter"])
