@@ -124,7 +124,7 @@ def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
 
 
 def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(install: Install) -> None:
-    """Bug that might be: the plugin's own was taken away, and the host's with it."""
+    """What the plugin takes away is its own alone."""
     install()
     pair = HostPair(GPTModel, OwnBlock)
     forwards = []

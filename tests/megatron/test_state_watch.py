@@ -414,7 +414,7 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
 
 
 def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
-    """Bug that might be: it was the oldest one without graphs, and the step that begins is in it."""
+    """It is the oldest one without graphs, and the step that begins is in it."""
     states = States(lambda: 0, 1)
     for fingerprint in range(65):
         states.hear(states.say(fingerprint, 1))
