@@ -87,7 +87,11 @@ class LayerLoop:
         is_other = padding_mask is not self.batch.mask  # which is staged
         if is_other:
             self.batch.replace_mask(padding_mask)
-        if is_other or not all(self._is_constant(*argument) for argument in arguments.items()):
+        for name, value in arguments.items():
+            is_other = is_other or (
+                value is not self._constants.get(name) and not self._constants.is_equal(name, value)
+            )
+        if is_other:
             self.batch.reason = EagerReason.SIGNATURE_CHANGED
             self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
             return self._run_eager(hidden_states, arguments), None
@@ -97,9 +101,6 @@ class LayerLoop:
             if out is not NotImplemented:
                 return out, None
         return self._run_each(hidden_states, arguments, before_site), None
-
-    def _is_constant(self, name: str, value: object) -> bool:
-        return value is self._constants.get(name) or self._constants.is_equal(name, value)
 
     def _run_each(
         self, hidden_states: Any, arguments: Mapping[str, Any], before_site: Callable[[int], None] | None
