@@ -119,7 +119,8 @@ matrix-%: .venv-torch-%/.ready
 	rm -rf $(<D)/core
 	CFLAGS="-g0 -DNDEBUG" MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
 	    --build-base $(<D)/build --build-lib $(<D)/core
-	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)/core) $(<D)/bin/python .ci/tests \
+	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)/core):$(abspath .ci) \
+	    $(<D)/bin/python .ci/tests \
 	    --out .ci/out/torch-$* torch -- $(PYTEST_FLAGS)
 
 matrix: $(MINORS:%=matrix-%)

@@ -158,10 +158,11 @@ def test_behind(): pass
 
 def test_a_test_of_its_whole_file_runs_again_with_the_file(run: Suite, tmp_path: Path) -> None:
     """Alone it would judge nothing, and pass."""
+    (tmp_path / "elsewhere.py").write_text("def test_models_are_gone(): assert not left\nleft = []\n")
     tests = """
-left = []
+from elsewhere import left, test_models_are_gone as gone
 def test_leaves_something(): left.append(1)
-def test_models_are_gone(): assert not left
+test_models_are_gone = gone
 """
     assert run(one=tests) == 1
     assert "1 failed, 1 passed" in logs_of(tmp_path, "one-0-test_models")[0].read_text()
