@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, give_main_grads, new_bank, variant
-from same_bits import assert_same_bits
+from bank_pair import ROWS, WIDTH, Block, assert_same_bits, give_main_grads, new_bank, variant
 from torch import Tensor, nn
 
 from megagraph import _C

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, MicroBatch, Pair, blocks, run_eager, variant
-from same_bits import assert_same_bits
+from bank_pair import ROWS, WIDTH, MicroBatch, Pair, assert_same_bits, blocks, run_eager, variant
 from torch import Tensor, nn
 
 

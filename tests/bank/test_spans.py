@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import Block, Pair, blocks
-from same_bits import assert_same_bits
+from bank_pair import Block, Pair, assert_same_bits, blocks
 from torch import Tensor, nn
 
 from megagraph import _C

@@ -23,14 +23,13 @@ from host_rig import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, Micro, forward, graph_config, report_of, step
-from same_bits import assert_same_bits
+from megatron_rig import LAYERS, Micro, assert_same, forward, graph_config, report_of, step
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.megatron
 
 Install = Callable[..., GraphConfig]
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
@@ -90,7 +89,7 @@ def test_layers_that_are_handed_something_else_rotate_as_they_did(
     megagraph.uninstall()
     alone = step(trainer, [FULL], update=False)
     for left in found:
-        assert_same_bits(alone, left)
+        assert_same(alone, left)
 
 
 @pytest.mark.parametrize(

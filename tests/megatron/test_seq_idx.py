@@ -16,7 +16,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.megatron
 
 Install = Callable[..., GraphConfig]
 
