@@ -7,12 +7,17 @@
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
 #   MINORS      the minors of torch that `make matrix` builds and tests
+#   LANES       what `make test` runs: some of unit, ranks, other-unit, other-ranks; all by default
+#   PYTEST_FLAGS  further arguments of pytest, in every lane
+#   MUTANTS     of `make mutants`: texts of the file or the test of a fault; all by default
 #   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, commands; all by default
 PYTHON ?= python3
 TORCH ?= torch==2.11.0
 VENV ?= .venv
 VENV_FLAGS ?=
-PYTEST_FLAGS ?= -n 2 --dist loadfile --max-worker-restart 0 --durations=15
+LANES ?=
+MUTANTS ?=
+PYTEST_FLAGS ?=
 MINORS ?= 2.11 2.12 2.13 2.14 2.15
 
 # Two releases of megatron-core are tested: one installed, the other from an unpacked wheel.
@@ -34,10 +39,11 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test nightly mutants gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
+	@echo "make nightly | mutants: what takes too long for every change"
 
 # ---- environment: each stamp is one step ----
 
@@ -86,13 +92,21 @@ build: $(VENV)/.built
 demo: $(VENV)/.built
 	$(BIN)/megagraph demo
 
-test: export MEGAGRAPH_TEST_BRIDGE = $(abspath $(BRIDGE_DIR))
 test: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.unpacked
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
-	MEGAGRAPH_TEST_CORE=$(OTHER_CORE_DIR) $(BIN)/python -m pytest -m megatron $(PYTEST_FLAGS)
+	$(BIN)/python .ci/tests --other-core $(OTHER_CORE_DIR) $(LANES) -- $(PYTEST_FLAGS)
+
+# The other release with all parameters, other random examples than in each run, and known faults.
+nightly: mutants
+nightly test: export MEGAGRAPH_TEST_BRIDGE = $(abspath $(BRIDGE_DIR))
+nightly: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/.unpacked
+	$(BIN)/python .ci/tests --other-core $(OTHER_CORE_DIR) other-whole random -- $(PYTEST_FLAGS)
+
+# Puts each fault of tests/mutants.txt into a copy of the tree: its test must fail.
+mutants: $(VENV)/.built $(VENV)/.test
+	$(BIN)/python .ci/mutants $(MUTANTS)
 
 # An environment for each minor of torch (5.4 GB each, reused), with a CPU-only core beside it: the
-# checkout's own build stays as it is.
+# checkout's own build stays as it is, and out of the path (Python 3.11 and newer).
 .venv-torch-%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --quiet install --upgrade "pip>=25.1"
@@ -105,8 +119,9 @@ matrix-%: .venv-torch-%/.ready
 	rm -rf $(<D)/core
 	CFLAGS="-g0 -DNDEBUG" MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
 	    --build-base $(<D)/build --build-lib $(<D)/core
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(abspath $(<D)/core) $(<D)/bin/pytest $(PYTEST_FLAGS) \
-	    tests/bank tests/packs tests/megatron/test_stock_core.py
+	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)/core):$(abspath .ci) \
+	    $(<D)/bin/python .ci/tests \
+	    --out .ci/out/torch-$* torch -- $(PYTEST_FLAGS)
 
 matrix: $(MINORS:%=matrix-%)
 

@@ -71,6 +71,11 @@ def rope_utils() -> ModuleType:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run the tests that take minutes")
+    parser.addoption(
+        "--first-parameters",
+        action="store_true",
+        help="run every test with the first of its parameters only, but those that are marked `both`",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,3 +116,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if config.getoption("--first-parameters"):
+        _keep_first_parameters(config, items)
+
+
+def _keep_first_parameters(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each function that is not marked `both` the first item that does not skip."""
+    functions: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept: set[pytest.Item] = set()
+    for its_items in functions.values():
+        if its_items[0].get_closest_marker("both"):
+            kept.update(its_items)
+        else:
+            kept.add(min(its_items, key=lambda item: item.get_closest_marker("skip") is not None))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]

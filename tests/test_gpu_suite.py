@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`.ci/gpu` counts every test, names what failed, and says what did not run and why."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 import time
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from ci_scripts import FOLDER, load
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
+SCRIPT = FOLDER / "gpu"
 TESTS = """
 import pytest
 
@@ -30,16 +29,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the s
 
 @pytest.fixture
 def suite() -> ModuleType:
-    loader = SourceFileLoader("gpu_suite", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("gpu_suite", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
+    return load("gpu")
 
 
 def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, **tests: str) -> int:
@@ -50,9 +40,9 @@ def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, **tests: str) 
         file.write_text(text, encoding="utf-8")
         parts[name] = ([str(file), "--rootdir", str(folder), "-c", os.devnull], "load", 1)
     suite.PARTS = {**parts, "absent": ([], "load", 1)}
-    started = [suite.Part(name, folder, [], dict(os.environ)) for name in parts]
+    started = [suite.begin(name, folder, [], dict(os.environ)) for name in parts]
     start = time.monotonic()
-    suite.follow(started, start, limit)
+    suite.follow(started, limit)
     for part in started:
         part.stop()
     code: int = suite.tell(started, time.monotonic() - start)

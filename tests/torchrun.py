@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program as the two ranks of a job of its own."""
+"""Runs a program as the two ranks of a job of its own, and waits longer for it on a busy machine."""
 
 import os
 import subprocess
@@ -7,9 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["Job", "run_two_ranks"]
+__all__ = ["Job", "patience", "run_two_ranks"]
 
-SECONDS = 240  # imports of all ranks, on a machine that does other things too
+SECONDS = 240  # imports of all ranks
+
+
+def patience() -> float:
+    """How many times as long all takes while this machine is busy: limits of time are multiplied by it."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Job(NamedTuple):
@@ -37,7 +42,7 @@ def run_two_ranks(*program: str, **environment: str) -> Job:
         text=True,
     ) as job:
         try:
-            out, log = job.communicate(timeout=SECONDS)
+            out, log = job.communicate(timeout=SECONDS * patience())
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun then ends its ranks; it could not if it were killed
             raise

@@ -4,10 +4,11 @@
 // Note [Schedules of packs]
 // A group of size c is c neighbouring ranks, the first one a multiple of c; so groups are nested.
 // In one micro-batch each rank runs one pack, alone or with its group, and other groups may have
-// another size. All ranks run equally many micro-batches, each in order of falling sizes. All ranks
-// of a group have then run the same packs before, and none waits for another one: a step takes as
-// long as the rank with the largest sum of costs. That is what is made small, for the fewest
-// micro-batches that were found, since a replayed micro-batch runs its whole capacity anyhow.
+// another size. All ranks run equally many micro-batches, each in order of falling sizes, and of
+// one size in order of falling costs. All ranks of a group have then run the same packs before,
+// and none waits for another one: a step takes as long as the rank with the largest sum of costs.
+// That is what is made small, for the fewest micro-batches that were found, since a replayed
+// micro-batch runs its whole capacity anyhow.
 //
 // The largest documents are placed first, each into the group with the least cost so far; a
 // document that would cost a rank too much alone is given to more ranks. Several limits of "too

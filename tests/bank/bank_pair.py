@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
@@ -112,12 +113,6 @@ def run_eager(layers: Sequence[nn.Module], hidden: Tensor) -> Tensor:
     for layer in layers:
         hidden = layer(hidden)
     return hidden
-
-
-def assert_same_bits(got: Tensor | None, want: Tensor | None, what: str) -> None:
-    assert (got is None) == (want is None), f"{what}: got {got}, want {want}"
-    if got is not None and want is not None:
-        assert got.dtype == want.dtype and torch.equal(got, want), f"{what}: got {got}, want {want}"
 
 
 @dataclass

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, assert_same_bits, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, new_bank, variant
+from same_bits import assert_same_bits
 from test_packs import METADATA, NUM_SEQS, PACKS, TOKENS, canonical, mixers, offsets, pack_variant
 from torch import Tensor, nn
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, assert_same_bits, blocks, new_bank, run_eager, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, run_eager, variant
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph.bank.sites import VariantSpec

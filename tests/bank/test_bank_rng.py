@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams: a replay advances them as eager does, a capture not at all."""
+"""Random streams: a replay advances them as eager does, a capture and a verification not at all."""
 
 import contextlib
 import itertools
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, rng_states, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, blocks, rng_states, run_eager, variant
+from same_bits import assert_same_bits
+from test_verify import Baked, captured, example
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -134,6 +136,31 @@ def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool)
     for got, want in zip(rng_states(device), before, strict=True):
         assert torch.equal(got, want)
     assert torch.equal(tracker.content(), content)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_verification_leaves_every_stream_where_it_was(device: str, training: bool, raises: bool) -> None:
+    """Also where a module raises, and where there is no backward pass before which they are set back."""
+
+    class Draws(nn.Module):
+        """Adds noise, and may raise outside of a capture."""
+
+        is_broken = False
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out = hidden + torch.rand_like(hidden)
+            if Draws.is_broken and not Baked.is_captured:
+                raise ValueError("of this module")
+            return out
+
+    layers = [Draws(), Block(), Draws()]
+    bank, chain = captured(layers, device, training=training)
+    given, before = example(device), rng_states(device)
+    Draws.is_broken = raises
+    with pytest.raises(ValueError, match="of this module") if raises else contextlib.nullcontext():
+        assert bank.verify(chain, "it", given).differences == []
+    assert all(map(torch.equal, before, rng_states(device)))
 
 
 def test_a_tracker_of_generators_is_captured_and_advanced(device: str) -> None:

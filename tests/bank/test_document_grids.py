@@ -9,8 +9,9 @@ import copy
 
 import pytest
 import torch
-from bank_pair import assert_same_bits, new_bank
+from bank_pair import new_bank
 from offsets import offsets
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C

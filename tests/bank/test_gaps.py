@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, assert_same_bits, give_main_grads, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, give_main_grads, new_bank, variant
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C

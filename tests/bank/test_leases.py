@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, MicroBatch, Pair, assert_same_bits, blocks, run_eager, variant
+from bank_pair import ROWS, WIDTH, MicroBatch, Pair, blocks, run_eager, variant
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 

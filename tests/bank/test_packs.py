@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, assert_same_bits, new_bank, variant
+from bank_pair import WIDTH, new_bank, variant
 from offsets import offsets
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C

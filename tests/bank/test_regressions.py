@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, assert_same_bits, blocks, give_main_grads, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, new_bank, variant
+from same_bits import assert_same_bits
 from test_eligibility import accumulator_of, found, keep
 from torch import Tensor, nn
 

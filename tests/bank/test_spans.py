@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import Block, Pair, assert_same_bits, blocks
+from bank_pair import Block, Pair, blocks
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C

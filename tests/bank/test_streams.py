@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from bank_pair import Block, Pair, assert_same_bits, blocks, new_bank, run_eager, variant
+from bank_pair import Block, Pair, blocks, new_bank, run_eager, variant
+from same_bits import assert_same_bits
 
 
 @pytest.mark.gpu

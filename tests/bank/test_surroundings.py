@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, assert_same_bits, blocks, run_eager, variant
+from bank_pair import WIDTH, Block, Pair, blocks, run_eager, variant
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode

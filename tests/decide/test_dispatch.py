@@ -25,9 +25,12 @@ shapes = st.builds(
 banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
 
 
-def decide(shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]]) -> Capacity | EagerReason:
-    """What the core decides for a pack of a shape."""
-    decider = _C.Decider(0, False, False, list(EagerReason), lambda capacity, *_: (capacity,), lambda: 0)
+def decide(
+    shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, extra_seqs: int = 0
+) -> Capacity | EagerReason:
+    """What the core decides for a pack of a shape, to which a tail adds further documents."""
+    name = lambda capacity, *_: (capacity,)  # noqa: E731
+    decider = _C.Decider(extra_seqs, False, False, list(EagerReason), name, lambda: 0)
     decider.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
     if shape is None:
         found = decider.decide(None, 1, False)
@@ -99,6 +102,21 @@ def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, c
 def test_a_pack_that_fills_its_capacity_fits(capacity: Capacity) -> None:
     shape = PackShape(**dataclasses.asdict(capacity))
     assert decide(shape, {1: (capacity,)}) is capacity
+
+
+@given(shape=shapes, bank=banks, extra_seqs=st.integers(1, 2))
+def test_documents_of_the_tail_take_places_of_a_capacity(
+    shape: PackShape, bank: dict[int, tuple[Capacity, ...]], extra_seqs: int
+) -> None:
+    with_tail = shape._replace(num_seqs=shape.num_seqs + extra_seqs)
+    assert decide(shape, bank, extra_seqs=extra_seqs) == decide(with_tail, bank)
+
+
+def test_a_pack_that_fills_its_capacity_leaves_no_place_for_a_document_of_the_tail() -> None:
+    bank = {1: (Capacity(tokens=100, num_seqs=4, max_seqlen=100),)}
+    for documents, found in ((3, bank[1][0]), (4, EagerReason.TOO_MANY_SEQUENCES)):
+        assert decide(PackShape(60, documents, 20), bank, extra_seqs=1) is found
+    assert decide(PackShape(60, 4, 20), bank) is bank[1][0]
 
 
 @given(bank=banks)

@@ -10,8 +10,9 @@ import moe_rig
 import torch
 from host_rig import OwnModel
 from megatron_rig import Micro, evaluate, graph_config
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from moe_rig import ExpertTrainer, expert_step
 from parallel_jobs import MISFIT
+from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import distributed
 
@@ -104,7 +105,7 @@ def skip_alone(**changes: Any) -> dict[str, Any]:
             if isinstance(one, list):
                 assert all(map(torch.equal, one, other))
             else:
-                assert_same_step(one, other)
+                assert_same_bits(one, other)
     report: dict[str, Any] = megagraph.reports()[1]
     return report
 

@@ -8,9 +8,11 @@ from typing import Any
 import megatron_rig as rig
 import torch
 from parallel_jobs import steps_of
+from same_bits import assert_same_bits
 from torch import Tensor, distributed, nn
 
 import megagraph
+from megagraph.bank.sites import SiteSpec
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.parallel.peers import Peers
@@ -106,6 +108,18 @@ def use_and_leave() -> None:
     assert peers.exchange([rank]) == [1] and peers.use(group)
 
 
+def hold_and_let_go() -> None:
+    """Which groups peers use while graphs have another group of a layer's, and once these are released."""
+    peers, layer, other = Peers(_Model()), nn.Linear(3, 3), distributed.new_group([0, 1])
+    layer.ep_group = other
+    assert not peers.use(other)
+    peers.hold([SiteSpec(name="layer", module=layer)])
+    del layer.ep_group
+    assert peers.use(other)
+    peers.let_go()
+    assert not peers.use(other) and peers.use(None)
+
+
 # -- layers that hold groups -----------------------------------------------------------------------
 
 
@@ -178,8 +192,7 @@ def _compared(
     """Trains eager and with graphs; the report of the latter."""
     eager, _report = _run(make, steps, eager=True, around=around)
     graphed, report = _run(make, steps, eager=False, around=around)
-    for index, (one, other) in enumerate(zip(eager, graphed, strict=True)):
-        rig.assert_same(one, other, f"step {index}")
+    assert_same_bits(eager, graphed, "steps")
     return report
 
 
@@ -260,5 +273,5 @@ def learn_apart(*, how: str, mode: str, transformer: dict[str, Any]) -> dict[str
     for eager in (True, False):
         _seed()
         runs.append(rig.train(config, steps, eager=eager, transformer=transformer))
-    rig.assert_same_run(*runs)
+    assert_same_bits(*runs)
     return runs[1].report

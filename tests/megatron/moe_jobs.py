@@ -7,6 +7,7 @@ from typing import Any
 import moe_rig
 import parallel_jobs
 from megatron_rig import Micro, graph_config
+from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import distributed
 
@@ -38,8 +39,7 @@ def train_pair(
             seed_streams()
             config = graph_config(mode=mode, cuda_graph_modules=scopes, **(plugin or {}))
             runs.append(moe_rig.run(config, "E-", steps, **changes))
-    for index, (one, other) in enumerate(zip(runs[0].steps, runs[1].steps, strict=True)):
-        moe_rig.assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*runs)
     report: dict[str, Any] = runs[1].report
     return report
 

@@ -12,6 +12,7 @@ import megatron_rig as rig
 import torch
 from latent_rig import LatentTrainer
 from rl_rig import Offload
+from same_bits import assert_same_bits
 from streams import seed_streams
 from torch import Tensor, distributed, nn
 
@@ -177,8 +178,7 @@ def train_pair(
     run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)
     eager_steps, eager_losses, _ = run(eager=True, around=_nothing)
     graphed_steps, graphed_losses, report = run(eager=False, around=around)
-    for index, (eager, graphed) in enumerate(zip(eager_steps, graphed_steps, strict=True)):
-        rig.assert_same(eager, graphed, f"step {index}")
+    assert_same_bits(eager_steps, graphed_steps, "steps")
     for one, other in zip(eager_losses, graphed_losses, strict=True):
         assert torch.equal(one, other), "evaluation"
     return report

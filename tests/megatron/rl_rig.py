@@ -301,15 +301,3 @@ class Loop:
         offload.weights(frozen)
         offload.gradients(trainer.model)
         offload.optimizer(trainer.optimizer, "cpu")
-
-
-def assert_same_rounds(one: Sequence[Round], other: Sequence[Round]) -> None:
-    """Every log-probability, loss and gradient has the same bits, and none is NaN."""
-    for index, (a, b) in enumerate(zip(one, other, strict=True)):
-        for name in ("old", "reference", "losses"):
-            pairs = list(zip(getattr(a, name), getattr(b, name), strict=True))
-            assert all(torch.equal(x, y) for x, y in pairs), f"round {index}: {name}"
-            assert not any(x.isnan().any() for x, _ in pairs), f"round {index}: {name} is NaN"
-        for mini_batch, (x, y) in enumerate(zip(a.grads, b.grads, strict=True)):
-            bad = [name for name, grad in x.items() if not torch.equal(grad, y[name])]
-            assert x.keys() == y.keys() and not bad, f"round {index}, mini-batch {mini_batch}: {bad}"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Run, assert_same, graph_config, report_of, step, weights
+from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, report_of, step, weights
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -75,14 +76,6 @@ def run(
     finally:
         megagraph.uninstall()
     return left
-
-
-def assert_same_bits(one: Run, other: Run) -> None:
-    """Every loss, gradient and weight."""
-    for index, (left, right) in enumerate(zip(one.steps, other.steps, strict=True)):
-        assert_same(left, right, f"step {index}:")
-    bad = [name for name, weight in one.weights.items() if not torch.equal(weight, other.weights[name])]
-    assert not bad, f"weights at the end: {bad}"
 
 
 def three_modes(

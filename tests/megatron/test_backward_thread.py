@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, assert_same, forward, report_of, schedule, step
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, schedule, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -202,4 +203,4 @@ def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
         losses=[kept["losses"]],
         grads={name: grad.clone() for name, grad in trainer.named_main_grads()},
     )
-    assert_same(inside, outside)
+    assert_same_bits(inside, outside)

@@ -12,7 +12,6 @@ from megatron_rig import (
     OPTIONS,
     Micro,
     Pair,
-    assert_same_run,
     evaluate,
     forward,
     graph_config,
@@ -21,6 +20,7 @@ from megatron_rig import (
     step,
     train,
 )
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -298,7 +298,7 @@ def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
     steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
     dropout = {"hidden_dropout": 0.2}
     graphed = train(graph_config(), steps, transformer=dropout)
-    assert_same_run(graphed, train(graph_config(), steps, transformer=dropout, eager=True))
+    assert_same_bits(graphed, train(graph_config(), steps, transformer=dropout, eager=True))
     report = graphed.report
     assert report["replays"] + report["eager"].get("RNG_NOT_GRAPH_SAFE", 0) == 3 * 2 * LAYERS
     without = train(graph_config(), steps)
@@ -312,7 +312,7 @@ def test_grouped_queries_have_eager_bits(query_groups: int) -> None:
         train(graph_config(), steps, eager=eager, query_groups=query_groups, heads=4)
         for eager in (False, True)
     ]
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     assert runs[0].report["replays"] == 2 * 2 * LAYERS
 
 
@@ -321,8 +321,8 @@ def test_an_overlapped_gradient_reduction_of_one_rank_changes_nothing() -> None:
     plain = train(graph_config(), steps)
     overlap = {"overlap_grad_reduce": True, "bucket_size": 10_000}
     graphed = train(graph_config(), steps, ddp=overlap)
-    assert_same_run(graphed, train(graph_config(), steps, ddp=overlap, eager=True))
-    assert_same_run(graphed, plain)
+    assert_same_bits(graphed, train(graph_config(), steps, ddp=overlap, eager=True))
+    assert_same_bits(graphed, plain)
     assert graphed.report["replays"] == 3 * 2 * LAYERS
 
 

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    OPTIONS,
-    Micro,
-    Pair,
-    Step,
-    assert_same,
-    grads,
-    report_of,
-    schedule,
-    step,
-)
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, grads, report_of, schedule, step
+from same_bits import assert_same_bits
 
 from megagraph.bank.bank import Bank
 from megagraph.config import GraphConfig
@@ -96,7 +86,7 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     calls = [[ONE, TWO], [OTHER], [TWO, OTHER, ONE]]
     for index in range(4):
         both = pair.each(lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
-        assert_same(*both, f"step {index}:")
+        assert_same_bits(*both, f"step {index}")
     report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
@@ -128,7 +118,7 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(i
         return left
 
     for index in range(4):
-        assert_same(*pair.each(work), f"step {index}:")
+        assert_same_bits(*pair.each(work), f"step {index}")
         pair.evaluate(ONE, TWO)
     report = pair.report()
     first_of_steps = {} if OPTIONS.bf16 else {"PARAMETERS_CHANGED": 3 * LAYERS}
@@ -251,7 +241,7 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install)
         return Step(losses=losses, grads=grads(trainer.chunk))
 
     for _ in range(2):
-        assert_same(*pair.each(work))
+        assert_same_bits(*pair.each(work))
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "NUMERICS_CHANGED": 2 * LAYERS}
     assert report["replays"] == (2 + 2) * LAYERS

@@ -6,20 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    OPTIONS,
-    Micro,
-    Pair,
-    Step,
-    assert_same,
-    assert_same_run,
-    graph_config,
-    report_of,
-    step,
-    train,
-    weights,
-)
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, graph_config, report_of, step, train, weights
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -92,7 +80,7 @@ def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(
 
     change_models(with_adapters)
     graphed = train(graph_config(), STEPS)
-    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
     trained = {name for name, _ in graphed.steps[0].grads.items()}
@@ -109,7 +97,7 @@ def test_adapters_in_one_layer_of_a_frozen_model_are_graphed_with_eager_bits(cha
 
     change_models(with_adapters)
     graphed = train(graph_config(), STEPS)
-    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
 
 
@@ -134,7 +122,7 @@ def test_tied_embeddings_have_eager_bits(change_models: Change) -> None:
 
     change_models(tied)
     graphed = train(graph_config(), STEPS)
-    assert_same_run(graphed, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
     assert "output_layer.weight" not in graphed.weights
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
 
@@ -253,8 +241,7 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up(change_mo
 
     graphed, report = run(overlap_grad_reduce=True)
     eager, _ = run()  # which cannot overlap here: its own hooks would not report the parameter
-    for index, (one, other) in enumerate(zip(graphed, eager, strict=True)):
-        assert_same(one, other, f"step {index}:")
+    assert_same_bits(graphed, eager, "steps")
     assert graphed[0].grads["decoder.layers.0.mlp.scale"].any()
     assert not graphed[-1].grads["decoder.layers.0.mlp.scale"].any()
     assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []

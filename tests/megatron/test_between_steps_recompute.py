@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, assert_same_run, graph_config, train
-from rope_rig import assert_same_bits, canonical, run, three_modes
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, graph_config, train
+from rope_rig import canonical, run, three_modes
+from same_bits import assert_same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +37,7 @@ def _runs(transformer: dict[str, Any]) -> tuple[Run, Run]:
     graphed, eager = (
         train(graph_config(), STEPS, transformer=transformer, eager=eager) for eager in (False, True)
     )
-    assert_same_run(graphed, eager)
+    assert_same_bits(graphed, eager)
     assert eager.report["replays"] == 0
     return graphed, eager
 
@@ -93,7 +94,7 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
         assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * LAYERS}
         return
     _check_replays(graphed)
-    assert_same_run(eager, train(graph_config(), STEPS, transformer=common, eager=True))
+    assert_same_bits(eager, train(graph_config(), STEPS, transformer=common, eager=True))
 
 
 def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) -> None:
@@ -107,7 +108,7 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
     graphed, eager = _runs(_selective("layernorm"))
     assert recomputed.count("norm") >= len(STEPS) * 2 * LAYERS
     _check_replays(graphed)
-    assert_same_run(eager, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(eager, train(graph_config(), STEPS, eager=True))
 
 
 def test_selective_recompute_survives_evaluations_between_steps(install: Callable[..., Any]) -> None:
@@ -228,7 +229,7 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
             77, use_cudagraphable_rng=seeded, force_reset_rng=True
         )
         runs.append(train(graph_config(), STEPS, eager=eager))
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     reason = {} if seeded else {"RNG_NOT_GRAPH_SAFE": 3 * 2 * LAYERS}
     assert runs[0].report["eager"] == {"WARMING_UP": 2 * LAYERS, **reason}
     assert runs[0].report["replays"] == (3 * 2 * LAYERS if seeded else 0)

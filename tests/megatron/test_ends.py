@@ -17,7 +17,7 @@ TIMES = 5 if torch.cuda.is_available() else 1
 @pytest.mark.parametrize("time", range(TIMES))
 @pytest.mark.parametrize("way", ["released", "destroyed", "raised", "forgotten"])
 def test_a_job_ends(way: str, time: int) -> None:
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     job = run_two_ranks(str(HERE / "end_of_job.py"), way, PYTHONPATH=os.pathsep.join(paths))
     if way == "raised":
         assert job.returncode != 0 and "on purpose" in job.log and "has ended" not in job.out

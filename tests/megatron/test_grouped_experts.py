@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import moe_rig
@@ -10,14 +11,15 @@ import pytest
 import torch
 from megatron_rig import Micro, graph_config, schedule, step
 from moe_rig import ExpertTrainer
-from test_moe import PACK, TAILS, assert_same_run, steps_of
+from same_bits import assert_same_bits
+from test_moe import PACK, TAILS, steps_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.grouped_experts import is_grouped
+from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 pytestmark = [
@@ -67,7 +69,7 @@ def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = (), **ch
     changes["spec"] = grouped_spec(kinds)
     eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
     graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     return graphed.report
 
 
@@ -128,7 +130,7 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
             left.left.losses[:] = [each[:end] for each in left.left.losses]
             found.append(left)
     for other in found[1:]:
-        moe_rig.assert_same_step(found[0], other)
+        assert_same_bits(found[0], other)
 
 
 @pytest.mark.gpu
@@ -205,6 +207,14 @@ def test_agrees_with_sequential_experts(case: str) -> None:
     assert_agree(mine, its, _rows(ours, 40))
 
 
+def test_a_clamp_holds_the_gate_above_and_the_linear_part_on_both_sides() -> None:
+    """As in Megatron; two thirds of the linear part lie outside."""
+    clamped = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
+    ours, theirs = both(**SWIGLU, **clamped)
+    mine, its = (trainer.chunk.decoder.layers[0].mlp for trainer in (ours, theirs))
+    assert_agree(mine, its, _rows(ours, 12))
+
+
 def choosing(experts: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """What takes the place of a layer's `route()`: chooses these experts for its rows."""
 
@@ -270,6 +280,16 @@ def test_rows_of_no_expert_are_zero_and_take_nothing(monkeypatch: pytest.MonkeyP
     for one, other in zip(grads[1:], of_alone[1:], strict=True):
         assert torch.equal(one, other)
     assert torch.equal(grads[0][valid], of_alone[0])
+
+
+def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
+    """Rows would stay in memory until the layer is called again."""
+    ours, _theirs = both()
+    mixture = ours.chunk.decoder.layers[0].mlp
+    topk = mixture.config.moe_router_topk
+    assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
+    mixture(_rows(ours, 12))
+    assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -341,6 +361,17 @@ def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_
     assert mine.keys() == {f"mlp.experts.{name}" for name in module.state_dict()}
     with pytest.raises(ValueError, match="singleton_local_shards"):
         module.sharded_state_dict("mlp.experts.", metadata={"singleton_local_shards": True})
+
+
+def test_of_copies_on_several_ranks_one_writes_its_weights() -> None:
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    experts, writers = both()[0].chunk.decoder.layers[0].mlp.experts, []
+    for rank in range(3):
+        groups = SimpleNamespace(expt_dp=SimpleNamespace(rank=lambda rank=rank: rank))
+        copy = type(experts)(moe_rig.EXPERTS, experts.config, pg_collection=groups)
+        writers.append({is_main_replica(part.replica_id) for part in copy.sharded_state_dict().values()})
+    assert writers == [{True}, {False}, {False}]
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from worlds import World
 
 from megagraph.config import GraphConfig
+from megagraph.decide.learn import Needs
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.parallel.groups import ranks_of_pack
 
@@ -60,6 +61,11 @@ def test_ranks_that_have_left_their_groups_still_ask_each_other(world2: World) -
     world2.run(group_jobs.use_and_leave, tensor_parallel=2)
 
 
+def test_a_group_that_only_released_graphs_had_is_used_no_more(world2: World) -> None:
+    """Else whoever destroys it would drop the graphs of now, and it would stay in memory."""
+    world2.run(group_jobs.hold_and_let_go, tensor_parallel=2)
+
+
 @pytest.mark.parametrize("how", ["attribute", "parameter", "collection"])
 def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(world2: World, how: str) -> None:
     """By name; the other layer replays, on packs that differ from rank to rank."""
@@ -105,6 +111,16 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
             assert not capacities.learn(is_warm, lambda said: [1, *said[1:]])
     (sentence,) = caplog.messages
     assert "20 steps after its warm-up" in sentence and "cuda_graph_max_packed_seqs" in sentence
+
+
+@pytest.mark.parametrize(("cp_sizes", "tokens"), [((1,), 61), ((1, 2), 62), ((2,), 62)])
+def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int, ...], tokens: int) -> None:
+    """Each rank has a share of both halves of a document."""
+    capacities = Capacities(GraphConfig(), cp_sizes[0], cp_sizes)
+    needs = Needs(tokens=61, usual_seqs=4, most_seqs=8)
+    assert capacities.learn(True, lambda said: [0, *needs])
+    found = [capacity.tokens for size in cp_sizes for capacity in capacities.by_cp_size[size]]
+    assert found == [tokens] * 2 * len(cp_sizes)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])

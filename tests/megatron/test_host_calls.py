@@ -31,11 +31,12 @@ from host_calls_rig import (
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel, bare_model
 from megatron.core.models.gpt import GPTModel
 from megatron_rig import LAYERS, Micro, graph_config
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 ROUNDS = 5
 PACKS = (
@@ -169,12 +170,6 @@ def _loop(case: Case, mode: str, reference: Callable[[Host], Any] | None = None)
     return host.left, reports
 
 
-def _assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    assert not any(values.isnan().any() for values in one)
-    assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentence(name: str) -> None:
     case = CASES[name]
@@ -182,7 +177,7 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
         pytest.skip("this release of megatron-core has no output processor")
     graphed, (report,) = _loop(case, "graph")
     eager, (eager_report,) = _loop(case, "eager")
-    _assert_same(graphed, eager)
+    assert_same_bits(graphed, eager)
     calls = sum(1 + index % 3 for index in range(ROUNDS)) * len(case.phases) * LAYERS
     assert report["calls"] == eager_report["calls"] == calls
     assert eager_report["replays"] == 0
@@ -210,7 +205,7 @@ def test_a_reference_that_is_asked_inside_the_policys_forward_step(of: str) -> N
 
     graphed, reports = _loop(case, "graph", reference)
     eager, _reports = _loop(case, "eager", reference)
-    _assert_same(graphed, eager)
+    assert_same_bits(graphed, eager)
     calls = sum(1 + index % 3 for index in range(ROUNDS)) * LAYERS
     for report in reports:
         assert {*report["eager"]} <= {"WARMING_UP", "NESTING", "NO_FREE_SLOT"}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from mamba_rig import Documented, HybridExpertTrainer, expert_spec
 from megatron_rig import graph_config
-from test_moe import assert_same_run
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.config import GraphConfig
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 PATTERN = "ME*E-"
@@ -59,7 +59,7 @@ def compare(scopes: Sequence[str], count: int = 8, **changes: Any) -> dict[str, 
         )
         for mode in ("eager", "graph")
     )
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     assert all(step.metrics for step in graphed.steps)
     return graphed.report
 

@@ -15,8 +15,6 @@ from megatron_rig import (
     HybridTrainer,
     Micro,
     Run,
-    assert_same,
-    assert_same_run,
     evaluate,
     graph_config,
     report_of,
@@ -24,6 +22,7 @@ from megatron_rig import (
     step,
     weights,
 )
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -40,7 +39,7 @@ LAYERS = len(HYBRID_PATTERN)
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 Install = Callable[..., GraphConfig]
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 
 def packs(count: int) -> list[list[Micro]]:
@@ -75,7 +74,7 @@ def test_packs_that_change_every_micro_batch_replay_with_eager_bits(position: st
     steps, options = packs(12), {"position": position, "ddp": {"overlap_grad_reduce": overlap}}
     eager = train(graph_config(mode="eager"), steps, **options)
     graphed = train(graph_config(), steps, **options)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     report = graphed.report
     assert report["model"] == HYBRID[0].owner().__name__ and report["failures"] == []
     assert report["calls"] == 12 * 3 * LAYERS
@@ -87,7 +86,7 @@ def test_a_pack_over_the_capacity_runs_eager_as_it_was_given(install: Install) -
     over = Micro(lengths=(4,) * 6)
     steps = [[ONE, over], [TWO, over], [over, OTHER], [TWO]]
     eager, graphed = train(graph_config(mode="eager"), steps), train(graph_config(), steps)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
     assert graphed.report["replays"] == 3 * LAYERS
 
@@ -119,7 +118,7 @@ def test_a_layer_that_stays_eager_gets_the_rotary_tables(install: Install) -> No
 
     for layer in range(LAYERS):
         for one, other in zip(run("eager", layer), run("graph", layer), strict=True):
-            assert_same(one, other, f"layer {layer}:")
+            assert_same_bits(one, other, f"layer {layer}")
 
 
 def test_other_rotary_tables_than_those_of_the_capture_run_eager(install: Install) -> None:
@@ -135,7 +134,7 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager(install: Instal
         if not eager:
             assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 2 * LAYERS}
         megagraph.uninstall()
-    assert_same(*left)
+    assert_same_bits(*left)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["before install", "after install"])
@@ -285,6 +284,6 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
     trainer = HybridTrainer(pattern="*M-", spec=spec)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         for one in wanted:
-            assert_same(one, step(trainer, [ONE, TWO]))
+            assert_same_bits(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
     assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a layer of Mamba ('M' in" in caplog.text

@@ -17,7 +17,7 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.graphs.refusals import refusal_of
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 # Over the largest entry of each gradient: sums over rows in another order; in bfloat16 on a GPU.
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-5

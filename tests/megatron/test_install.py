@@ -24,7 +24,7 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 ROPE = (seams.ATTENTION_ROPE, seams.LATENT_ROPE)
 SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, assert_same_run, graph_config, step, train
+from megatron_rig import LAYERS, OPTIONS, Micro, graph_config, step, train
+from same_bits import assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,7 +108,7 @@ def test_fused_functions_inside_graphs_have_the_bits_of_eager(dropout: float) ->
         train(graph_config(capacities=bank), steps, transformer=transformer, eager=eager)
         for eager in (False, True)
     )
-    assert_same_run(graphed, eager)
+    assert_same_bits(graphed, eager)
     assert graphed.report["failures"] == []
     assert graphed.report["replays"] == 5 * LAYERS
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 2 * LAYERS}

@@ -135,6 +135,29 @@ def test_memory_that_is_away_is_missed_where_graphs_would_read_it(what: str) -> 
     assert watch.has_memory(grad=False) == (what == "main_grad")
 
 
+STATE_CHANGES: dict[str, tuple[Callable[[list[torch.Tensor]], Any], bool]] = {
+    "another tensor": (lambda state: state.__setitem__(0, torch.zeros(3)), True),
+    "other memory": (lambda state: setattr(state[0], "data", torch.zeros(3)), True),
+    "none": (lambda state: state.clear(), True),
+    "one more": (lambda state: state.append(torch.zeros(3)), False),
+    "another value": (lambda state: state[0].fill_(7.0), False),
+}
+
+
+@pytest.mark.parametrize("what", STATE_CHANGES)
+def test_what_graphs_write_and_no_module_owns_has_to_lie_where_it_was(what: str) -> None:
+    module, state = nn.Linear(3, 3), [torch.zeros(3)]
+    watch = AddressWatch([SiteSpec(name="layer", module=module, state=lambda _module: state)])
+    watch.watch(grad=False)
+    watch.look()
+    assert watch.holds_state and not watch.has_other_state() and watch.change is None
+    change, is_noticed = STATE_CHANGES[what]
+    change(state)
+    watch.look()
+    assert watch.has_other_state() is is_noticed
+    assert watch.change is (EagerReason.ADDRESS_MOVED if is_noticed else None)
+
+
 def test_the_hash_is_of_modules_that_are_there() -> None:
     modules = [nn.Linear(3, 3), nn.LayerNorm(3)]
     references = [weakref.ref(module) for module in modules]

@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import (
-    CAPACITY,
-    OPTIONS,
-    Micro,
-    Pair,
-    assert_same,
-    assert_same_run,
-    graph_config,
-    report_of,
-    step,
-    train,
-)
+from megatron_rig import CAPACITY, OPTIONS, Micro, Pair, graph_config, report_of, step, train
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -132,7 +122,7 @@ def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays
     # As many words as the MLP has rows.
     changes = {"layers": LAYERS, "vocab": 4 * OPTIONS.hidden}
     runs = [train(graph_config(), [[ONE, TWO]] * 3, eager=eager, **changes) for eager in (False, True)]
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     report = runs[0].report
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
@@ -246,7 +236,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
         _breaks(trainer, _is_capturing, index)
     look(trainer)
     for given, ours in zip(expected, left(trainer), strict=True):
-        assert_same(given, ours)
+        assert_same_bits(given, ours)
     assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
     assert rows[-2:] == [ONE.physical, TWO.physical]
     step(trainer, [ONE], eager=True)
@@ -311,7 +301,7 @@ def test_a_run_with_a_failed_capture_leaves_the_random_streams_of_one_that_never
     def run(eager: bool) -> Any:
         return train(graph_config(), [[ONE, TWO]] * 4, eager=eager, transformer={"hidden_dropout": 0.1})
 
-    assert_same_run(run(False), run(True))
+    assert_same_bits(run(False), run(True))
 
 
 def test_two_layers_may_fail_for_different_reasons_and_both_are_reported(install: Install) -> None:

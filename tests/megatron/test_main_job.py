@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Run, assert_same_run, graph_config, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Run, graph_config, train
+from same_bits import assert_same_bits
 
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
@@ -77,17 +78,17 @@ def graphed(megatron: None) -> Run:
 def test_a_graphed_run_has_the_bits_of_the_eager_run(graphed: Run) -> None:
     eager = train(_config(), _job(), eager=True)
     assert eager.report["replays"] == eager.report["graphs"] == 0
-    assert_same_run(graphed, eager)
+    assert_same_bits(graphed, eager)
 
 
 def test_a_run_in_eager_mode_has_the_bits_of_a_graphed_run(graphed: Run) -> None:
     reference = train(_config(mode="eager"), _job())
     assert reference.report["replays"] == reference.report["graphs"] == 0
-    assert_same_run(graphed, reference)
+    assert_same_bits(graphed, reference)
 
 
 def test_a_graphed_run_repeats_itself(graphed: Run) -> None:
-    assert_same_run(graphed, train(_config(), _job()))
+    assert_same_bits(graphed, train(_config(), _job()))
 
 
 def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: Run) -> None:
@@ -116,7 +117,7 @@ def test_an_untroubled_run_reports_no_failure_and_both_passes_of_every_layer(gra
 
 def _compare(config: GraphConfig, steps: Sequence[Sequence[Micro]]) -> Run:
     run = train(config, steps)
-    assert_same_run(run, train(config, steps, eager=True))
+    assert_same_bits(run, train(config, steps, eager=True))
     return run
 
 
@@ -159,7 +160,7 @@ def test_capacities_learned_in_eager_mode_are_those_of_graph_mode() -> None:
     steps = _job(6, seed=2, misfits=0.0)
     graph, eager = (train(_config(capacities=(), mode=mode), steps) for mode in ("graph", "eager"))
     assert graph.report["capacities"] == eager.report["capacities"] != []
-    assert_same_run(graph, eager)
+    assert_same_bits(graph, eager)
 
 
 _PLAIN = [[Micro(lengths=(5 + i, 7, 20 - i), seed=i), Micro(lengths=(3 * i + 2,), seed=-i)] for i in range(6)]

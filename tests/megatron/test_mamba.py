@@ -13,8 +13,8 @@ import moe_rig
 import pytest
 from mamba_rig import Documented, HybridExpertTrainer
 from megatron_rig import OPTIONS, HybridTrainer, Pair, graph_config
+from same_bits import assert_same_bits
 from streams import seed_streams
-from test_moe import assert_same_run
 from torch import nn
 
 import megagraph
@@ -134,7 +134,7 @@ def test_a_hundred_steps_beside_experts(scopes: Sequence[str]) -> None:
         )
         for mode in ("eager", "graph")
     ]
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     report = runs[1].report
     assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
     assert report["replays"] >= 0.95 * report["calls"]

@@ -11,7 +11,8 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import CAPACITY, Micro, Step, evaluate, graph_config, step
-from moe_rig import ExpertRun, ExpertTrainer, assert_same_step, expert_step
+from moe_rig import ExpertTrainer, expert_step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -49,17 +50,11 @@ def steps_of(count: int, *, masks: bool = False) -> list[list[Micro]]:
     return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
 
 
-def assert_same_run(one: ExpertRun, other: ExpertRun) -> None:
-    """Every step has left the same bits."""
-    for index, (a, b) in enumerate(zip(one.steps, other.steps, strict=True)):
-        assert_same_step(a, b, f"step {index}:")
-
-
 def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = "attn", **changes: Any) -> Config:
     """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
     eager = moe_rig.run(graph_config(mode="eager"), kinds, steps, **changes)
     graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     return graphed.report
 
 
@@ -127,7 +122,7 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: Install, scopes: 
     assert report["replays"] == 0 and report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert len(report["failures"]) == 2 and NONE_GRAPHED[tuple(scopes)] in report["failures"][0]
     megagraph.uninstall()
-    assert_same_step(ours, expert_step(trainer, micros, update=False))
+    assert_same_bits(ours, expert_step(trainer, micros, update=False))
 
 
 def test_evaluation_between_steps(install: Install) -> None:
@@ -147,7 +142,7 @@ def test_evaluation_between_steps(install: Install) -> None:
         if isinstance(one, list):
             assert all(map(torch.equal, one, other))
         else:
-            assert_same_step(one, other)
+            assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
@@ -194,7 +189,7 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str, case: str) -
             losses, gradients = [], {}
         found.append(dataclasses.replace(left, left=Step(losses=losses, grads=gradients)))
     for other, output in zip(found[1:], routed.outputs[1:], strict=True):
-        assert_same_step(found[0], other)
+        assert_same_bits(found[0], other)
         assert torch.equal(output[:end], routed.outputs[0][:end])
     layers = len(moe_rig.routers(trainer))
     first = list(zip(routed.maps, routed.probs, strict=True))[:layers]
@@ -237,7 +232,7 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     changes["recompute_num_layers"] = 1
     steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3, masks=True)]
     ours = moe_rig.run(graph_config(cuda_graph_modules="attn"), "EE", steps, **changes)
-    assert_same_run(ours, moe_rig.run(None, "EE", steps, **changes))
+    assert_same_bits(ours, moe_rig.run(None, "EE", steps, **changes))
     assert set(ours.report["eager"]) == {"RECOMPUTING"}
     with pytest.raises(RuntimeError):
         moe_rig.run(None, "EE", steps, **BIAS)
@@ -273,8 +268,7 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
             step(trainer, others[1], eager=is_eager)
         moe_rig.metrics()
         found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     report = megagraph.reports()[1]
     assert report["eager"] == {"WARMING_UP": 3 * 2} and report["replays"] == 3 * 3 * 2 + 1
 

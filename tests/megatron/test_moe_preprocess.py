@@ -12,7 +12,8 @@ import pytest
 import torch
 from host_rig import OwnBlock
 from megatron_rig import evaluate, step
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from moe_rig import ExpertTrainer, expert_step
+from same_bits import assert_same_bits
 from test_moe import PACK, PLACES, TAILS, lose, steps_of
 from test_moe_router import BIAS, compare, compare_steps
 from test_moe_router import CASES as ROUTER_CASES
@@ -139,7 +140,7 @@ def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> No
         if isinstance(one, list):
             assert all(map(torch.equal, one, other))
         else:
-            assert_same_step(one, other)
+            assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
 
 
@@ -174,8 +175,7 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
         for router in moe_rig.routers(trainer):
             router.local_tokens_per_expert.zero_()
         found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2}
 
 

@@ -11,10 +11,11 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import Micro, evaluate, graph_config, step
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
-from test_moe import PACK, PLACES, TAILS, assert_same_run, lose, steps_of
+from moe_rig import ExpertTrainer, expert_step
+from same_bits import assert_same_bits
+from test_moe import PACK, PLACES, TAILS, lose, steps_of
 from torch import Tensor
-from worlds import World
+from worlds import World, Worlds
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -74,7 +75,7 @@ def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = BOTH, **
     """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
     eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
     graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     return graphed.report
 
 
@@ -168,8 +169,7 @@ def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Mi
     for trainer in trainers:
         moe_rig.metrics()
         found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps])
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
 
 
 def test_steps_without_graphs_between(install: Install) -> None:
@@ -183,7 +183,7 @@ def test_steps_without_graphs_between(install: Install) -> None:
             is_eager = trainer is trainers[0] or index in (2, 4)
             found[-1].append(expert_step(trainer, micros, eager=is_eager))
     for one, other in zip(*found, strict=True):
-        assert_same_step(one, other)
+        assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "DISABLED": 2 * 3 * 2}
 
 
@@ -204,7 +204,7 @@ def test_evaluation_between_steps_records_and_counts_nothing(install: Install) -
         if isinstance(one, list):
             assert all(map(torch.equal, one, other))
         else:
-            assert_same_step(one, other)
+            assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
@@ -221,7 +221,7 @@ def test_a_longer_tail_changes_nothing(install: Install, case: str) -> None:
         losses = [each[: sum(PACK.lengths)] for each in left.left.losses]
         found.append(dataclasses.replace(left, left=dataclasses.replace(left.left, losses=losses)))
     for other in found[1:]:
-        assert_same_step(found[0], other)
+        assert_same_bits(found[0], other)
     (report,) = megagraph.reports()
     assert report["replays"] == 2 * len(TAILS)
 
@@ -240,8 +240,7 @@ def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -
             if index in (3, 6):
                 moe_rig.forget_metrics()
             found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     eager = megagraph.reports()[1]["eager"]
     assert eager["ADDRESS_MOVED"] >= 3 * 2 and eager["WARMING_UP"] == 3 * 2
     assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
@@ -264,8 +263,7 @@ def test_a_scale_of_losses_that_is_replaced_between_steps(install: Install, scal
                     None if scale is None else torch.full((1,), scale, device=trainer.device)
                 )
             found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     assert set(megagraph.reports()[1]["eager"]) == {"ADDRESS_MOVED", "WARMING_UP"}
 
 
@@ -318,8 +316,7 @@ def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> No
         for router in moe_rig.routers(trainer):
             router.local_tokens_per_expert.zero_()
         found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     report = megagraph.reports()[1]
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
     assert report["eager"] == {"WARMING_UP": 3 * 2}
@@ -361,7 +358,7 @@ def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(install: Ins
         module.register_forward_hook(lambda *_: seen.append(where))
         found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps_of(4)])
     for one, other in zip(*found, strict=True):
-        assert_same_step(one, other)
+        assert_same_bits(one, other)
     assert len(seen) == 2 * 4 * 3
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
 
@@ -398,9 +395,9 @@ def test_a_hook_on_the_experts_runs_beside_the_graph(install: Install) -> None:
     assert megagraph.reports()[0]["eager"] == {"WARMING_UP": 3 * 2}
 
 
-def test_ranks_with_packs_of_their_own(world2: World) -> None:
-    """No collective of a router goes over them, but that of its global loss."""
-    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **BIAS):
+def test_ranks_with_packs_of_their_own(worlds: Worlds) -> None:
+    """No collective of a router goes over them, but that of its global loss. Fused functions are compiled."""
+    for report in worlds.of(2, compiles=True).run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **BIAS):
         assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []
 
 

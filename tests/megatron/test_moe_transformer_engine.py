@@ -8,8 +8,9 @@ from typing import Any
 import moe_rig
 import pytest
 from megatron_rig import graph_config, te_layer_spec
+from same_bits import assert_same_bits
 from streams import seed_streams
-from test_moe import assert_same_run, steps_of
+from test_moe import steps_of
 
 from megagraph.config import GraphConfig
 from megagraph.megatron.specs import with_grouped_experts
@@ -72,7 +73,7 @@ def compare(kinds: str, count: int, scopes: Sequence[str] = BOTH, **changes: Any
     """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
     eager = run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, count, **changes)
     graphed = run(graph_config(cuda_graph_modules=scopes), kinds, count, **changes)
-    assert_same_run(eager, graphed)
+    assert_same_bits(eager, graphed)
     return graphed.report
 
 

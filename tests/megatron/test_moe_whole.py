@@ -10,7 +10,8 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import evaluate, step
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from moe_rig import ExpertTrainer, expert_step
+from same_bits import assert_same_bits
 from test_moe import PACK, TAILS, steps_of
 from test_moe_router import CASES as ROUTER_CASES
 from test_moe_router import compare, compare_steps
@@ -95,7 +96,7 @@ def test_evaluation_between_and_a_longer_tail(install: Install) -> None:
         if isinstance(one, list):
             assert all(map(torch.equal, one, other))
         else:
-            assert_same_step(one, other)
+            assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
 
 

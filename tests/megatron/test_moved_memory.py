@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, grads, graph_config
-from rl_rig import BANK, Offload, Round, assert_same_rounds, fits, log_probs, rollouts, train
+from rl_rig import BANK, Offload, Round, fits, log_probs, rollouts, train
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -82,7 +83,7 @@ def test_a_host_that_moves_memory_around_every_phase_replays_every_call(mini_bat
     """
     rounds = 5
     graphed = Phases(mini_batches=mini_batches)
-    assert_same_rounds(graphed.run("graph", rounds), Phases(mini_batches=mini_batches).run("eager", rounds))
+    assert_same_bits(graphed.run("graph", rounds), Phases(mini_batches=mini_batches).run("eager", rounds))
     report = graphed.reports[-1]
     calls = [sum(map(len, graphed.batches(index)[:1])) * LAYERS for index in range(rounds)]
     moved_in = 1 if mini_batches == 1 else 0

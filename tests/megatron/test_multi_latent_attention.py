@@ -20,7 +20,8 @@ from latent_rig import (
     pair_of,
 )
 from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, Micro, Pair, report_of, step
-from rope_rig import MODES, Declared, assert_close_losses, assert_same_bits, canonical, run, three_modes
+from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 

@@ -9,15 +9,8 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    OPTIONS,
-    Micro,
-    Pair,
-    Step,
-    assert_same,
-    step,
-)
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, step
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 
@@ -119,8 +112,7 @@ def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
         left.append([step(trainer, [ONE, TWO]) for _ in range(3)])
     assert names[0] == names[1] == names[2]
     for steps in left[1:]:
-        for one, other in zip(left[0], steps, strict=True):
-            assert_same(one, other)
+        assert_same_bits(left[0], steps)
 
 
 @each_kind
@@ -148,7 +140,7 @@ def test_a_zero_centred_model_begins_as_the_plain_one() -> None:
         step(Trainer(OPTIONS, config={"layernorm_zero_centered_gamma": centered}, spec=block_spec()), [ONE])
         for centered in (False, True)
     ]
-    assert_same(*left)
+    assert_same_bits(*left)
 
 
 def test_the_norm_takes_sequence_parallelism_where_cores_refuses_it() -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from host_rig import FULL, ONE, THREE, TWO, HostPair, OwnBlock, OwnModel, only
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, OPTIONS, assert_same, step
+from megatron_rig import LAYERS, OPTIONS, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 
@@ -78,7 +79,7 @@ def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -
     pair = HostPair(GPTModel, BiasedBlock)
     left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
     for one, other in zip(left[:4], left[4:], strict=True):
-        assert_same(one, other)
+        assert_same_bits(one, other)
     _eager, report = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 2}
     assert report["replays"] == 2
@@ -120,3 +121,25 @@ def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
     pair.step(ONE, times=4)
     assert len(seen) == 2 * 4 and {shape[0] for shape in seen} == {ONE.physical}
     assert only(pair.report(), "WARMING_UP", "FOREIGN_HOOK")
+
+
+def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(install: Install) -> None:
+    """What the plugin takes away is its own alone."""
+    install()
+    pair = HostPair(GPTModel, OwnBlock)
+    forwards = []
+    for trainer in pair.both:
+        layer = trainer.chunk.decoder.layers[1]
+
+        def forward(*args: Any, _megatrons: Any = layer.forward, **kwargs: Any) -> Any:
+            out, context = _megatrons(*args, **kwargs)
+            return out * 1.5, context
+
+        layer.forward = forward
+        forwards.append(forward)
+    for micro in (ONE, TWO, FULL):
+        pair.step(micro)
+        for trainer, forward in zip(pair.both, forwards, strict=True):
+            first, second = trainer.chunk.decoder.layers
+            assert second.forward is forward and "forward" not in vars(first)
+    assert only(pair.report(), "WARMING_UP")

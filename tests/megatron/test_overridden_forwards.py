@@ -23,13 +23,14 @@ from host_rig import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, Micro, assert_same, forward, graph_config, report_of, step
+from megatron_rig import LAYERS, Micro, forward, graph_config, report_of, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
@@ -89,7 +90,7 @@ def test_layers_that_are_handed_something_else_rotate_as_they_did(
     megagraph.uninstall()
     alone = step(trainer, [FULL], update=False)
     for left in found:
-        assert_same(alone, left)
+        assert_same_bits(alone, left)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, assert_same, report_of, step
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, report_of, step
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -86,4 +87,4 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
             assert after["replays"] == before["replays"] == layers
             assert after["padding_share"] == before["padding_share"] == _approx(_share([ONE]))
         megagraph.uninstall()
-    assert_same(*left)
+    assert_same_bits(*left)

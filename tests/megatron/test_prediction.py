@@ -14,8 +14,9 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from megatron_rig import CAPACITY, Micro, assert_same, evaluate, step
+from megatron_rig import CAPACITY, Micro, evaluate, step
 from prediction_rig import PredictionTrainer, compare
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -25,7 +26,7 @@ from megagraph.demo.trainer import transformer_config
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 LAYERS = 2
@@ -121,7 +122,7 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
     assert graphed.report["replays"] == 2 * LAYERS
     for one, other in zip(alone.steps, graphed.steps, strict=True):
         if micro.physical == CAPACITY.tokens:
-            rig.assert_same_predictions(one, other)
+            assert_same_bits(one, other)
         for a, b in zip(one.left.left.losses, other.left.left.losses, strict=True):
             torch.testing.assert_close(a, b)
         for name, grad in one.left.left.grads.items():
@@ -142,9 +143,7 @@ def test_evaluation_between_steps(install: Install) -> None:
     install()
     eager, graphed = PredictionTrainer(), PredictionTrainer()
     for micros in steps_of(4):
-        rig.assert_same_predictions(
-            rig.prediction_step(eager, micros, eager=True), rig.prediction_step(graphed, micros)
-        )
+        assert_same_bits(rig.prediction_step(eager, micros, eager=True), rig.prediction_step(graphed, micros))
         pairs = zip(evaluate(eager, micros, eager=True), evaluate(graphed, micros), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     _of_eager, report = megagraph.reports()
@@ -162,7 +161,7 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: Install) -> None:
     assert report["replays"] == 0
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "SCOPE_UNSUPPORTED": 3 * LAYERS}
     megagraph.uninstall()
-    rig.assert_same_predictions(ours, rig.prediction_step(trainer, micros, update=False))
+    assert_same_bits(ours, rig.prediction_step(trainer, micros, update=False))
 
 
 def test_detached_and_repeated_layers_of_prediction() -> None:
@@ -212,7 +211,7 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> No
             assert {len(each) for each in recorded} == {micros[-1].physical}
             found[-1].append((left, [each.clone() for each in recorded]))
     for (one, recorded), (other, others) in zip(*found, strict=True):
-        rig.assert_same_predictions(one, other)
+        assert_same_bits(one, other)
         assert all(map(torch.equal, recorded, others))
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * LAYERS}
 
@@ -223,7 +222,7 @@ def test_a_hybrid_model_too(install: Install) -> None:
     install()
     eager, graphed = rig.HybridPredictionTrainer(), rig.HybridPredictionTrainer()
     for micros in [[FULL, *micros] for micros in steps_of(4)]:
-        assert_same(step(eager, micros, eager=True), step(graphed, micros))
+        assert_same_bits(step(eager, micros, eager=True), step(graphed, micros))
     _of_eager, report = megagraph.reports()
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 4 * 4}
     assert report["replays"] == 3 * 4 * 4
@@ -264,4 +263,4 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
     ]
     megagraph.uninstall()
     for left in ours:
-        rig.assert_same_predictions(left, rig.prediction_step(trainer, micros, update=False))
+        assert_same_bits(left, rig.prediction_step(trainer, micros, update=False))

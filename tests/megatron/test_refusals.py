@@ -30,7 +30,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 Install = Callable[..., GraphConfig]

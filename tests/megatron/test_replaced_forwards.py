@@ -7,14 +7,15 @@ from typing import Any
 
 import moe_rig
 import pytest
-from moe_rig import ExpertTrainer, assert_same_step, expert_step
+from moe_rig import ExpertTrainer, expert_step
+from same_bits import assert_same_bits
 from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron.specs import with_grouped_experts
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 BOTH = ("attn", "moe_router")
@@ -67,7 +68,7 @@ def test_from_the_beginning(
     for trainer in trainers:
         replaced(trainer, child, name, wraps=wraps)
     for one, other in zip(train(trainers[0], {}, eager=True), train(trainers[1], {}), strict=True):
-        assert_same_step(one, other)
+        assert_same_bits(one, other)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
 
 
@@ -89,8 +90,7 @@ def test_after_captures_and_away_again(
             takers.pop()()
 
         found.append(train(trainer, {3: put, 6: take}, eager=trainer is trainers[0]))
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     report = megagraph.reports()[1]
     assert report["eager"].get("SCOPE_UNSUPPORTED", 0) >= 2 * 3 and report["replays"] >= 2 * 3 * 2 + 2 * 3
     assert set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED", "SCOPE_UNSUPPORTED"}
@@ -130,8 +130,7 @@ def test_routing_that_is_replayed_from_some_step_on(
 
         found.append(train(trainer, {4: tell}, eager=trainer is trainers[0]))
         monkeypatch.undo()
-    for index, (one, other) in enumerate(zip(*found, strict=True)):
-        assert_same_step(one, other, f"step {index}:")
+    assert_same_bits(*found, "steps")
     report = megagraph.reports()[1]
     assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 3 * 3}
     assert "may be told what to choose" in report["failures"][0]

@@ -9,19 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, graph_config
-from rl_rig import (
-    BANK,
-    Loop,
-    Offload,
-    Round,
-    assert_same_rounds,
-    fits,
-    frozen_model,
-    log_probs,
-    rollouts,
-    train,
-)
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads, graph_config
+from rl_rig import BANK, Loop, Offload, Round, fits, frozen_model, log_probs, rollouts, train
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -68,7 +58,7 @@ def _compare(loop: Loop) -> None:
     graphed, policy, reference = loop.run("graph")
     eager, eager_policy, _ = loop.run("eager")
     assert eager_policy[-1]["replays"] == 0
-    assert_same_rounds(graphed, eager)
+    assert_same_bits(graphed, eager)
     for reports, trains in ((policy, True), (reference, False)):
         last = reports[-1]
         found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
@@ -160,7 +150,7 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None
         return left, reports, has_moved
 
     graphed, (before, after, back), has_moved = run("graph")
-    assert_same_rounds([graphed], [run("eager")[0]])
+    assert_same_bits([graphed], [run("eager")[0]])
     assert after["replays"] - before["replays"] == 2 * calls
     assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
     assert back["eager"].get("ADDRESS_MOVED", 0) == calls * has_moved
@@ -187,7 +177,7 @@ def test_a_training_forward_while_only_gradients_are_away_runs_eager() -> None:
             losses.sum().backward()
         found.append(Step(losses=[losses.detach()], grads=grads(trainer.chunk)))
         del losses
-    assert_same(*found)
+    assert_same_bits(*found)
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": LAYERS}
     pair.step(micro, times=3)
     assert pair.report()["replays"] >= (1 + 2) * LAYERS

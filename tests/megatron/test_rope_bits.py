@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, assert_same, step
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, step
 from rope_rig import (
     MODES,
     Declared,
     PerToken,
     Scattered,
     assert_close_losses,
-    assert_same_bits,
     canonical,
     per_token_with_sequence_parallelism,
     run,
     three_modes,
 )
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 
@@ -182,7 +182,7 @@ def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Callable[..
     install()
     trainer = Bypassed(OPTIONS)
     for index, micros in enumerate(steps):
-        assert_same(off.steps[index], step(trainer, micros))
+        assert_same_bits(off.steps[index], step(trainer, micros))
 
 
 def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import moe_rig
 import pytest
 from megatron_rig import OPTIONS, graph_config, step
 from moe_rig import ExpertTrainer
+from same_bits import assert_same_bits
 from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
-from test_moe import assert_same_run, steps_of
+from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -24,7 +25,7 @@ from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES, Asked, broken_rule, broken_rules
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
@@ -422,7 +423,7 @@ def test_a_model_that_breaks_a_rule_trains_as_megatron_alone_and_its_calls_count
     steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3)]
     with moe_rig.experts_on_cpu():
         ours = moe_rig.run(graph_config(cuda_graph_modules="mlp"), "EE", steps)
-        assert_same_run(ours, moe_rig.run(None, "EE", steps))
+        assert_same_bits(ours, moe_rig.run(None, "EE", steps))
     assert ours.report["replays"] == 0 and ours.report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
     (failure,) = ours.report["failures"]
     assert failure.startswith("GPTModel stays eager (SCOPE_UNSUPPORTED): cuda_graph_modules names 'mlp'")

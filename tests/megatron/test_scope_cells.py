@@ -17,7 +17,7 @@ from latent_rig import latent_config
 from mamba_rig import Documented, HybridExpertTrainer, PlainMixer
 from megatron_rig import CAPACITY, OPTIONS, graph_config, te_layer_spec
 from moe_rig import ExpertTrainer
-from test_moe import assert_same_run
+from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec
@@ -159,7 +159,7 @@ def compare(name: str, layers: str, scopes: Scopes, count: int, **further: Any) 
         steps = steps_of(count, CAPACITY.tokens)
         spec = spec_of(model, layers)
         runs.append(moe_rig.run(config, model.kinds, steps, make, spec=spec, options=options, **changes))
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     assert all(bool(step.metrics) == ("E" in model.kinds) for step in runs[1].steps)
     return runs[1].report
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from changing import Change, Undo
-from megatron_rig import LAYERS, Micro, Pair, Step, assert_same, grads, schedule, step, te_layer_spec
+from megatron_rig import LAYERS, Micro, Pair, Step, grads, schedule, step, te_layer_spec
+from same_bits import assert_same_bits
 from state_changes import CHANGES
 from state_rig import probes_in_place_of_mlps
 
@@ -145,7 +146,7 @@ def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> Non
 
     with megagraph.disable_cuda_graphs_this_step():
         eager = changing(pair.eager)
-    assert_same(changing(pair.graphed), eager)
+    assert_same_bits(changing(pair.graphed), eager)
     # Of the second micro-batch alone.
     assert _eager_since(pair, before) == ({"STATE_CHANGED": LAYERS} if change.reason is not None else {})
     after = pair.report()
@@ -278,6 +279,23 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(install: In
     for handle in handles:
         handle.remove()
         handle.remove()
+
+
+def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(install: Install) -> None:
+    install()
+    pair = Pair()
+    pair.step(ONE, times=2)
+    gain = [1.0]
+    handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
+    for value, reasons in ((1.0, {"STATE_CHANGED": LAYERS}), (0.5, {"STATE_CHANGED": LAYERS}), (1.0, {})):
+        before, gain[0] = pair.report(), value
+        pair.step(ONE)
+        assert _eager_since(pair, before) == reasons
+    for handle in handles:
+        handle.remove()
+    before, gain[0] = pair.report(), 0.25
+    pair.step(ONE)  # as it was captured first
+    assert _eager_since(pair, before) == {}
 
 
 def test_watch_says_what_it_expects() -> None:

@@ -202,6 +202,109 @@ def test_two_values_that_change_places_are_another_state() -> None:
     assert watch.now(True) != before
 
 
+def test_two_children_that_change_names_are_another_state() -> None:
+    """They are the same ones in the same order."""
+    layer = Layer()
+    layer.one, layer.other = nn.Identity(), nn.Tanh()
+    one, other = layer.one, layer.other
+    watch = watch_of([layer])
+    before = watch.now(True)
+    del layer.one, layer.other
+    layer.other, layer.one = one, other
+    assert [*layer.children()][1:] == [one, other]
+    assert watch.now(False) != before
+    del layer.one, layer.other
+    layer.one, layer.other = one, other
+    assert watch.now(False) == before
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_of_every_kind_is_part_of_the_state(
+    kind: str, is_global: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchs = nn.modules.module
+    monkeypatch.setattr(torchs, "_global_is_full_backward_hook", None)  # which stays when a hook goes
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(False)
+    owner, name = (torchs, f"register_module_{kind}") if is_global else (layer, f"register_{kind}")
+    handle = getattr(owner, name)(lambda *_: None)
+    with_hook = watch.now(False)
+    handle.remove()
+    assert with_hook != before and watch.now(False) == before
+
+
+class Options:
+    """Some attributes that no dataclass declares."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class CallableOptions(Options):
+    """What is called is no configuration."""
+
+    def __call__(self) -> float:
+        return self.scale
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "is_followed"),
+    [
+        ("config", Options, True),
+        ("attention_config", Options, True),
+        ("options", Options, False),
+        ("make_config", CallableOptions, False),
+    ],
+)
+def test_an_object_is_a_configuration_where_the_name_of_its_attribute_says_so(
+    name: str, make: type[Options], is_followed: bool
+) -> None:
+    layer, options = Layer(), make()
+    setattr(layer, name, options)
+    watch = watch_of([layer])
+    before = watch.now(True)
+    options.scale = 2.0
+    for whole in (False, True):
+        assert (watch.now(whole) != before) is is_followed
+    options.scale = 1.0
+    assert watch.now(False) == before
+    setattr(layer, name, make())
+    assert watch.now(False) != before
+
+
+class Lower(Layer):
+    """Has its methods from above."""
+
+
+@pytest.mark.parametrize("name", ["forward", "gain"])
+def test_what_is_set_on_a_class_above_that_of_a_module_is_part_of_the_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Lower()
+    watch = watch_of([layer])
+    before = watch.now(False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer, name, 2.0 if name == "gain" else lambda layer, hidden: hidden, raising=False)
+        assert watch.now(False) != before
+    assert watch.now(False) == before
+
+
+def test_another_class_of_a_module_shows_where_the_whole_state_is_asked_for() -> None:
+    """It is written in no dictionary."""
+    layer = Layer()
+    watch = watch_of([layer])
+    before = watch.now(True)
+    layer.__class__ = Lower
+    assert watch.now(True) != before
+    layer.__class__ = Layer
+    assert watch.now(True) == before
+
+
 def test_what_is_left_out_by_name_changes_nothing() -> None:
     layer = Layer()
     watch = watch_of([layer], ["counter"])
@@ -308,3 +411,24 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
     assert states.is_new
     states.hear(states.say(0, 1))
     assert not states.is_new and states.current == 0
+
+
+def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
+    """It is the oldest one without graphs, and the step that begins is in it."""
+    states = States(lambda: 0, 1)
+    for fingerprint in range(65):
+        states.hear(states.say(fingerprint, 1))
+    assert states.has_many() and states.forget_oldest(keep=range(64)) == set()
+    states.add_name(100)
+    states.hear(states.say(100, 1))
+    assert not states.is_new and states.current == 64
+
+
+@pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
+def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
+    """But ranks of other packs call in another order, and have to forget the same ones."""
+    states = States(lambda: 0, size, run_alike=run_alike)
+    for fingerprint in (7, 8):
+        states.hear(states.say(fingerprint, 1))
+    assert states.of_call(7) == 0
+    assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])

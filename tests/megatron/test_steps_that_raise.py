@@ -11,7 +11,8 @@ from unittest import mock
 import moe_rig
 import pytest
 from latent_rig import pair_of
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, assert_same, forward, grads, schedule, step
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads, schedule, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -191,7 +192,7 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
         return Step(losses=[], grads=grads(trainer.chunk))
 
     # What the broken step has added is that of eager too.
-    assert_same(*pair.each(attempt))
+    assert_same_bits(*pair.each(attempt))
     # First on top of it, as a host that only counts the error would go on.
     calls = [[TWO, ONE]]
 
@@ -199,7 +200,7 @@ def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
         losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
         return Step(losses=losses[0], grads=grads(trainer.chunk))
 
-    assert_same(*pair.each(go_on))
+    assert_same_bits(*pair.each(go_on))
     pair.step(ONE, OTHER, times=3)
     report = pair.report()
     # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.

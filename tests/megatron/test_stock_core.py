@@ -7,14 +7,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Step, assert_same, grads, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Micro, Step, grads, report_of, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import ModelOptions, Trainer
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 # Both sides add the same float32 products, in another order: attention per document or per pack,
 # GEMMs over one document's rows or all rows. A sum of n terms is off by up to n/2 roundings of 2^-24
@@ -169,6 +170,6 @@ def test_nan_in_the_rows_past_the_pack_changes_no_bit(
     assert poisoned.row_lists()[0].eq(poison).sum() == 20
     for _ in range(2):
         steps = [step(trainer, [micro], update=False, eager=eager) for micro in (clean, poisoned)]
-        assert_same(*steps)
+        assert_same_bits(*steps)
         assert not any(grad.isnan().any() for one in steps for grad in one.grads.values())
     assert report_of(trainer)["replays"] == (0 if eager else 3 * LAYERS)

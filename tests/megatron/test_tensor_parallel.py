@@ -11,6 +11,7 @@ import pytest
 from megatron.core.models.gpt import GPTModel
 from worlds import World
 
+from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.parallel.rows import splits
 
 pytestmark = pytest.mark.megatron
@@ -51,6 +52,23 @@ def test_evaluation_between_steps(world2: World) -> None:
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
         assert report["calls"] == CALLS + STEP_CALLS
+
+
+def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2: World) -> None:
+    """Under sequence parallelism a micro-batch has its capacity's rows where the layers see it."""
+    small, large = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=64) for tokens in (64, 128))
+    reports = world2.run(
+        parallel_jobs.train_pair,
+        tensor_parallel=2,
+        transformer={**TENSOR_PARALLEL, "sequence_parallel": True},
+        config={"capacities": (small, large)},
+        num_steps=2,
+    )
+    for report in reports:
+        figures = report["verification"]
+        assert (figures["verified"], figures["unverified"]) == (1, 1) and report["failures"] == []
+        assert [it["variant"] for it in figures["unverified_sites"]] == [f"training, {large}"] * LAYERS
+        assert {it["why"] for it in figures["unverified_sites"]} == {"no micro-batch that fits was kept"}
 
 
 @pytest.mark.parametrize(

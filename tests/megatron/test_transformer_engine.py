@@ -19,12 +19,12 @@ from megatron_rig import (
     Pair,
     Run,
     Step,
-    assert_same,
     graph_config,
     step,
     te_layer_spec,
 )
 from rope_rig import canonical
+from same_bits import assert_same_bits
 from streams import seed_streams
 from worlds import World
 
@@ -119,7 +119,7 @@ def test_a_hybrid_model_of_its_layers(install: Install, fused_rope: bool) -> Non
     eager, graphed = (HybridTrainer(spec=hybrid_stack_spec, config=config) for _ in range(2))
     for index in range(6):
         wanted = step(eager, packs(index), eager=True)
-        assert_same(wanted, step(graphed, packs(index)), f"step {index}")
+        assert_same_bits(wanted, step(graphed, packs(index)), f"step {index}")
     report = megagraph.reports()[1]
     assert report["model"] == "HybridModel #2" and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 3 * len(HYBRID_PATTERN)}
@@ -140,7 +140,7 @@ def test_fused_weight_gradients_are_added_once(install: Install) -> None:
         _fuse_weight_gradients(trainer)
     for index in range(4):
         left = step(graphed, packs(index), update=False)
-        assert_same(step(eager, packs(index), update=False, eager=True), left)
+        assert_same_bits(step(eager, packs(index), update=False, eager=True), left)
         unfused = step(plain, packs(index), update=False, eager=True)
         for name, grad in unfused.grads.items():
             torch.testing.assert_close(left.grads[name], grad, rtol=0, atol=0.02 * float(grad.abs().max()))
@@ -164,17 +164,12 @@ def _train(config: GraphConfig | None, steps: list[list[Micro]], **transformer: 
     return run
 
 
-def _assert_same_runs(one: Run, other: Run) -> None:
-    for index, (left, right) in enumerate(zip(one.steps, other.steps, strict=True)):
-        assert_same(left, right, f"step {index}")
-
-
 def test_dropout_from_its_random_streams() -> None:
     steps = [packs(index) for index in range(6)]
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
     eager = _train(graph_config(mode="eager"), steps, **dropout)
     graphed = _train(graph_config(), steps, **dropout)
-    _assert_same_runs(eager, graphed)
+    assert_same_bits(eager, graphed)
     assert graphed.report["eager"] == {"WARMING_UP": 3 * LAYERS}
     assert not torch.equal(eager.steps[0].losses[0], _train(graph_config(), steps[:1]).steps[0].losses[0])
 
@@ -199,8 +194,8 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
     unpatched = _train(None, steps, **transformer)
     eager = _train(graph_config(mode="eager", capacities=(capacity,)), steps, **transformer)
     graphed = _train(graph_config(capacities=(capacity,)), steps, **transformer)
-    _assert_same_runs(unpatched, eager)
-    _assert_same_runs(unpatched, graphed)
+    assert_same_bits(unpatched, eager)
+    assert_same_bits(unpatched, graphed)
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
     assert graphed.report["failures"] == []
 

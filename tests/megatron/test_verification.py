@@ -117,6 +117,29 @@ def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> 
     ]
 
 
+def test_rows_of_padding_between_documents_may_hold_anything(install: Install) -> None:
+    """Nobody reads them: kernels may leave there whatever the memory held."""
+    from megatron.core.transformer import cuda_graphs
+
+    install()
+    pair = Pair()
+    padded = Micro(lengths=(9, 20), padded=(12, 24))
+    litter = torch.zeros(64, 1, 1)
+    litter[9:12] = litter[32:36] = 7.0
+    mlp = pair.graphed.chunk.decoder.layers[1].mlp
+    original, litter = mlp.forward, litter.to(pair.graphed.device)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, bias = original(*args, **kwargs)
+        return (out + litter.to(out.dtype) if cuda_graphs.is_graph_capturing() else out), bias
+
+    mlp.forward = forward
+    pair.step(padded, times=3)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": LAYERS}
+    assert report["verification"]["verified"] == 1 and report["verification"]["within_spread"] == []
+
+
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 def test_every_layer_is_verified_where_parts_stay_eager(install: Install, baked: None, scopes: Any) -> None:
     """Bug: behind an eager part nothing was compared, and the variant counted as verified."""

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 Install = Callable[..., GraphConfig]
 ONE = Micro(lengths=(9, 20))

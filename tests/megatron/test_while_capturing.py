@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    OPTIONS,
-    Micro,
-    Run,
-    assert_same_run,
-    graph_config,
-    report_of,
-    step,
-    train,
-    weights,
-)
+from megatron_rig import LAYERS, OPTIONS, Micro, Run, graph_config, report_of, step, train, weights
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -244,7 +234,7 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
         finally:
             megagraph.uninstall()
         runs.append(run)
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     calls = 2 * LAYERS
     assert runs[0].report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls}
     assert runs[0].report["replays"] == 4 * calls
@@ -287,7 +277,7 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     for eager in (False, True):
         tracker_of(graph_safe)
         runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, transformer=recompute))
-    assert_same_run(*runs)
+    assert_same_bits(*runs)
     assert len(runs[0].steps[0].grads) > 2 * LAYERS
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
     # difference then, and generators are drawn from once less.

@@ -2,7 +2,6 @@
 """The world of ranks that tests run in: whoever fails or waits for ever is named, and soon."""
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,10 +22,8 @@ def world() -> Iterator[World]:
 def test_ranks_that_hang_or_fail_are_named_and_the_next_function_runs(world: World) -> None:
     """Bug: a rank that waited for another was a test of ten minutes, which named no rank."""
     assert world.run(waiting_jobs.rank_of_each) == [0, 1]
-    start = time.monotonic()
     with pytest.raises(AssertionError) as hung:
-        world.run(waiting_jobs.waits_alone, rank=1, timeout_seconds=15)  # rank 0 has to make its groups
-    assert time.monotonic() - start < 100
+        world.run(waiting_jobs.waits_alone, rank=1, late_seconds=1)
     first, *rest = str(hung.value).splitlines()
     assert first == "answered: ranks [0]; did not answer in time: ranks [1]"
     assert re.match(r"rank 1: no answer after \d+ s\. It is at:", rest[0])
@@ -46,4 +43,4 @@ def test_how_ranks_end_is_told_of_all_processes_that_nothing_broke() -> None:
     assert world.run(waiting_jobs.rank_of_each) == [0, 1]  # others
     with pytest.raises(AssertionError, match="of this rank alone"):
         world.run(waiting_jobs.fails_alone, rank=0)
-    assert worlds.close() == {2: [0, 3]}
+    assert worlds.close() == [0, 3]

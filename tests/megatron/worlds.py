@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
-Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Core's imports take
-seconds, hence one set of processes for each number of ranks and file of tests. Each function has groups of
-its own: every group of gloo has threads that wake up a hundred times a second, and those of a file's groups
-together would take up the machine, so that ranks with too many of them give way to others.
+Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has
+processes of its own, as many for each number of ranks, and each function has groups of its own. On the CPU
+processes are forks of a server that has imported what takes seconds; CUDA does not survive a fork.
+Nothing is compiled in them but where a test asks for it: what Megatron fuses has the bits of its parts.
 Ranks that wait for one another for ever are a failure that says where. How processes end is the failure of a
 test of its own, the last one of each file.
 """
@@ -30,15 +30,25 @@ import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import free_models, models_in_memory
 from torch import distributed, multiprocessing
+from torchrun import patience
 
-START_SECONDS = 240  # imports, on a machine that does other things too
-TIMEOUT_SECONDS = 200  # of one function, which takes ten on such a machine alone
+START_SECONDS = 240  # imports
+TIMEOUT_SECONDS = 200  # of one function, which takes ten
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
 END_SECONDS = 60
-MOST_THREADS = 200  # of a rank; one function's groups have a hundred
+IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagraph.demo.trainer"]
 
 
-def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
+def _processes() -> Any:
+    """Where ranks come from."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection, compiles: bool) -> None:
     stacks = open(_stacks_of(stderr), "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -49,6 +59,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    torch._dynamo.config.disable = not compiles
     torch.use_deterministic_algorithms(True)
     backend = "gloo"
     if torch.cuda.is_available():
@@ -117,10 +128,6 @@ class _Rank(NamedTuple):
     pipe: Connection
     log: str
 
-    def num_threads(self) -> int:
-        """How many threads it has, those that wait for a group among them."""
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
-
     def stacks(self) -> str:
         """Where its threads are just now, as the rank itself writes it down."""
         path = _stacks_of(self.log)
@@ -128,7 +135,7 @@ class _Rank(NamedTuple):
         if pid is None or not os.path.exists(path):
             return "it has not even started"
         os.kill(pid, signal.SIGUSR1)
-        deadline, size = time.monotonic() + GRACE_SECONDS, 0
+        deadline, size = time.monotonic() + GRACE_SECONDS * patience(), 0
         while time.monotonic() < deadline:
             time.sleep(0.2)
             before, size = size, os.path.getsize(path)
@@ -147,13 +154,14 @@ class World:
 
     Args:
         size: how many.
+        compiles: whether torch.compile compiles anything in them.
 
     Attributes:
         codes: exit codes of all processes that were told to end, of ranks that nothing had broken.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, compiles: bool = False) -> None:
+        self.size, self._compiles = size, compiles
         self.codes: list[int | None] = []
         self.is_broken = False  # since the last function; the next one gets other processes
         self._start()
@@ -165,13 +173,13 @@ class World:
         # Listens from here on, at a port that nobody else on this machine can be given meanwhile.
         self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = _processes()
         self._ranks: list[_Rank] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
             process = context.Process(
-                target=_serve, args=(rank, size, self._store.port, log, theirs), daemon=True
+                target=_serve, args=(rank, size, self._store.port, log, theirs, self._compiles), daemon=True
             )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
@@ -183,29 +191,36 @@ class World:
         *,
         tensor_parallel: int = 1,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        late_seconds: float | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Calls a function of a module of this folder on every rank; returns what each answers.
+
+        Args:
+            function: of a module of this folder.
+            tensor_parallel: size of the tensor-parallel groups.
+            timeout_seconds: how long all of it may take on a machine that does nothing else.
+            late_seconds: how long the others have once the first has answered, if it is to be less.
+            arguments: of the function.
 
         Raises:
             AssertionError: with the traceback and the log of each rank that failed or died, and the stacks
                 of each that has not answered in time.
         """
-        have_many = self._has_started and any(rank.num_threads() > MOST_THREADS for rank in self._ranks)
-        if self.is_broken or have_many or not self._ranks:
-            self.close()  # some groups never end, whatever holds them
+        if self.is_broken or not self._ranks:
+            self.close()
             self._start()
         if not self._has_started:
             self._answers(START_SECONDS)
             self._has_started = True
         for rank in self._ranks:
             rank.pipe.send((function.__module__, function.__name__, tensor_parallel, arguments))
-        return self._answers(timeout_seconds)
+        return self._answers(timeout_seconds, late_seconds)
 
-    def _answers(self, seconds: float) -> list[Any]:
+    def _answers(self, seconds: float, late_seconds: float | None = None) -> list[Any]:
         """What every rank answers, in their order."""
-        start = time.monotonic()
-        deadline = start + seconds
+        start, slower = time.monotonic(), patience()
+        deadline = start + seconds * slower
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {rank.pipe: index for index, rank in enumerate(self._ranks)}
@@ -220,9 +235,11 @@ class World:
                     succeeded, answer = False, f"died, exit code {self._ranks[index].process.exitcode}"
                 if succeeded:
                     answers[index] = answer
+                    if late_seconds is not None:
+                        deadline = min(deadline, time.monotonic() + late_seconds * slower)
                 else:
                     failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS * slower)
         waited = time.monotonic() - start
         for index in waiting.values():
             stacks = self._ranks[index].stacks()
@@ -241,7 +258,7 @@ class World:
             with contextlib.suppress(OSError):  # it is gone already
                 rank.pipe.send(None)
         for rank in self._ranks:
-            rank.process.join(1 if self.is_broken else END_SECONDS)
+            rank.process.join(1 if self.is_broken else END_SECONDS * patience())
             codes.append(rank.process.exitcode)
             if rank.process.exitcode is None:
                 rank.process.kill()
@@ -257,16 +274,16 @@ class Worlds:
     """The ranks that the tests of one file share, by their number. Each starts when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[int, World] = {}
+        self._made: dict[tuple[int, bool], World] = {}
 
-    def of(self, size: int) -> World:
-        """As many ranks."""
-        if size not in self._made:
-            self._made[size] = World(size)
-        return self._made[size]
+    def of(self, size: int, *, compiles: bool = False) -> World:
+        """As many ranks, which compile or do not."""
+        if (size, compiles) not in self._made:
+            self._made[size, compiles] = World(size, compiles=compiles)
+        return self._made[size, compiles]
 
-    def close(self) -> dict[int, list[int | None]]:
+    def close(self) -> list[int | None]:
         """Ends all of them. Returns the exit codes of all that ever ended, None for one that was killed."""
         for world in self._made.values():
             world.close()
-        return {size: world.codes for size, world in self._made.items()}
+        return [code for world in self._made.values() for code in world.codes]

@@ -91,6 +91,16 @@ def test_sizes_are_mixed_in_one_micro_batch() -> None:
     assert [pack.cp_size for pack in schedule.of_rank(1)] == [2]
 
 
+def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -> None:
+    limits = dataclasses.replace(USUAL, ranks=2, cp_sizes=(1, 2), max_packed_seqs=1)
+    lengths = [20, 70, 50, 128, 10, 40, 100]
+    schedule = schedule_packs(lengths, limits)
+    for rank in range(2):
+        found = [(pack.cp_size, lengths[pack.documents[0]]) for pack in schedule.of_rank(rank)]
+        assert found == sorted(found, reverse=True)
+        assert [size for size, _length in found] == [2, 2, 2, 1, 1]
+
+
 def test_a_short_document_is_shared_where_ranks_would_be_idle() -> None:
     assert schedule_packs([3], USUAL).micro_batches == (((4, 0, (0,)),),)
 

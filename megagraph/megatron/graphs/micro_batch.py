@@ -261,10 +261,14 @@ class MicroBatch:
         """
         if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
-        before = self.sources if self.mask is None else self.sources[:-1]  # a block may be called again
-        self.mask, self.sources = mask, [*before, mask.contiguous()]
-        self._canonical_mask = None
+        self.replace_mask(mask)  # a block may be called again
         return True
+
+    def replace_mask(self, mask: Tensor | None) -> None:
+        """Takes another padding mask, or none, in place of the one that there is."""
+        before = self.sources if self.mask is None else self.sources[:-1]
+        self.mask, self.sources = mask, before if mask is None else [*before, mask.contiguous()]
+        self._canonical_mask = None
 
     def canonical_mask(self) -> Tensor | None:
         """The canonical pack's padding mask, as staging writes it; made at the first request."""

@@ -37,6 +37,10 @@ class RunningBatch(Protocol):
         """The canonical pack."""
         ...
 
+    def replace_mask(self, mask: Tensor | None) -> None:
+        """Takes another padding mask, or none, in place of the one that there is."""
+        ...
+
     def canonical_mask(self) -> Tensor | None:
         """Its padding mask."""
         ...
@@ -80,13 +84,17 @@ class LayerLoop:
     ) -> tuple[Tensor, None]:
         """Runs every layer: its graph, or itself where its site answers so."""
         assert self.batch is not None
-        if padding_mask is not self.batch.mask:  # which is staged
-            arguments["padding_mask"] = padding_mask
+        is_other = padding_mask is not self.batch.mask  # which is staged
+        if is_other:
+            self.batch.replace_mask(padding_mask)
         for name, value in arguments.items():
-            if value is not self._constants.get(name) and not self._constants.is_equal(name, value):
-                self.batch.reason = EagerReason.SIGNATURE_CHANGED
-                self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
-                return self._run_eager(hidden_states, arguments), None
+            is_other = is_other or (
+                value is not self._constants.get(name) and not self._constants.is_equal(name, value)
+            )
+        if is_other:
+            self.batch.reason = EagerReason.SIGNATURE_CHANGED
+            self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
+            return self._run_eager(hidden_states, arguments), None
         before_site = self.before_sites()
         if before_site is None:
             out = self._replay_all(hidden_states)

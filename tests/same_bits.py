@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two runs have left the same bits: one comparison, whatever they are made of."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["BitsDiffer", "assert_same_bits"]
+
+MOST_DIFFERENCES = 8  # that a message names
+
+
+class BitsDiffer(AssertionError):
+    """Two runs differ. `.ci/tests` never runs a test again that raised it: bits do not differ by accident."""
+
+
+def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
+    """All tensors of both are of one dtype and shape and equal; no entry is NaN. Everything else is `==`.
+
+    Args:
+        one: tensors, numbers, or lists, tuples, mappings and dataclasses of them; of these without the fields
+            that say `compare=False`.
+        other: made alike.
+        where: what they are, for the message.
+
+    Raises:
+        BitsDiffer: with the places of the first differences.
+    """
+    found = list(_differences(one, other, where))
+    if found:
+        more = f"\nand {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
+        raise BitsDiffer("\n".join(found[:MOST_DIFFERENCES]) + more)
+
+
+def _differences(one: Any, other: Any, where: str) -> Iterator[str]:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        yield from _of_tensors(one, other, where)
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        yield from _of_parts(one, other, where, "{}[{!r}]")
+    elif dataclasses.is_dataclass(one) and type(one) is type(other):
+        names = [field.name for field in dataclasses.fields(one) if field.compare]
+        parts = [{name: getattr(it, name) for name in names} for it in (one, other)]
+        yield from _of_parts(*parts, where, "{}.{}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        yield from _of_parts(dict(enumerate(one)), dict(enumerate(other)), where, "{}[{}]")
+    elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+        yield f"{where or 'they'}: {one} and {other}"
+
+
+def _of_parts(one: Mapping[Any, Any], other: Mapping[Any, Any], where: str, place: str) -> Iterator[str]:
+    if one.keys() != other.keys():
+        yield f"{where or 'they'} have other parts: {list(one)} and {list(other)}"
+        return
+    for name, value in one.items():
+        yield from _differences(value, other[name], place.format(where, name))
+
+
+def _of_tensors(one: Tensor, other: Tensor, where: str) -> Iterator[str]:
+    kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other)]
+    if kinds[0] != kinds[1]:
+        yield f"{where or 'they'}: {kinds[0]} and {kinds[1]}"
+    elif not torch.equal(one, other):
+        places = (one != other).nonzero()
+        first = tuple(places[0].tolist())
+        values = f"first {one[first].item()} and {other[first].item()} at {list(first)}"
+        yield f"{where or 'they'}: {len(places)} of {one.numel()} entries differ, {values}"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`.ci/tests`: what fails runs once more, flaky tests are counted, a difference of bits is never forgiven."""
+
+import argparse
+import datetime
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from ci_scripts import FOLDER, load
+
+SCRIPT = FOLDER / "tests"
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the source distribution")
+
+# What happens in the first of three runs, as an accident does now and then.
+HELPERS = """
+from pathlib import Path
+
+class BitsDiffer(AssertionError): pass
+
+def happens(name):
+    counter = Path(__file__).with_name(f"count of {name}")
+    times = int(counter.read_text()) if counter.exists() else 0
+    counter.write_text(str(times + 1))
+    return times % 3 == 0
+"""
+
+
+Suite = Callable[..., int]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`.ci/tests`, for the folder of a test in place of the checkout."""
+    module = load("tests")
+    monkeypatch.setattr(sys.modules["lanes"], "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a quicker start
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    (tmp_path / "helpers.py").write_text(HELPERS, encoding="utf-8")
+    module.FLAKY_FILE = tmp_path / "flaky.txt"  # type: ignore[attr-defined]
+    module.FLAKY_FILE.write_text("# date | test | cause\n", encoding="utf-8")
+    return module
+
+
+@pytest.fixture
+def run(script: ModuleType, tmp_path: Path) -> Suite:
+    """Runs the texts of tests, each in a lane of its own, and judges them. Returns the exit status."""
+
+    def texts(**tests: str) -> int:
+        script.LANES = {name: script.Plan((f"test_{name}.py",), 1) for name in tests}  # type: ignore[attr-defined]
+        options = argparse.Namespace(out=tmp_path / "out", other_core=None)
+        lanes = []
+        for name, text in tests.items():
+            text = f"import os\nfrom helpers import BitsDiffer, happens\n{text}\n"
+            (tmp_path / f"test_{name}.py").write_text(text, encoding="utf-8")
+            lanes.append(script.run_to_its_end(script.begin(name, options, [])))
+        code: int = script.judge(lanes, options)
+        return code
+
+    return texts
+
+
+def logs_of(folder: Path, name: str) -> list[Path]:
+    """Of the runs again."""
+    return sorted((folder / "out" / "again").glob(f"{name}*.log"))
+
+
+def flaky_lines(script: ModuleType) -> list[str]:
+    text: str = script.FLAKY_FILE.read_text(encoding="utf-8")
+    return text.splitlines()[1:]
+
+
+def test_what_passes_alone_is_flaky_and_counted(
+    run: Suite, script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tests = """
+def test_passes(): pass
+def test_accident(): assert not happens("an accident"), "it rained"
+"""
+    assert run(one=tests) == 0
+    (again,) = logs_of(tmp_path, "one-0-test_accident")
+    said = capfd.readouterr().out
+    assert f"FLAKY test_one.py::test_accident: failed in {tmp_path}/out/one.log, passed in {again}" in said
+    assert "it rained" in (tmp_path / "out" / "one.log").read_text()
+    assert "1 passed" in again.read_text()
+    assert flaky_lines(script) == [f"{datetime.date.today()} | test_one.py::test_accident | unknown"]
+
+
+def test_what_fails_again_is_a_failure_with_its_own_text(
+    run: Suite, script: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(one="def test_fails(): assert 1 + 1 == 3, 'a sum'", other="def test_passes(): pass") == 1
+    said = capfd.readouterr().out
+    text = said.split("---- test_one.py::test_fails")[1].split("passed")[0]
+    assert "AssertionError: a sum" in text and "def test_fails()" in text
+    assert "test_one.py::test_fails: failed again" in said
+    assert len(logs_of(tmp_path, "one")) == 1 and flaky_lines(script) == []
+    closing = said.rstrip().splitlines()[-2:]
+    assert "1 failed" in closing[0] and "1 passed" in closing[1]
+
+
+def test_three_flaky_tests_are_a_failure(run: Suite, capfd: pytest.CaptureFixture[str]) -> None:
+    tests = "\n".join(f"def test_{name}(): assert not happens({name!r})" for name in "abc")
+    assert run(one=tests) == 1
+    assert "3 flaky tests: at most 2 in a run" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("days", "code"), [(14, 0), (15, 1)])
+def test_who_is_flaky_for_long_is_a_failure(
+    run: Suite, script: ModuleType, capfd: pytest.CaptureFixture[str], days: int, code: int
+) -> None:
+    first = datetime.date.today() - datetime.timedelta(days=days)
+    lines = [
+        f"{first} | test_one.py::test_accident | a slow disk | or so",
+        f"{first} | test_two.py::test_x | unknown",
+    ]
+    with script.FLAKY_FILE.open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, ""]))
+    assert run(one="def test_accident(): assert not happens('it')") == code
+    assert (f"test_one.py::test_accident: flaky since {first}" in capfd.readouterr().out) == bool(code)
+    assert flaky_lines(script) == lines
+
+
+def test_a_difference_of_bits_is_not_run_again(
+    run: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tests = """
+def test_bits():
+    if happens("a difference"):
+        raise BitsDiffer("steps[0].losses[1]: 1 of 8 entries differ")
+"""
+    assert run(one=tests) == 1
+    said = capfd.readouterr().out
+    assert "test_one.py::test_bits: bits differ, and so it did not run again" in said
+    assert "1 of 8 entries differ" in said and logs_of(tmp_path, "one") == []
+
+
+def test_a_process_that_is_killed_costs_its_own_test_only(
+    run: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tests = """
+def test_before(): pass
+def test_dies():
+    if happens("a death"): os.kill(os.getpid(), 9)
+def test_behind(): pass
+"""
+    assert run(one=tests) == 0
+    said = capfd.readouterr().out
+    assert "FLAKY test_one.py::test_dies" in said
+    assert re.search("1 failed, [23] passed", said)  # the new process may run it once more
+    assert "1 passed" in logs_of(tmp_path, "one-0-test_dies")[0].read_text()
+
+
+def test_a_test_of_its_whole_file_runs_again_with_the_file(run: Suite, tmp_path: Path) -> None:
+    """Alone it would judge nothing, and pass."""
+    (tmp_path / "elsewhere.py").write_text("def test_models_are_gone(): assert not left\nleft = []\n")
+    tests = """
+from elsewhere import left, test_models_are_gone as gone
+def test_leaves_something(): left.append(1)
+test_models_are_gone = gone
+"""
+    assert run(one=tests) == 1
+    assert "1 failed, 1 passed" in logs_of(tmp_path, "one-0-test_models")[0].read_text()
+
+
+def test_many_failures_are_no_accident(run: Suite, script: ModuleType, tmp_path: Path) -> None:
+    script.MOST_AGAIN = 2  # type: ignore[attr-defined]
+    tests = "\n".join(f"def test_{name}(): assert False" for name in "abcd")
+    assert run(one=tests) == 1
+    assert len(logs_of(tmp_path, "one")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "lane one: pytest ended with 5"), ("import nothing_of_this_name", "No module named 'nothing_of")],
+)
+def test_a_lane_that_runs_nothing_is_a_failure(
+    run: Suite, capfd: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    """The others run all the same."""
+    assert run(one=text, other="def test_passes(): pass") == 1
+    said = capfd.readouterr().out
+    assert message in said and "1 passed" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unit", "units"], "random, got units"),
+        ([], "--other-core: expected the folder of another megatron-core"),
+    ],
+)
+def test_bad_arguments_are_an_error(arguments: list[str], message: str) -> None:
+    told = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+    assert told.returncode == 2 and message in told.stderr
