@@ -105,7 +105,7 @@ nightly: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/
 mutants: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python .ci/mutants $(MUTANTS)
 
-# An environment for each minor of torch (5.4 GB each, reused), with a CPU-only core beside it: the
+# An environment for each minor of torch (5.4 GB each, reused), with a wheel of the sdist beside it: the
 # checkout's own build stays as it is, and out of the path (Python 3.11 and newer).
 .venv-torch-%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
@@ -116,9 +116,7 @@ mutants: $(VENV)/.built $(VENV)/.test
 	@touch $@
 
 matrix-%: .venv-torch-%/.ready
-	rm -rf $(<D)/core
-	CFLAGS="-g0 -DNDEBUG" MEGAGRAPH_CPU_ONLY=1 $(<D)/bin/python setup.py --quiet build \
-	    --build-base $(<D)/build --build-lib $(<D)/core
+	.ci/sdist $(<D)/bin/python $(<D)/core
 	CUDA_VISIBLE_DEVICES= PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(<D)/core):$(abspath .ci) \
 	    $(<D)/bin/python .ci/tests \
 	    --out .ci/out/torch-$* torch -- $(PYTEST_FLAGS)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOK_SECONDS, TELL_SECONDS = 0.2, 20
+STOP_SECONDS = 30  # of pytest, to write down what it knows; it gives its workers ten
 _CLOSING = re.compile(r"^=+ .*(?:passed|failed|skipped|deselected|error|no tests ran).* in [0-9.]+s.* =+$")
 
 
@@ -80,17 +81,17 @@ class Lane:
         return lines[-1] if lines else f"{self.name}: pytest ended with {self.code}"
 
     def stop(self) -> None:
-        """Ends it, if it still runs, with all that it has started."""
+        """Ends it, if it still runs, with all that it has started. What has run until then is written."""
         if self.code is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.send_signal(signal.SIGINT)  # pytest alone: what it has started is to end later
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
+                self._process.wait(STOP_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def results(self) -> list[Result]:
-        """Of every test; of a lane that was stopped none."""
+        """Of every test that has ended."""
         try:
             cases = ElementTree.parse(self._xml).iter("testcase")
         except (OSError, ElementTree.ParseError):

@@ -75,21 +75,29 @@ def test_a_run_without_failures_says_so(
     assert "failed: nothing" in capsys.readouterr().out
 
 
-def test_a_part_that_is_stopped_is_a_failure(
+def test_a_part_that_is_stopped_is_a_failure_and_keeps_what_has_run(
     suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "one.xml").write_text("<testsuites/>", encoding="utf-8")  # of an earlier run
     hangs = f"""
 import subprocess, sys
+def test_passes(): pass
+def test_fails(): assert 1 + 1 == 3, "a sum"
 def test_hangs():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
     child.wait()
 """
     assert run(suite, tmp_path, limit=8.0, one=hangs) == 1
-    assert "part one: pytest ended with -15" in capsys.readouterr().out
-    child = (tmp_path / "child").read_text()
-    assert not Path("/proc", child, "cmdline").exists() or not Path("/proc", child, "cmdline").read_text()
+    said = capsys.readouterr().out
+    assert "part one: pytest ended with 2" in said
+    assert "test_one.py::test_fails: AssertionError: a sum" in said
+    assert "assert (1 + 1) == 3" in (tmp_path / "one.log").read_text()
+    child = Path("/proc", (tmp_path / "child").read_text(), "cmdline")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)  # it has been killed, and may not have noticed
+    assert not child.exists() or not child.read_text()
 
 
 def test_a_part_that_runs_nothing_is_a_failure(

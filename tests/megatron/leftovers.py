@@ -9,9 +9,11 @@ are such a cycle, too. With a model its process groups stay, whose threads take 
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import objgraph
+import torch
 
 from megagraph.megatron.scopes.leftovers import drop_history, forget_calls
 
@@ -24,16 +26,16 @@ _named: weakref.WeakSet[Any] = weakref.WeakSet()
 def free_models() -> None:
     """Undoes these cycles in all models that there are. Call it where none of them is used again.
 
-    Forgets the scale of routers' losses, too. A backward outside of any schedule makes one without
-    dimensions, which no later schedule of this process could set.
+    Gives back the memory of a GPU that they had, which other processes may need. Forgets the scale of
+    routers' losses, too: a backward outside of any schedule makes one without dimensions, which no later
+    schedule of this process could set.
     """
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    for found in gc.get_objects():
-        _undo(found)
-    del found  # the last one would stay
+    _undo_all(gc.get_objects())
     gc.collect()
+    torch.cuda.empty_cache()
 
 
 def models_in_memory() -> list[str]:
@@ -55,15 +57,25 @@ def _path_to(model: object) -> str:
     return " -> ".join(getattr(it, "__name__", type(it).__name__) for it in path)
 
 
-def _undo(found: object) -> None:
+def _undo_all(objects: list[object]) -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    kind = type(found)  # isinstance() asks proxies for theirs, which some of them refuse
-    if issubclass(kind, MoETokenDispatcher):
-        drop_history(found)
-    elif issubclass(kind, TransformerLayer):
-        forget_calls([found])
-    elif issubclass(kind, DistributedDataParallel) and found.remove_forward_pre_hook_handles:
-        found.disable_forward_pre_hook(param_sync=False)
+    undo: dict[type, Callable[[Any], None]] = {
+        MoETokenDispatcher: drop_history,
+        TransformerLayer: lambda layer: forget_calls([layer]),
+        DistributedDataParallel: _undo_hooks,
+    }
+    of_type: dict[type, list[Callable[[Any], None]]] = {}
+    for found in objects:
+        kind = type(found)  # isinstance() asks proxies for theirs, which some of them refuse
+        if kind not in of_type:
+            of_type[kind] = [how for base, how in undo.items() if issubclass(kind, base)]
+        for how in of_type[kind]:
+            how(found)
+
+
+def _undo_hooks(model: Any) -> None:
+    if model.remove_forward_pre_hook_handles:
+        model.disable_forward_pre_hook(param_sync=False)

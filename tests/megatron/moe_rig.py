@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron_rig import OPTIONS, Micro, Step, report_of, step
+from megatron_rig import CAPACITY, OPTIONS, Micro, Step, graph_config, report_of, step
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -62,6 +63,20 @@ CASES: dict[str, dict[str, Any]] = {
     "jitter": {"moe_input_jitter_eps": 1e-2},
     "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **DROPS},
 }
+
+# One pack, and tails that it is given.
+PACK = Micro(lengths=(9, 14, 5))
+TAILS = (0, 1, 13, CAPACITY.tokens // 2)
+# Where a layer of experts can fail, in megatron.core.transformer.moe.
+PLACES = {
+    "dispatch": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
+    "experts": "experts.SequentialMLP.forward",
+    "combine": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_combine",
+}
+
+
+def lose(*args: Any, **kwargs: Any) -> None:
+    raise OSError("lost")
 
 
 class _HostStream:
@@ -226,3 +241,41 @@ def run(
     finally:
         megagraph.uninstall()
     return found
+
+
+def steps_of(count: int, *, masks: bool = False) -> list[list[Micro]]:
+    """Steps of three packs, no two alike, with tails of up to half the capacity."""
+
+    def pack(index: int) -> Micro:
+        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        return Micro(
+            lengths=lengths,
+            seed=index,
+            tail=(7 * index) % (CAPACITY.tokens - sum(lengths)) if index % 2 else 0,
+            mask_seed=index if masks else None,
+        )
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def compare(
+    kinds: str, steps: Sequence[Sequence[Micro]], scopes: str | Sequence[str] = (), **changes: Any
+) -> dict[str, Any]:
+    """Trains in mode `eager` and with graphs, with the same bits; `changes` as in `run()`.
+
+    Returns:
+        The report of the graphs.
+    """
+    eager = run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
+    graphed = run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
+    assert_same_bits(eager, graphed)
+    return graphed.report
+
+
+def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
+    """Trains the first of two models eager and the other one with graphs, with the same bits."""
+    found: list[list[ExpertStep]] = []
+    for trainer in trainers:
+        metrics()
+        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps])
+    assert_same_bits(*found, "steps")

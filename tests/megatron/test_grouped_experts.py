@@ -9,10 +9,10 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Micro, graph_config, schedule, step
-from moe_rig import ExpertTrainer
+from megatron_rig import schedule, step
+from moe_cases import GROUPED, GROUPED_ON_GPU
+from moe_rig import PACK, TAILS, ExpertTrainer, compare, steps_of
 from same_bits import assert_same_bits
-from test_moe import PACK, TAILS, steps_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,27 +30,8 @@ pytestmark = [
 
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
-BIAS = moe_rig.CASES["sigmoid, bias, groups"]
-TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
-SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-CASES: dict[str, Config] = {
-    "top 1": TOP_1,
-    "top 2": {},
-    "top 4 of 4": {"moe_router_topk": 4},
-    "swiglu": SWIGLU,
-    "on the input": {**TOP_1, "moe_apply_probs_on_input": True},
-    **{name: moe_rig.CASES[name] for name in ("shared experts", "gated shared experts, allgather")},
-    **{name: moe_rig.CASES[name] for name in ("global loss, per token", "jitter")},
-    "sigmoid, bias, groups": BIAS,
-    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "gradients of their own": {"gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"},
-}
-FUSED = {**SWIGLU, "bias_activation_fusion": True}  # compiled, for which the CPU takes minutes
-ON_GPU = pytest.param("fused swiglu", marks=pytest.mark.gpu)
-
-
-def case_of(name: str) -> Config:
-    return FUSED if name == "fused swiglu" else CASES[name]
+BIAS, SWIGLU = GROUPED["sigmoid, bias, groups"], GROUPED["swiglu"]
+FUSED = GROUPED_ON_GPU["fused swiglu"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,25 +45,7 @@ def grouped_spec(kinds: str) -> Any:
     return with_grouped_experts(moe_rig.block_spec(kinds))
 
 
-def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = (), **changes: Any) -> Config:
-    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    changes["spec"] = grouped_spec(kinds)
-    eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
-    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_bits(eager, graphed)
-    return graphed.report
-
-
 # -- in graphs -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [*CASES, ON_GPU])
-def test_bits(case: str) -> None:
-    report = compare("EE", steps_of(20), **case_of(case))
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-    assert report["replays"] == report["calls"] - 3 * 2
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-    assert report["layers"] == 2 and report["graphs"] == 2 * 2
 
 
 # What is named, and sites of two layers of experts and two dense ones.
@@ -99,19 +62,20 @@ SCOPES: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("case", SCOPES)
 def test_dense_layers_among_layers_of_experts(case: str) -> None:
     scopes, sites = SCOPES[case]
-    report = compare("E-E-", steps_of(6), scopes, **moe_rig.CASES["shared experts"])
+    report = compare("E-E-", steps_of(6), scopes, spec=grouped_spec("E-E-"), **GROUPED["shared experts"])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
     assert report["layers"] == sites and report["graphs"] == 2 * sites
 
 
 @pytest.mark.parametrize("case", ["top 2", "sigmoid, bias, groups"])
 def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), **CASES[case])
+    report = compare("EE", steps_of(6, masks=True), spec=grouped_spec("EE"), **GROUPED[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 def test_gradients_that_are_reduced_while_the_backward_runs() -> None:
-    report = compare("EE", steps_of(5), ddp={"overlap_grad_reduce": True, "bucket_size": 4000}, **BIAS)
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
+    report = compare("EE", steps_of(5), spec=grouped_spec("EE"), ddp=ddp, **BIAS)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
@@ -135,9 +99,8 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
 
 @pytest.mark.gpu
 def test_a_hundred_steps() -> None:
-    report = compare(
-        "E-E", steps_of(100, masks=True), **{**FUSED, **BIAS}, moe_shared_expert_intermediate_size=24
-    )
+    changes = {**FUSED, **BIAS, "moe_shared_expert_intermediate_size": 24}
+    report = compare("E-E", steps_of(100, masks=True), spec=grouped_spec("E-E"), **changes)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 3}
 
 
@@ -199,9 +162,19 @@ def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
         )
 
 
-@pytest.mark.parametrize("case", [*(case for case in CASES if case not in ("jitter", "recomputed")), ON_GPU])
-def test_agrees_with_sequential_experts(case: str) -> None:
-    ours, theirs = both(**case_of(case))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            pytest.param(case, id=name)
+            for name, case in GROUPED.items()
+            if name not in ("jitter", "recomputed")
+        ),
+        pytest.param(FUSED, id="fused swiglu", marks=pytest.mark.gpu),
+    ],
+)
+def test_agrees_with_sequential_experts(case: Config) -> None:
+    ours, theirs = both(**case)
     mine, its = ours.chunk.decoder.layers[0].mlp, theirs.chunk.decoder.layers[0].mlp
     assert is_grouped(mine) and not is_grouped(its)
     assert_agree(mine, its, _rows(ours, 40))
@@ -238,7 +211,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_experts_without_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = both(**TOP_1)
+    ours, theirs = both(**GROUPED["top 1"])
     rows, found = _rows(ours, 12), []
     for mixture in (trainer.chunk.decoder.layers[0].mlp for trainer in (ours, theirs)):
         monkeypatch.setattr(type(mixture), "route", choosing(CHOICES[case]))

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import moe_rig
 import pytest
 from context_models import LatentExpertTrainer
-from moe_rig import expert_step
+from moe_rig import expert_step, steps_of
 from same_bits import assert_same_bits
-from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -16,7 +15,7 @@ from megagraph.config import GraphConfig
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 Install = Callable[..., GraphConfig]
-STEPS = 20
+STEPS = 8
 # How many sites a layer with experts and a dense one have together.
 SITES = {
     ("attn",): 2,

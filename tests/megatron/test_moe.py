@@ -10,8 +10,8 @@ from unittest import mock
 import moe_rig
 import pytest
 import torch
-from megatron_rig import CAPACITY, Micro, Step, evaluate, graph_config, step
-from moe_rig import ExpertTrainer, expert_step
+from megatron_rig import CAPACITY, Step, evaluate, graph_config, step
+from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, expert_step, lose, steps_of
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -35,46 +35,15 @@ def experts() -> Iterator[None]:
         yield
 
 
-def steps_of(count: int, *, masks: bool = False) -> list[list[Micro]]:
-    """Steps of three packs, no two alike, with tails of up to half the capacity."""
-
-    def pack(index: int) -> Micro:
-        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        return Micro(
-            lengths=lengths,
-            seed=index,
-            tail=(7 * index) % (CAPACITY.tokens - sum(lengths)) if index % 2 else 0,
-            mask_seed=index if masks else None,
-        )
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
-
-
-def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = "attn", **changes: Any) -> Config:
-    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    eager = moe_rig.run(graph_config(mode="eager"), kinds, steps, **changes)
-    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_bits(eager, graphed)
-    return graphed.report
-
-
-@pytest.mark.parametrize("case", moe_rig.CASES)
-def test_bits(case: str) -> None:
-    report = compare("EE", steps_of(20), **moe_rig.CASES[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-    assert report["replays"] >= 0.95 * (report["calls"] - 3 * 2)
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-
-
 def test_bits_where_gradients_are_reduced_while_the_backward_runs() -> None:
     ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
-    report = compare("EE", steps_of(5), ddp=ddp, **BIAS)
+    report = compare("EE", steps_of(5), "attn", ddp=ddp, **BIAS)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
 def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), **moe_rig.CASES[case])
+    report = compare("EE", steps_of(6, masks=True), "attn", **moe_rig.CASES[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
@@ -166,10 +135,6 @@ class Routed:
         self.maps.append(routing_map.clone())
 
 
-PACK = Micro(lengths=(9, 14, 5))
-TAILS = (0, 1, 13, CAPACITY.tokens // 2)
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("case", ["alltoall", "allgather", "drop", "drop and pad", "sigmoid, bias, groups"])
 def test_a_longer_tail_changes_nothing(install: Install, mode: str, case: str) -> None:
@@ -241,16 +206,6 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
 
 
 # -- what goes wrong, and what is refused ----------------------------------------------------------
-
-PLACES = {
-    "dispatch": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
-    "experts": "experts.SequentialMLP.forward",
-    "combine": "token_dispatcher.MoEAlltoAllTokenDispatcher.token_combine",
-}
-
-
-def lose(*args: Any, **kwargs: Any) -> None:
-    raise OSError("lost")
 
 
 @pytest.mark.parametrize("place", PLACES)

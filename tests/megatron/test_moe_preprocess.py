@@ -12,11 +12,9 @@ import pytest
 import torch
 from host_rig import OwnBlock
 from megatron_rig import evaluate, step
-from moe_rig import ExpertTrainer, expert_step
+from moe_cases import PERMUTED, can_permute
+from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, compare_steps, expert_step, lose, steps_of
 from same_bits import assert_same_bits
-from test_moe import PACK, PLACES, TAILS, lose, steps_of
-from test_moe_router import BIAS, compare, compare_steps
-from test_moe_router import CASES as ROUTER_CASES
 from torch import Tensor
 from worlds import World
 
@@ -36,10 +34,7 @@ Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
 ROUTER_TOO = ("moe_router", "moe_preprocess")
 ALL = ("attn", *ROUTER_TOO)
-# But what drops tokens before it permutes (R12).
-DROPS = ("drop", "jitter, drop, gated shared experts")
-CASES = {name: case for name, case in ROUTER_CASES.items() if name not in DROPS}
-CASES["drop and pad, shared experts"] = {**CASES["drop and pad"], **CASES["shared experts"]}
+BIAS = moe_rig.CASES["sigmoid, bias, groups"]
 PADDED = ("drop and pad", "drop and pad, shared experts")
 
 
@@ -50,26 +45,11 @@ def experts() -> Iterator[None]:
         yield
 
 
-def _is_built(case: str) -> bool:
-    """Whether the release can permute inside of a graph."""
-    return permutation_sorts() or case in PADDED or "allgather" in case
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bits(case: str) -> None:
-    if not _is_built(case):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    report = compare("EE", steps_of(20), ALL, **CASES[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-    assert report["layers"] == 2 and report["graphs"] == 2 * 2
-
-
 @pytest.mark.parametrize("case", ["shared experts", "drop and pad"])
 def test_routers_alone_among_dense_layers(case: str) -> None:
-    if not _is_built(case):
+    if not can_permute(PERMUTED[case]):
         pytest.skip("this release permutes into shapes that only the device knows")
-    report = compare("E-E-", steps_of(5), ("mlp", *ROUTER_TOO), **CASES[case])
+    report = compare("E-E-", steps_of(5), ("mlp", *ROUTER_TOO), **PERMUTED[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 4}
 
 
@@ -88,7 +68,7 @@ def test_ranks_whose_experts_are_spread_and_packs_their_own(world2: World) -> No
     """Counts are gathered over the ranks in the eager part, and a pack of one rank may fit no capacity."""
     if not permutation_sorts():
         pytest.skip("this release permutes into shapes that only the device knows")
-    changes = {**BIAS, **CASES["shared experts"], "moe_router_load_balancing_type": "aux_loss"}
+    changes = {**BIAS, **PERMUTED["shared experts"], "moe_router_load_balancing_type": "aux_loss"}
     reports = world2.run(moe_jobs.train_spread, scopes=(*ALL, "mlp"), num_steps=6, misfits_on=1, **changes)
     for report in reports:
         assert report["failures"] == []
@@ -98,9 +78,9 @@ def test_ranks_whose_experts_are_spread_and_packs_their_own(world2: World) -> No
 
 @pytest.mark.parametrize("case", ("alltoall", "shared experts", *PADDED))
 def test_what_leaves_and_in_which_order(case: str) -> None:
-    if not _is_built(case):
+    if not can_permute(PERMUTED[case]):
         pytest.skip("this release permutes into shapes that only the device knows")
-    trainer = ExpertTrainer(**CASES[case])
+    trainer = ExpertTrainer(**PERMUTED[case])
     layer, rows, end = trainer.chunk.decoder.layers[0], 24, 20
     hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
     mask = torch.arange(rows, device=trainer.device)[None] >= end
@@ -123,10 +103,10 @@ def test_what_leaves_and_in_which_order(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["sigmoid, bias, groups", "shared experts", "drop and pad"])
 def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> None:
-    if not _is_built(case):
+    if not can_permute(PERMUTED[case]):
         pytest.skip("this release permutes into shapes that only the device knows")
     install(cuda_graph_modules=ALL)
-    trainers = [ExpertTrainer(**CASES[case]) for _ in range(2)]
+    trainers = [ExpertTrainer(**PERMUTED[case]) for _ in range(2)]
     found: list[list[Any]] = []
     for trainer in trainers:
         is_eager = trainer is trainers[0]
@@ -147,7 +127,7 @@ def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> No
 @pytest.mark.parametrize("scopes", [("attn", "moe_router"), ROUTER_TOO, ALL, ("attn", "moe")], ids=str)
 def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    trainers = [ExpertTrainer(**CASES["drop and pad"]) for _ in range(2)]
+    trainers = [ExpertTrainer(**PERMUTED["drop and pad"]) for _ in range(2)]
     for trainer in trainers:
         trainer.chunk.decoder.__class__ = OwnBlock
     compare_steps(
@@ -160,7 +140,7 @@ def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
     install(cuda_graph_modules=ALL)
-    case = {**BIAS, **CASES["drop and pad"]}
+    case = {**BIAS, **PERMUTED["drop and pad"]}
     trainers = [ExpertTrainer(**case) for _ in range(2)]
     first, *others = steps_of(5)
     found: list[list[moe_rig.ExpertStep]] = []
@@ -184,7 +164,7 @@ def test_a_permutation_of_somebody_elses_is_an_error(install: Install) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     install(cuda_graph_modules=ALL)
-    trainer = ExpertTrainer(**CASES["drop and pad"])
+    trainer = ExpertTrainer(**PERMUTED["drop and pad"])
     for micros in steps_of(2):
         expert_step(trainer, micros)
     ours: Any = token_dispatcher.permute
@@ -204,7 +184,7 @@ UNBUILT: dict[str, Any] = {
 
 @pytest.mark.parametrize("option", UNBUILT)
 def test_an_option_is_refused_by_name(option: str) -> None:
-    trainer = ExpertTrainer(**CASES["drop and pad"])
+    trainer = ExpertTrainer(**PERMUTED["drop and pad"])
     layer = trainer.chunk.decoder.layers[0]
     assert PREPROCESS.why_not_of(layer) is None
     with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
@@ -217,14 +197,14 @@ def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_nam
     from megatron.core.transformer.identity_op import IdentityOp
 
     overlapped = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
-    layer = ExpertTrainer(**CASES["drop and pad"], **overlapped).chunk.decoder.layers[0]
+    layer = ExpertTrainer(**PERMUTED["drop and pad"], **overlapped).chunk.decoder.layers[0]
     assert PREPROCESS.why_not_of(layer) is None
     layer.pre_mlp_layernorm = IdentityOp()
     assert "without a norm before them are not supported yet" in str(PREPROCESS.why_not_of(layer))
 
 
 def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
-    layer = ExpertTrainer(**CASES["drop and pad"]).chunk.decoder.layers[0]
+    layer = ExpertTrainer(**PERMUTED["drop and pad"]).chunk.decoder.layers[0]
     dispatcher = layer.mlp.token_dispatcher
 
     def dispatch_preprocess(*args: Tensor) -> Any:

@@ -10,10 +10,10 @@ import moe_jobs
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Micro, evaluate, graph_config, step
-from moe_rig import ExpertTrainer, expert_step
+from megatron_rig import Micro, evaluate, step
+from moe_cases import ROUTED
+from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, compare_steps, expert_step, lose, steps_of
 from same_bits import assert_same_bits
-from test_moe import PACK, PLACES, TAILS, lose, steps_of
 from torch import Tensor
 from worlds import World, Worlds
 
@@ -31,37 +31,7 @@ pytestmark = [
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
 BOTH = ("attn", "moe_router")
-BIAS = moe_rig.CASES["sigmoid, bias, groups"]
-# All but what recomputes the router with its experts.
-CASES = {name: case for name, case in moe_rig.CASES.items() if name != "recomputed"}
-CASES["shared experts, overlapped"] = {
-    **CASES["shared experts"],
-    "moe_shared_expert_overlap": True,
-}
-CASES["several losses"] = {
-    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
-    "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
-    "moe_router_dtype": "fp32",
-}
-CASES["one expert, before the choice, in doubles"] = {
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_router_dtype": "fp64",
-    "moe_router_topk_scaling_factor": 2.5,
-}
-CASES["groups, no losses"] = {
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-}
-CASES["jitter, drop, gated shared experts"] = {
-    **CASES["jitter"],
-    **moe_rig.DROPS,
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-}
+BIAS = ROUTED["sigmoid, bias, groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -69,22 +39,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-def compare(kinds: str, steps: Sequence[Sequence[Micro]], scopes: Any = BOTH, **changes: Any) -> Config:
-    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    eager = moe_rig.run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
-    graphed = moe_rig.run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_bits(eager, graphed)
-    return graphed.report
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bits(case: str) -> None:
-    report = compare("EE", steps_of(20), **CASES[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-    assert report["layers"] == 2 and report["graphs"] == 2 * 2
 
 
 # What is named, sites of two layers of experts and two dense ones, and graphs of forwards.
@@ -99,7 +53,7 @@ MIXED: dict[str, tuple[Any, int, int]] = {
 @pytest.mark.parametrize("case", MIXED)
 def test_dense_layers_among_layers_of_experts(case: str) -> None:
     scopes, sites, graphed = MIXED[case]
-    changes = CASES["gated shared experts, allgather"]
+    changes = ROUTED["gated shared experts, allgather"]
     report = compare("E-E-", steps_of(6), scopes, **changes)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
     assert report["layers"] == sites and report["graphs"] == 2 * graphed
@@ -110,26 +64,26 @@ def test_dense_layers_among_layers_of_experts(case: str) -> None:
 def test_gradients_that_are_reduced_while_the_backward_runs(case: str, bucket_size: int) -> None:
     """Bug that was: overlapped shared experts are no part of the graph, which reported their gradients."""
     ddp = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
-    report = compare("EE", steps_of(4), ddp=ddp, **{**BIAS, **CASES[case]})
+    report = compare("EE", steps_of(4), BOTH, ddp=ddp, **{**BIAS, **ROUTED[case]})
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
 def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), **CASES[case])
+    report = compare("EE", steps_of(6, masks=True), BOTH, **ROUTED[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
 def test_shared_experts_that_recompute(scopes: Sequence[str]) -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "core_attn"]}
-    report = compare("EE", steps_of(5), scopes, **CASES["shared experts"], **recompute)
+    report = compare("EE", steps_of(5), scopes, **ROUTED["shared experts"], **recompute)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
 def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
-    trainer = ExpertTrainer(**CASES[case])
+    trainer = ExpertTrainer(**ROUTED[case])
     layer, rows = trainer.chunk.decoder.layers[0], 24
     hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
     mask = torch.arange(rows, device=trainer.device)[None] >= 20
@@ -155,21 +109,12 @@ def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Se
     from megatron.core.transformer.identity_op import IdentityOp
 
     install(cuda_graph_modules=scopes)
-    trainers = [ExpertTrainer(**CASES["shared experts"]) for _ in range(2)]
+    trainers = [ExpertTrainer(**ROUTED["shared experts"]) for _ in range(2)]
     for trainer in trainers:
         for layer in trainer.chunk.decoder.layers:
             layer.pre_mlp_layernorm = IdentityOp()
     compare_steps(trainers, steps_of(5))
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2}
-
-
-def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
-    """Trains the first of two models eager and the other one with graphs, with the same bits."""
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        moe_rig.metrics()
-        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps])
-    assert_same_bits(*found, "steps")
 
 
 def test_steps_without_graphs_between(install: Install) -> None:
@@ -211,7 +156,7 @@ def test_evaluation_between_steps_records_and_counts_nothing(install: Install) -
 @pytest.mark.parametrize("case", ["alltoall", "allgather", "drop", "drop and pad", "sigmoid, bias, groups"])
 def test_a_longer_tail_changes_nothing(install: Install, case: str) -> None:
     install(cuda_graph_modules=BOTH)
-    trainer = ExpertTrainer(**{**CASES[case], "moe_router_bias_update_rate": 0.0})
+    trainer = ExpertTrainer(**{**ROUTED[case], "moe_router_bias_update_rate": 0.0})
     step(trainer, [PACK], update=False)
     moe_rig.metrics()
     found = []
@@ -232,7 +177,7 @@ def test_a_longer_tail_changes_nothing(install: Install, case: str) -> None:
 def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:
     """Graphs would go on adding to tensors that nobody reads."""
     install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**CASES["several losses"]) for _ in range(2)]
+    trainers = [ExpertTrainer(**ROUTED["several losses"]) for _ in range(2)]
     found: list[list[moe_rig.ExpertStep]] = []
     for trainer in trainers:
         found.append([])
@@ -270,7 +215,7 @@ def test_a_scale_of_losses_that_is_replaced_between_steps(install: Install, scal
 def test_metrics_that_are_watched_keep_their_memory(install: Install) -> None:
     """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
     install(cuda_graph_modules=BOTH)
-    trainer = ExpertTrainer(**CASES["several losses"])
+    trainer = ExpertTrainer(**ROUTED["several losses"])
     for micros in steps_of(2):
         expert_step(trainer, micros)
     before = {values.data_ptr() for values in seams.moe_metrics().values()}
@@ -283,7 +228,7 @@ def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Instal
     """Bug that might be: what the warm-up of a capture records would be in the first log."""
     from megagraph.megatron.scopes.metrics import new_metrics_are_empty, read_by_routers
 
-    trainer = ExpertTrainer(**CASES["several losses"])
+    trainer = ExpertTrainer(**ROUTED["several losses"])
     moe_rig.forget_metrics()
     with new_metrics_are_empty():
         expert_step(trainer, [Micro(lengths=(64,))])
@@ -337,7 +282,7 @@ def _tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
 
 def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(install: Install) -> None:
     install(cuda_graph_modules=BOTH)
-    trainer = ExpertTrainer(**{**CASES["shared experts, overlapped"], "moe_shared_expert_gate": True})
+    trainer = ExpertTrainer(**{**ROUTED["shared experts, overlapped"], "moe_shared_expert_gate": True})
     for micros in steps_of(2):
         step(trainer, micros)
     where = f"megatron.core.transformer.moe.{PLACES['dispatch']}"
@@ -410,9 +355,9 @@ def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(
 
 SPREAD: dict[str, Config] = {
     "dropless, bias": BIAS,
-    "drop": CASES["drop"],
-    "shared experts": CASES["shared experts"],
-    "shared experts, overlapped": CASES["shared experts, overlapped"],
+    "drop": ROUTED["drop"],
+    "shared experts": ROUTED["shared experts"],
+    "shared experts, overlapped": ROUTED["shared experts, overlapped"],
 }
 
 

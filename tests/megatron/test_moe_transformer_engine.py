@@ -8,9 +8,9 @@ from typing import Any
 import moe_rig
 import pytest
 from megatron_rig import graph_config, te_layer_spec
+from moe_rig import steps_of
 from same_bits import assert_same_bits
 from streams import seed_streams
-from test_moe import steps_of
 
 from megagraph.config import GraphConfig
 from megagraph.megatron.specs import with_grouped_experts
@@ -79,14 +79,14 @@ def compare(kinds: str, count: int, scopes: Sequence[str] = BOTH, **changes: Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str) -> None:
-    report = compare("EE", 20, **CASES[case])
+    report = compare("EE", 8, **CASES[case])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
     assert report["verification"]["unverified"] == 0 and report["graphs"] == 2 * 2
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("moe_router",), ("attn", "mlp", "moe_router")], ids=str)
 def test_other_scopes_among_dense_layers(scopes: Sequence[str]) -> None:
-    report = compare("E-", 20, scopes, **CASES["grouped, shared, bias"])
+    report = compare("E-", 8, scopes, **CASES["grouped, shared, bias"])
     assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
     assert report["replays"] >= 0.95 * (report["calls"] - report["eager"]["WARMING_UP"])
 
@@ -94,7 +94,7 @@ def test_other_scopes_among_dense_layers(scopes: Sequence[str]) -> None:
 @pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "one by one"])
 def test_layers_whose_experts_never_wait_are_graphed_whole(is_grouped: bool) -> None:
     """Of either of Megatron's specs of experts, in layers of Transformer Engine."""
-    report = compare("E-", 20, (), never_waits=True, moe_grouped_gemm=is_grouped, **SHARED)
+    report = compare("E-", 8, (), never_waits=True, moe_grouped_gemm=is_grouped, **SHARED)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
     assert report["layers"] == 2 and report["verification"]["unverified"] == 0
 

@@ -5,16 +5,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import moe_cases
 import moe_jobs
 import moe_rig
 import pytest
 import torch
 from megatron_rig import evaluate, step
-from moe_rig import ExpertTrainer, expert_step
+from moe_rig import PACK, TAILS, ExpertTrainer, compare, compare_steps, expert_step, steps_of
 from same_bits import assert_same_bits
-from test_moe import PACK, TAILS, steps_of
-from test_moe_router import CASES as ROUTER_CASES
-from test_moe_router import compare, compare_steps
 from worlds import World
 
 import megagraph
@@ -30,26 +28,8 @@ pytestmark = [
 Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
 BOTH = ("attn", "moe")
-PADDED: Config = moe_rig.CASES["drop and pad"]
-BIAS: Config = {**moe_rig.CASES["sigmoid, bias, groups"], **PADDED}
-CASES: dict[str, Config] = {
-    "padded": PADDED,
-    "by position": {**PADDED, "moe_token_drop_policy": "position"},
-    "room for all": {**PADDED, "moe_expert_capacity_factor": 2.0},
-    "sigmoid, bias, groups": BIAS,
-    "several losses": {**ROUTER_CASES["several losses"], **PADDED},
-    "jitter": {**moe_rig.CASES["jitter"], **PADDED},
-    "gated shared experts": {
-        **PADDED,
-        "moe_shared_expert_intermediate_size": 24,
-        "moe_shared_expert_gate": True,
-    },
-    "recomputed": {
-        **BIAS,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["core_attn"],
-    },
-}
+PADDED = moe_cases.PADDED["padded"]
+BIAS = moe_cases.PADDED["sigmoid, bias, groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +37,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bits(case: str) -> None:
-    report = compare("EE", steps_of(20), BOTH, **CASES[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-    assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
-    assert report["layers"] == 2 and report["graphs"] == 2 * 2
 
 
 @pytest.mark.parametrize(("scopes", "sites"), [(BOTH, 4), ((*BOTH, "mlp"), 4), (("moe",), 2)], ids=str)

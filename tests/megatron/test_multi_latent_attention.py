@@ -56,13 +56,13 @@ def _train(pair: Pair, count: int, *, at: int = 0) -> None:
 def test_bits(install: Install, kind: str, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
     pair = pair_of(LatentTrainer, kind=kind)
-    _train(pair, 20)
+    _train(pair, 8)
     report = pair.report()
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert report["replays"] >= 0.95 * report["calls"]
+    assert report["replays"] == (8 - 1) * 3 * LAYERS
     pair.evaluate(ONE, TWO)
     pair.evaluate(TWO, ONE)
-    _train(pair, 2, at=20)
+    _train(pair, 2, at=8)
     report = pair.report()
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
     assert report["graphs"] == 3 * LAYERS  # of each half, or of layers: forwards, and backwards of training
@@ -252,15 +252,14 @@ def test_selective_recompute_has_the_bits_of_none(
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_that_share_layers(world2: World, sequence_parallel: bool, kind: str) -> None:
+def test_two_ranks_that_share_layers(world2: World) -> None:
+    """Without sequence parallelism: test_fused_latent_rope.py."""
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        latent=kind,
-        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
-        num_steps=20,
+        latent="plain, RoPE",
+        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        num_steps=8,
         evaluate_at=(4, 6),
     )
     for report in reports:

@@ -7,9 +7,8 @@ from typing import Any
 
 import moe_rig
 import pytest
-from moe_rig import ExpertTrainer, expert_step
+from moe_rig import ExpertTrainer, expert_step, steps_of
 from same_bits import assert_same_bits
-from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig

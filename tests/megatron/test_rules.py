@@ -11,11 +11,10 @@ from typing import Any
 import moe_rig
 import pytest
 from megatron_rig import OPTIONS, graph_config, step
-from moe_rig import ExpertTrainer
+from moe_rig import ExpertTrainer, steps_of
 from same_bits import assert_same_bits
 from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
-from test_moe import steps_of
 
 import megagraph
 from megagraph.config import GraphConfig
