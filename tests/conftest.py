@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,26 @@ def rope_utils() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without Transformer Engine its import warns
         return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Megatron's fused RoPE of multi-latent attention, whose kernels work on one head at a time.
+
+    What they leave depends on the number that their autotuner picks. Sums over heads go by it. And with two
+    the gradient of queries has a data race: warps share a head that they rotate in place, and one writes what
+    another has not read yet.
+    """
+    module = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
+    if not module.HAVE_TRITON:
+        pytest.skip("Megatron's fused RoPE of multi-latent attention needs Triton")
+    for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"):
+        kernel = getattr(module, f"rotary_{name}_kernel")
+        one_head = [config for config in kernel.configs if config.kwargs["BLOCK_H"] == 1]
+        monkeypatch.setattr(kernel, "configs", one_head)
+        monkeypatch.setattr(kernel, "cache", {})
+    yield module
+    torch.cuda.empty_cache()  # of a GPU that processes share
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -415,24 +415,6 @@ def test_opcheck(device: str) -> None:
 # -- Megatron's kernels --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Theirs depend on the block that their autotuner picks: here, always one head.
-
-    The sum over heads goes by the block. And with two heads a block the gradient of queries has a data race:
-    warps share a head that they rotate in place, and one writes what another has not read yet.
-    """
-    module = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
-    if not module.HAVE_TRITON:
-        pytest.skip("Megatron's fused RoPE of multi-latent attention needs Triton")
-    for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"):
-        kernel = getattr(module, f"rotary_{name}_kernel")
-        one_head = [config for config in kernel.configs if config.kwargs["BLOCK_H"] == 1]
-        monkeypatch.setattr(kernel, "configs", one_head)
-        monkeypatch.setattr(kernel, "cache", {})
-    return module  # type: ignore[no-any-return]
-
-
 @pytest.mark.gpu
 @pytest.mark.megatron
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
