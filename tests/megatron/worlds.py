@@ -96,11 +96,13 @@ def take_gpu(rank: int, size: int) -> None:
     """A GPU of this rank's own; where there are too few, one that ranks share.
 
     NCCL refuses two ranks on a GPU of one host, so each is told that it is a host: what they send goes over
-    sockets, in the same collectives, captured in the same graphs.
+    sockets, in the same collectives, captured in the same graphs. Buffers of a quarter of the size leave room
+    for the ranks of other files.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus < size:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+        os.environ["NCCL_BUFFSIZE"] = str(2**20)
     torch.cuda.set_device(rank % num_gpus)
 
 
