@@ -68,7 +68,7 @@ def exact() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def uninstalled() -> Iterator[None]:
-    """Whatever a test installed is gone afterwards, and its pools are memory that other processes can have."""
+    """Whatever a test installed is gone afterwards; its pools are memory that other processes can have."""
     yield
     megagraph.uninstall()
     torch.cuda.empty_cache()

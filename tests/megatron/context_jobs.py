@@ -104,6 +104,11 @@ def attend(
     return found
 
 
+def attend_in_each(*, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, tuple[float, bool]]]:
+    """`attend()` with each of these arguments."""
+    return {name: attend(**case) for name, case in cases.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedMicro(rig.Micro):
     """A micro-batch of which a rank has its share of every document's rows."""

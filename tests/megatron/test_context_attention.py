@@ -5,7 +5,7 @@ import context_jobs
 import pytest
 import torch
 from context_jobs import Heads
-from worlds import World
+from worlds import Worlds
 
 pytestmark = pytest.mark.megatron
 
@@ -21,17 +21,18 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("heads", [GROUPED, LATENT], ids=["grouped queries", "latent"])
-@pytest.mark.parametrize("comm_type", [None, "a2a"])
+CASES = {
+    f"{pack}, {name}, {comm_type}": {"comm_type": comm_type, "heads": heads, "lengths": lengths, "tail": tail}
+    for pack, (lengths, tail) in PACKS.items()
+    for name, heads in {"grouped queries": GROUPED, "latent": LATENT}.items()
+    for comm_type in (None, "a2a")
+}
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_has_its_rows_of_the_whole(
-    request: pytest.FixtureRequest, ranks: int, comm_type: str | None, heads: Heads, pack: str
-) -> None:
-    world: World = request.getfixturevalue(f"world{ranks}")
-    lengths, tail = PACKS[pack]
-    answers = world.run(context_jobs.attend, comm_type=comm_type, heads=heads, lengths=lengths, tail=tail)
-    for answer in answers:
-        for name, (distance, recurs) in answer.items():
-            assert recurs, name
-            assert distance <= BOUND, name
+def test_each_rank_has_its_rows_of_the_whole(worlds: Worlds, ranks: int) -> None:
+    for answers in worlds.of(ranks).run(context_jobs.attend_in_each, cases=CASES):
+        for case, answer in answers.items():
+            for name, (distance, recurs) in answer.items():
+                assert recurs, f"{name} of {case}"
+                assert distance <= BOUND, f"{name} of {case}"

@@ -9,7 +9,7 @@ import crossing_jobs
 import pytest
 import schedule_jobs
 from test_dynamic_context import BOUND, SIZES, check, steps
-from worlds import World
+from worlds import World, Worlds
 
 pytestmark = pytest.mark.megatron
 
@@ -97,15 +97,13 @@ def test_beside_tensor_parallelism(world4: World, cp_sizes: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("is_static", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_has_its_share_of_whole_packs(
-    request: pytest.FixtureRequest, ranks: int, is_static: bool
-) -> None:
+def test_each_rank_has_its_share_of_whole_packs(worlds: Worlds, ranks: int, is_static: bool) -> None:
     """Losses of routers are those of whole packs, and are logged as these.
 
     Bug: in 0.16 they weighed the less the more ranks shared a pack, where losses are per token. Where all
     packs are shared alike that is Megatron's own, and all weigh alike.
     """
-    world: World = request.getfixturevalue(f"world{ranks}")
+    world = worlds.of(ranks)
     options: dict[str, Any] = {"cp_size": ranks, "is_static": is_static, "model": {"experts": True}}
     options["calculate_per_token_loss"] = not is_static
     for losses, gradients, metrics in world.run(context_jobs.beside_one_process, **options):

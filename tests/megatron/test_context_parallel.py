@@ -6,7 +6,7 @@ from typing import Any
 import context_jobs
 import pytest
 import torch
-from worlds import World
+from worlds import World, Worlds
 
 pytestmark = pytest.mark.megatron
 
@@ -79,10 +79,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("is_static", [True, False])
 def test_each_rank_has_its_share_of_whole_packs(
-    request: pytest.FixtureRequest, ranks: int, case: str, is_static: bool
+    worlds: Worlds, ranks: int, case: str, is_static: bool
 ) -> None:
     """Of documents, too, that end right at, before or behind each border between two ranks' rows."""
-    world: World = request.getfixturevalue(f"world{ranks}")
+    world = worlds.of(ranks)
     options = {"cp_size": ranks, "is_static": is_static, **MODELS[case]}
     for losses, gradients, _ in world.run(context_jobs.beside_one_process, **options):
         assert losses <= BOUND and gradients <= BOUND

@@ -9,6 +9,7 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
+from leftovers import free_models
 from megatron_rig import OPTIONS, Micro, graph_config, report_of, step, te_layer_spec
 from streams import seed_streams
 from test_moe_transformer_engine import block_spec
@@ -55,6 +56,7 @@ def test_no_layer_stays_eager_for_noise(scopes: str, engine: bool, monkeypatch: 
     noisy: set[str] = set()
     for seed in range(MODELS):
         report = _trained(SCOPES[scopes], engine=engine, seed=seed)
+        free_models()  # gigabytes of a GPU that others share
         assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
         assert report["verification"]["unverified_sites"] == [] and report["replays"] > 0
         noisy |= set(report["verification"]["within_spread"])
