@@ -55,6 +55,7 @@ class Lane:
         with self.log.open("w", encoding="utf-8") as log:
             # A session of its own, so that the processes of ranks end with it.
             how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
+            how["preexec_fn"] = _heed_interrupts
             self._process = subprocess.Popen(command, cwd=ROOT, env=dict(environment), **how)
 
     @property
@@ -111,6 +112,11 @@ class Lane:
 
     def _said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def _heed_interrupts() -> None:
+    """Undoes what a shell does to jobs in the background, and they to all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def file_of(case: ElementTree.Element) -> str:

@@ -2,6 +2,7 @@
 """`.ci/gpu` counts every test, names what failed, and says what did not run and why."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,7 +89,11 @@ def test_hangs():
     open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
     child.wait()
 """
-    assert run(suite, tmp_path, limit=8.0, one=hangs) == 1
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job in the background of a shell
+    try:
+        assert run(suite, tmp_path, limit=8.0, one=hangs) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().out
     assert "part one: pytest ended with 2" in said
     assert "test_one.py::test_fails: AssertionError: a sum" in said
