@@ -174,6 +174,19 @@ class ExpertTrainer(Trainer):
         finalize_model_grads(*args, **kwargs)
 
 
+def tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
+    """What dispatchers and shared experts keep of their last call."""
+    owners = [layer.mlp.token_dispatcher for layer in trainer.chunk.decoder.layers]
+    owners += [layer.mlp.shared_experts for layer in trainer.chunk.decoder.layers]
+    return [
+        (owner, name)
+        for owner in owners
+        if owner is not None
+        for name, value in vars(owner).items()
+        if isinstance(value, Tensor) and not name.endswith("_by_local_experts")
+    ]
+
+
 def metrics() -> dict[str, Tensor]:
     """What Megatron's tracker holds, by name; empties it as Megatron's log does."""
     found = {name: values.clone() for name, values in seams.moe_metrics().items()}
@@ -272,10 +285,24 @@ def compare(
     return graphed.report
 
 
-def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
-    """Trains the first of two models eager and the other one with graphs, with the same bits."""
-    found: list[list[ExpertStep]] = []
+def compare_runs(
+    trainers: Sequence[ExpertTrainer], run_of: Callable[[ExpertTrainer, bool], Sequence[Any]]
+) -> None:
+    """Runs the first of two models eager and the other one with graphs, with the same bits.
+
+    Args:
+        trainers: of the same weights.
+        run_of: runs one of them, eager or not, and returns what that has left.
+    """
+    found: list[Sequence[Any]] = []
     for trainer in trainers:
         metrics()
-        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps])
+        found.append(run_of(trainer, trainer is trainers[0]))
     assert_same_bits(*found, "steps")
+
+
+def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
+    """Trains the first of two models eager and the other one with graphs, with the same bits."""
+    compare_runs(
+        trainers, lambda trainer, eager: [expert_step(trainer, micros, eager=eager) for micros in steps]
+    )

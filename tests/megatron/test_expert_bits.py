@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of experts in each way that they are graphed: the bits of mode `eager`, in all a step leaves."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import moe_cases
 import moe_rig
 import pytest
+from context_models import LatentExpertTrainer
+from megatron_rig import evaluate, step
+from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare_runs, expert_step, steps_of
 
+import megagraph
+from megagraph.config import GraphConfig
 from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = [
@@ -17,8 +24,9 @@ pytestmark = [
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
+Install = Callable[..., GraphConfig]
 STEPS = 8
-KINDS = "EE"
+WARM_UP = {"WARMING_UP": 3 * 2}
 
 
 class Way(NamedTuple):
@@ -29,18 +37,16 @@ class Way(NamedTuple):
     is_grouped: bool = False
 
 
+ATTENTION, ROUTERS, PERMUTATION = "attention", "attention, routers", "attention, routers, permutation"
+PADDED, GROUPED = "padded experts", "grouped experts"
 WAYS = {
-    "attention": Way("attn", moe_rig.CASES),
-    "attention, routers": Way(("attn", "moe_router"), moe_cases.ROUTED),
-    "attention, routers, permutation": Way(("attn", "moe_router", "moe_preprocess"), moe_cases.PERMUTED),
-    "padded experts": Way(("attn", "moe"), moe_cases.PADDED),
-    "grouped experts": Way((), {**moe_cases.GROUPED, **moe_cases.GROUPED_ON_GPU}, is_grouped=True),
+    ATTENTION: Way("attn", moe_rig.CASES),
+    ROUTERS: Way(("attn", "moe_router"), moe_cases.ROUTED),
+    PERMUTATION: Way(("attn", "moe_router", "moe_preprocess"), moe_cases.PERMUTED),
+    PADDED: Way(("attn", "moe"), moe_cases.PADDED),
+    GROUPED: Way((), {**moe_cases.GROUPED, **moe_cases.GROUPED_ON_GPU}, is_grouped=True),
 }
-TABLE = [
-    pytest.param(way, case, marks=[pytest.mark.gpu] if case in moe_cases.GROUPED_ON_GPU else [])
-    for way, (_, cases, _) in WAYS.items()
-    for case in cases
-]
+BIAS = "sigmoid, bias, groups"
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +56,169 @@ def experts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("way", "case"), TABLE)
-def test_bits(way: str, case: str) -> None:
-    scopes, cases, is_grouped = WAYS[way]
-    if "moe_preprocess" in scopes and not moe_cases.can_permute(cases[case]):
+def of(way: str, case: str) -> dict[str, Any]:
+    """The config of a case, unless this release has no such graphs."""
+    found = WAYS[way].cases[case]
+    if way == PERMUTATION and not moe_cases.can_permute(found):
         pytest.skip("this release permutes into shapes that only the device knows")
-    spec = with_grouped_experts(moe_rig.block_spec(KINDS)) if is_grouped else None
-    report = moe_rig.compare(KINDS, moe_rig.steps_of(STEPS), scopes, spec=spec, **cases[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+    return found
+
+
+def compare(
+    way: str, steps: int, kinds: str = "EE", *, scopes: Any = None, masks: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Trains eager and in this way, with the same bits. Returns the report of the graphs."""
+    spec = with_grouped_experts(moe_rig.block_spec(kinds)) if WAYS[way].is_grouped else None
+    scopes = WAYS[way].scopes if scopes is None else scopes
+    return moe_rig.compare(kinds, steps_of(steps, masks=masks), scopes, spec=spec, **changes)
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, marks=[pytest.mark.gpu] if case in moe_cases.GROUPED_ON_GPU else [])
+        for way, (_, cases, _) in WAYS.items()
+        for case in cases
+    ],
+)
+def test_bits(way: str, case: str) -> None:
+    report = compare(way, STEPS, **of(way, case))
+    assert report["failures"] == [] and report["eager"] == WARM_UP
     assert report["calls"] == STEPS * 3 * 2 and report["replays"] == (STEPS - 1) * 3 * 2
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
     assert report["layers"] == 2 and report["graphs"] == 2 * 2
+
+
+MASKED = [(way, case) for way in (ATTENTION, ROUTERS) for case in ("alltoall", "drop", BIAS)]
+
+
+@pytest.mark.parametrize(("way", "case"), [*MASKED, (GROUPED, "top 2"), (GROUPED, BIAS)])
+def test_masks_of_the_users_too(way: str, case: str) -> None:
+    report = compare(way, 6, masks=True, **of(way, case))
+    assert report["failures"] == [] and report["eager"] == WARM_UP
+
+
+REDUCED = [(way, BIAS, 4000) for way in (ATTENTION, PADDED, GROUPED)]
+REDUCED += [
+    (ROUTERS, case, size)
+    for case in ("shared experts", "shared experts, overlapped")
+    for size in (1000, 4000)
+]
+
+
+@pytest.mark.parametrize(("way", "case", "bucket_size"), REDUCED)
+def test_gradients_that_are_reduced_while_the_backward_runs(way: str, case: str, bucket_size: int) -> None:
+    """Bug that was: overlapped shared experts are no part of the graph, which reported their gradients."""
+    ddp = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
+    report = compare(way, 5, ddp=ddp, **{**of(way, BIAS), **of(way, case)})
+    assert report["failures"] == [] and report["eager"] == WARM_UP
+
+
+# Ways, what is named, and sites of two layers of experts and two dense ones.
+MIXED: list[tuple[str, str, Any, int]] = [
+    (ROUTERS, "gated shared experts, allgather", ("attn", "moe_router"), 4),
+    (ROUTERS, "gated shared experts, allgather", ("attn", "moe_router", "mlp"), 4),
+    (ROUTERS, "gated shared experts, allgather", "moe_router", 2),
+    (ROUTERS, "gated shared experts, allgather", ("mlp", "moe_router"), 4),
+    (PERMUTATION, "shared experts", ("mlp", "moe_router", "moe_preprocess"), 4),
+    (PERMUTATION, "drop and pad", ("mlp", "moe_router", "moe_preprocess"), 4),
+    (PADDED, BIAS, ("attn", "moe"), 4),
+    (PADDED, BIAS, ("attn", "moe", "mlp"), 4),
+    (PADDED, BIAS, "moe", 2),
+    (GROUPED, "shared experts", (), 4),
+    (GROUPED, "shared experts", "moe", 2),
+    (GROUPED, "shared experts", ("attn", "mlp", "moe"), 4),
+    (GROUPED, "shared experts", ("mlp", "moe"), 4),
+    (GROUPED, "shared experts", "attn", 4),
+    (GROUPED, "shared experts", ("attn", "moe_router"), 4),
+]
+
+
+@pytest.mark.parametrize(("way", "case", "scopes", "sites"), MIXED, ids=str)
+def test_dense_layers_among_layers_of_experts(way: str, case: str, scopes: Any, sites: int) -> None:
+    report = compare(way, 6, "E-E-", scopes=scopes, **of(way, case))
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["layers"] == sites and report["graphs"] == 2 * sites
+
+
+@pytest.mark.parametrize("way", [ATTENTION, ROUTERS])
+def test_evaluation_between_steps_records_and_counts_nothing(install: Install, way: str) -> None:
+    install(cuda_graph_modules=WAYS[way].scopes)
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        found: list[Any] = []
+        for micros in steps_of(4):
+            found.append(expert_step(trainer, micros, eager=is_eager))
+            found.append(evaluate(trainer, micros, eager=is_eager))
+            counts = [router.local_tokens_per_expert.sum() for router in moe_rig.routers(trainer)]
+            assert not any(counts) and not any(values.any() for values in moe_rig.metrics().values())
+        return found
+
+    compare_runs([ExpertTrainer(**of(way, BIAS)) for _ in range(2)], run)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [(PERMUTATION, BIAS), (PERMUTATION, "shared experts"), (PERMUTATION, "drop and pad"), (PADDED, BIAS)],
+)
+def test_evaluation_between_and_a_longer_tail(install: Install, way: str, case: str) -> None:
+    install(cuda_graph_modules=WAYS[way].scopes)
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        found: list[Any] = []
+        for index, tail in enumerate(TAILS):
+            micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
+            found.append(expert_step(trainer, [micro, PACK], eager=is_eager))
+            found.append(evaluate(trainer, [PACK, micro], eager=is_eager))
+        return found
+
+    compare_runs([ExpertTrainer(**of(way, case)) for _ in range(2)], run)
+    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
+
+
+@pytest.mark.parametrize("way", [ATTENTION, ROUTERS, PERMUTATION])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_the_next_step_right(install: Install, way: str, place: str) -> None:
+    install(cuda_graph_modules=WAYS[way].scopes)
+    case = {**of(way, BIAS), **of(way, "drop and pad")} if way == PERMUTATION else of(way, BIAS)
+    first, second, lost, *others = steps_of(5)
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        found = [expert_step(trainer, micros, eager=is_eager) for micros in (first, second)]
+        where = f"megatron.core.transformer.moe.{PLACES[place]}"
+        with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
+            step(trainer, lost, eager=is_eager)
+        assert is_eager or way == ATTENTION or not moe_rig.tensors_of_calls(trainer)
+        moe_rig.metrics()
+        for router in moe_rig.routers(trainer):
+            router.local_tokens_per_expert.zero_()
+        return found + [expert_step(trainer, micros, eager=is_eager) for micros in others]
+
+    compare_runs([ExpertTrainer(**case) for _ in range(2)], run)
+    # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
+    report = megagraph.reports()[1]
+    assert report["eager"] == WARM_UP and report["replays"] > 3 * 3 * 2
+
+
+# What is named, and the sites of a layer with experts and a dense one.
+LATENT: list[tuple[tuple[str, ...], int, str]] = [
+    (("attn",), 2, "plain, RoPE"),
+    (("moe_router",), 1, "plain, RoPE"),
+    (("attn", "moe_router"), 2, "plain, RoPE"),
+    (("attn", "mlp", "moe_router"), 2, "plain, RoPE"),
+    (("mlp",), 1, "plain, RoPE"),
+    (("attn", "moe_router"), 2, "low rank, YaRN"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("scopes", "sites", "kind"), LATENT, ids=str)
+def test_layers_of_multi_latent_attention(scopes: tuple[str, ...], sites: int, kind: str) -> None:
+    def make(_kinds: str, **changes: Any) -> LatentExpertTrainer:
+        return LatentExpertTrainer(kind, **changes)
+
+    changes = {**moe_rig.CASES[BIAS], **moe_rig.CASES["shared experts"]}
+    report = moe_rig.compare("E-", steps_of(STEPS), scopes, make=make, **changes)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
+    assert report["replays"] == (STEPS - 1) * 3 * sites

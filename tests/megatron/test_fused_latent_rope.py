@@ -47,22 +47,6 @@ def _embeddings(trainer: LatentTrainer) -> list[Any]:
 # -- bits ----------------------------------------------------------------------------------------
 
 
-@each_kind
-@pytest.mark.parametrize("scopes", [(), ("attn",)], ids=["layer", "attn"])
-def test_bits(install: Install, kind: str, scopes: Sequence[str]) -> None:
-    install(cuda_graph_modules=scopes)
-    pair = pair_of(LatentTrainer, kind=kind, config=FUSED)
-    _train(pair, 8)
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert report["replays"] == (8 - 1) * 3 * LAYERS
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
-    _train(pair, 2, at=8)
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
-
-
 def test_two_ranks_that_share_layers(world2: World) -> None:
     """With sequence parallelism: test_multi_latent_attention.py."""
     reports = world2.run(

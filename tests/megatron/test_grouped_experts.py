@@ -48,37 +48,6 @@ def grouped_spec(kinds: str) -> Any:
 # -- in graphs -------------------------------------------------------------------------------------
 
 
-# What is named, and sites of two layers of experts and two dense ones.
-SCOPES: dict[str, tuple[Any, int]] = {
-    "whole layers": ((), 4),
-    "experts alone": ("moe", 2),
-    "everything by name": (("attn", "mlp", "moe"), 4),
-    "experts and dense MLPs": (("mlp", "moe"), 4),
-    "attention": ("attn", 4),
-    "attention and routers": (("attn", "moe_router"), 4),
-}
-
-
-@pytest.mark.parametrize("case", SCOPES)
-def test_dense_layers_among_layers_of_experts(case: str) -> None:
-    scopes, sites = SCOPES[case]
-    report = compare("E-E-", steps_of(6), scopes, spec=grouped_spec("E-E-"), **GROUPED["shared experts"])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
-    assert report["layers"] == sites and report["graphs"] == 2 * sites
-
-
-@pytest.mark.parametrize("case", ["top 2", "sigmoid, bias, groups"])
-def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), spec=grouped_spec("EE"), **GROUPED[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
-def test_gradients_that_are_reduced_while_the_backward_runs() -> None:
-    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
-    report = compare("EE", steps_of(5), spec=grouped_spec("EE"), ddp=ddp, **BIAS)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
     install(mode=mode)

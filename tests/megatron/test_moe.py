@@ -5,13 +5,12 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import moe_rig
 import pytest
 import torch
-from megatron_rig import CAPACITY, Step, evaluate, graph_config, step
-from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, expert_step, lose, steps_of
+from megatron_rig import CAPACITY, Step, graph_config, step
+from moe_rig import PACK, TAILS, ExpertTrainer, compare, expert_step, steps_of
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -33,18 +32,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-def test_bits_where_gradients_are_reduced_while_the_backward_runs() -> None:
-    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
-    report = compare("EE", steps_of(5), "attn", ddp=ddp, **BIAS)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
-@pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
-def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), "attn", **moe_rig.CASES[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 # Sites, graphs of forwards and backwards, and calls in each micro-batch that stay eager.
@@ -92,27 +79,6 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: Install, scopes: 
     assert len(report["failures"]) == 2 and NONE_GRAPHED[tuple(scopes)] in report["failures"][0]
     megagraph.uninstall()
     assert_same_bits(ours, expert_step(trainer, micros, update=False))
-
-
-def test_evaluation_between_steps(install: Install) -> None:
-    install(cuda_graph_modules="attn")
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    found: list[list[Any]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([])
-        for micros in steps_of(4):
-            found[-1].append(expert_step(trainer, micros, eager=is_eager))
-            found[-1].append(evaluate(trainer, micros, eager=is_eager))
-            counts = [router.local_tokens_per_expert.sum() for router in moe_rig.routers(trainer)]
-            assert not any(counts)  # an evaluation counts none
-    for one, other in zip(*found, strict=True):
-        if isinstance(one, list):
-            assert all(map(torch.equal, one, other))
-        else:
-            assert_same_bits(one, other)
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
 # -- rows past a pack's end ------------------------------------------------------------------------
@@ -206,26 +172,6 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
 
 
 # -- what goes wrong, and what is refused ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
-    install(cuda_graph_modules="attn")
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    first, *others = steps_of(5)
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
-        where = f"megatron.core.transformer.moe.{PLACES[place]}"
-        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
-            step(trainer, others[1], eager=is_eager)
-        moe_rig.metrics()
-        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    assert_same_bits(*found, "steps")
-    report = megagraph.reports()[1]
-    assert report["eager"] == {"WARMING_UP": 3 * 2} and report["replays"] == 3 * 3 * 2 + 1
 
 
 REFUSED = {

@@ -11,10 +11,9 @@ import moe_rig
 import pytest
 import torch
 from host_rig import OwnBlock
-from megatron_rig import evaluate, step
+from megatron_rig import step
 from moe_cases import PERMUTED, can_permute
-from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, compare_steps, expert_step, lose, steps_of
-from same_bits import assert_same_bits
+from moe_rig import ExpertTrainer, compare_steps, expert_step, steps_of
 from torch import Tensor
 from worlds import World
 
@@ -43,14 +42,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-@pytest.mark.parametrize("case", ["shared experts", "drop and pad"])
-def test_routers_alone_among_dense_layers(case: str) -> None:
-    if not can_permute(PERMUTED[case]):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    report = compare("E-E-", steps_of(5), ("mlp", *ROUTER_TOO), **PERMUTED[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 4}
 
 
 @pytest.mark.skipif("permutation_sorts()")
@@ -101,29 +92,6 @@ def test_what_leaves_and_in_which_order(case: str) -> None:
     assert PREPROCESS.transient(layer) == (of_shared if case in PADDED else (0, 1, *of_shared))
 
 
-@pytest.mark.parametrize("case", ["sigmoid, bias, groups", "shared experts", "drop and pad"])
-def test_evaluation_between_and_a_longer_tail(install: Install, case: str) -> None:
-    if not can_permute(PERMUTED[case]):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    install(cuda_graph_modules=ALL)
-    trainers = [ExpertTrainer(**PERMUTED[case]) for _ in range(2)]
-    found: list[list[Any]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([])
-        for index, tail in enumerate(TAILS):
-            micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
-            found[-1].append(expert_step(trainer, [micro, PACK], eager=is_eager))
-            found[-1].append(evaluate(trainer, [PACK, micro], eager=is_eager))
-    for one, other in zip(*found, strict=True):
-        if isinstance(one, list):
-            assert all(map(torch.equal, one, other))
-        else:
-            assert_same_bits(one, other)
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
-
-
 @pytest.mark.parametrize("scopes", [("attn", "moe_router"), ROUTER_TOO, ALL, ("attn", "moe")], ids=str)
 def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
@@ -135,28 +103,6 @@ def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[
     )
     report = megagraph.reports()[1]
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
-    install(cuda_graph_modules=ALL)
-    case = {**BIAS, **PERMUTED["drop and pad"]}
-    trainers = [ExpertTrainer(**case) for _ in range(2)]
-    first, *others = steps_of(5)
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
-        where = f"megatron.core.transformer.moe.{PLACES[place]}"
-        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
-            step(trainer, others[1], eager=is_eager)
-        moe_rig.metrics()
-        for router in moe_rig.routers(trainer):
-            router.local_tokens_per_expert.zero_()
-        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    assert_same_bits(*found, "steps")
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2}
 
 
 def test_a_permutation_of_somebody_elses_is_an_error(install: Install) -> None:

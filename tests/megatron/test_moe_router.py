@@ -10,11 +10,22 @@ import moe_jobs
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Micro, evaluate, step
+from megatron_rig import Micro, step
 from moe_cases import ROUTED
-from moe_rig import PACK, PLACES, TAILS, ExpertTrainer, compare, compare_steps, expert_step, lose, steps_of
+from moe_rig import (
+    PACK,
+    PLACES,
+    TAILS,
+    ExpertTrainer,
+    compare,
+    compare_runs,
+    compare_steps,
+    expert_step,
+    lose,
+    steps_of,
+    tensors_of_calls,
+)
 from same_bits import assert_same_bits
-from torch import Tensor
 from worlds import World, Worlds
 
 import megagraph
@@ -39,39 +50,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-# What is named, sites of two layers of experts and two dense ones, and graphs of forwards.
-MIXED: dict[str, tuple[Any, int, int]] = {
-    "attention and routers": (BOTH, 4, 4),
-    "dense layers whole": ((*BOTH, "mlp"), 4, 4),
-    "routers alone": ("moe_router", 2, 2),
-    "routers and dense MLPs": (("mlp", "moe_router"), 4, 4),
-}
-
-
-@pytest.mark.parametrize("case", MIXED)
-def test_dense_layers_among_layers_of_experts(case: str) -> None:
-    scopes, sites, graphed = MIXED[case]
-    changes = ROUTED["gated shared experts, allgather"]
-    report = compare("E-E-", steps_of(6), scopes, **changes)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
-    assert report["layers"] == sites and report["graphs"] == 2 * graphed
-
-
-@pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
-@pytest.mark.parametrize("bucket_size", [1000, 4000])
-def test_gradients_that_are_reduced_while_the_backward_runs(case: str, bucket_size: int) -> None:
-    """Bug that was: overlapped shared experts are no part of the graph, which reported their gradients."""
-    ddp = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
-    report = compare("EE", steps_of(4), BOTH, ddp=ddp, **{**BIAS, **ROUTED[case]})
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
-@pytest.mark.parametrize("case", ["alltoall", "drop", "sigmoid, bias, groups"])
-def test_masks_of_the_users_too(case: str) -> None:
-    report = compare("EE", steps_of(6, masks=True), BOTH, **ROUTED[case])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
@@ -119,38 +97,15 @@ def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Se
 
 def test_steps_without_graphs_between(install: Install) -> None:
     install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        moe_rig.metrics()
-        found.append([])
-        for index, micros in enumerate(steps_of(6)):
-            is_eager = trainer is trainers[0] or index in (2, 4)
-            found[-1].append(expert_step(trainer, micros, eager=is_eager))
-    for one, other in zip(*found, strict=True):
-        assert_same_bits(one, other)
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        return [
+            expert_step(trainer, micros, eager=is_eager or index in (2, 4))
+            for index, micros in enumerate(steps_of(6))
+        ]
+
+    compare_runs([ExpertTrainer(**BIAS) for _ in range(2)], run)
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "DISABLED": 2 * 3 * 2}
-
-
-def test_evaluation_between_steps_records_and_counts_nothing(install: Install) -> None:
-    install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    found: list[list[Any]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([])
-        for micros in steps_of(4):
-            found[-1].append(expert_step(trainer, micros, eager=is_eager))
-            found[-1].append(evaluate(trainer, micros, eager=is_eager))
-            counts = [router.local_tokens_per_expert.sum() for router in moe_rig.routers(trainer)]
-            assert not any(counts) and not any(map(torch.any, moe_rig.metrics().values()))
-    for one, other in zip(*found, strict=True):
-        if isinstance(one, list):
-            assert all(map(torch.equal, one, other))
-        else:
-            assert_same_bits(one, other)
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
 @pytest.mark.parametrize("case", ["alltoall", "allgather", "drop", "drop and pad", "sigmoid, bias, groups"])
@@ -177,15 +132,16 @@ def test_a_longer_tail_changes_nothing(install: Install, case: str) -> None:
 def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:
     """Graphs would go on adding to tensors that nobody reads."""
     install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**ROUTED["several losses"]) for _ in range(2)]
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        found.append([])
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        found = []
         for index, micros in enumerate(steps_of(8)):
             if index in (3, 6):
                 moe_rig.forget_metrics()
-            found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
-    assert_same_bits(*found, "steps")
+            found.append(expert_step(trainer, micros, eager=is_eager))
+        return found
+
+    compare_runs([ExpertTrainer(**ROUTED["several losses"]) for _ in range(2)], run)
     eager = megagraph.reports()[1]["eager"]
     assert eager["ADDRESS_MOVED"] >= 3 * 2 and eager["WARMING_UP"] == 3 * 2
     assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
@@ -197,18 +153,18 @@ def test_a_scale_of_losses_that_is_replaced_between_steps(install: Install, scal
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer() for _ in range(2)]
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        moe_rig.metrics()
-        found.append([])
+
+    def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
+        found = []
         for index, micros in enumerate(steps_of(7)):
             if index in (3, 5):
                 MoEAuxLossAutoScaler.main_loss_backward_scale = (
                     None if scale is None else torch.full((1,), scale, device=trainer.device)
                 )
-            found[-1].append(expert_step(trainer, micros, eager=trainer is trainers[0]))
-    assert_same_bits(*found, "steps")
+            found.append(expert_step(trainer, micros, eager=is_eager))
+        return found
+
+    compare_runs([ExpertTrainer() for _ in range(2)], run)
     assert set(megagraph.reports()[1]["eager"]) == {"ADDRESS_MOVED", "WARMING_UP"}
 
 
@@ -243,43 +199,6 @@ def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Instal
 # -- what goes wrong, and what is around ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_leaves_the_next_step_right(install: Install, place: str) -> None:
-    install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    first, *others = steps_of(5)
-    found: list[list[moe_rig.ExpertStep]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([expert_step(trainer, micros, eager=is_eager) for micros in (first, others[0])])
-        where = f"megatron.core.transformer.moe.{PLACES[place]}"
-        with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
-            step(trainer, others[1], eager=is_eager)
-        assert is_eager or not _tensors_of_calls(trainer)
-        moe_rig.metrics()
-        for router in moe_rig.routers(trainer):
-            router.local_tokens_per_expert.zero_()
-        found[-1] += [expert_step(trainer, micros, eager=is_eager) for micros in others[2:]]
-    assert_same_bits(*found, "steps")
-    report = megagraph.reports()[1]
-    # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
-    assert report["eager"] == {"WARMING_UP": 3 * 2}
-
-
-def _tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
-    """What dispatchers and shared experts keep of their last call."""
-    owners = [layer.mlp.token_dispatcher for layer in trainer.chunk.decoder.layers]
-    owners += [layer.mlp.shared_experts for layer in trainer.chunk.decoder.layers]
-    return [
-        (owner, name)
-        for owner in owners
-        if owner is not None
-        for name, value in vars(owner).items()
-        if isinstance(value, Tensor) and not name.endswith("_by_local_experts")
-    ]
-
-
 def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(install: Install) -> None:
     install(cuda_graph_modules=BOTH)
     trainer = ExpertTrainer(**{**ROUTED["shared experts, overlapped"], "moe_shared_expert_gate": True})
@@ -288,22 +207,18 @@ def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(install: Instal
     where = f"megatron.core.transformer.moe.{PLACES['dispatch']}"
     with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
         step(trainer, steps_of(3)[2])
-    assert _tensors_of_calls(trainer) == []
+    assert tensors_of_calls(trainer) == []
 
 
 @pytest.mark.parametrize("where", ["mlp", "mlp.router", "pre_mlp_layernorm"])
 def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(install: Install, where: str) -> None:
     install(cuda_graph_modules=BOTH)
     trainers = [ExpertTrainer() for _ in range(2)]
-    found: list[list[moe_rig.ExpertStep]] = []
     seen: list[str] = []
     for trainer in trainers:
-        moe_rig.metrics()
         module = trainer.chunk.decoder.layers[1].get_submodule(where)
         module.register_forward_hook(lambda *_: seen.append(where))
-        found.append([expert_step(trainer, micros, eager=trainer is trainers[0]) for micros in steps_of(4)])
-    for one, other in zip(*found, strict=True):
-        assert_same_bits(one, other)
+    compare_steps(trainers, steps_of(4))
     assert len(seen) == 2 * 4 * 3
     assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
 

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole layers of experts that are padded to a capacity in graphs: router, dispatch, experts and combine."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import moe_cases
 import moe_jobs
 import moe_rig
 import pytest
-import torch
-from megatron_rig import evaluate, step
-from moe_rig import PACK, TAILS, ExpertTrainer, compare, compare_steps, expert_step, steps_of
-from same_bits import assert_same_bits
+from megatron_rig import step
+from moe_rig import ExpertTrainer, compare_steps, expert_step, steps_of
 from worlds import World
 
 import megagraph
@@ -37,39 +34,6 @@ def experts() -> Iterator[None]:
     moe_rig.forget_metrics()
     with moe_rig.experts_on_cpu():
         yield
-
-
-@pytest.mark.parametrize(("scopes", "sites"), [(BOTH, 4), ((*BOTH, "mlp"), 4), (("moe",), 2)], ids=str)
-def test_dense_layers_among_layers_of_experts(scopes: Sequence[str], sites: int) -> None:
-    report = compare("E-E-", steps_of(5), scopes, **BIAS)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
-    assert report["layers"] == sites and report["graphs"] == 2 * sites
-
-
-def test_gradients_that_are_reduced_while_the_backward_runs() -> None:
-    ddp = {"overlap_grad_reduce": True, "bucket_size": 4000}
-    report = compare("EE", steps_of(4), BOTH, ddp=ddp, **BIAS)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
-def test_evaluation_between_and_a_longer_tail(install: Install) -> None:
-    install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**BIAS) for _ in range(2)]
-    found: list[list[Any]] = []
-    for trainer in trainers:
-        is_eager = trainer is trainers[0]
-        moe_rig.metrics()
-        found.append([])
-        for index, tail in enumerate(TAILS):
-            micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
-            found[-1].append(expert_step(trainer, [micro, PACK], eager=is_eager))
-            found[-1].append(evaluate(trainer, [PACK, micro], eager=is_eager))
-    for one, other in zip(*found, strict=True):
-        if isinstance(one, list):
-            assert all(map(torch.equal, one, other))
-        else:
-            assert_same_bits(one, other)
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 2 * 2 * 2}
 
 
 def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:

@@ -51,23 +51,6 @@ def _train(pair: Pair, count: int, *, at: int = 0) -> None:
 # -- bits ----------------------------------------------------------------------------------------
 
 
-@each_kind
-@pytest.mark.parametrize("scopes", SCOPES, ids=lambda scopes: "+".join(scopes) or "layer")
-def test_bits(install: Install, kind: str, scopes: Sequence[str]) -> None:
-    install(cuda_graph_modules=scopes)
-    pair = pair_of(LatentTrainer, kind=kind)
-    _train(pair, 8)
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert report["replays"] == (8 - 1) * 3 * LAYERS
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
-    _train(pair, 2, at=8)
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
-    assert report["graphs"] == 3 * LAYERS  # of each half, or of layers: forwards, and backwards of training
-
-
 def test_padding_between_documents_and_several_slots(install: Install) -> None:
     install(cuda_graph_slots=2)
     pair = pair_of(LatentTrainer, kind="low rank, YaRN")

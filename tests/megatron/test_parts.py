@@ -32,27 +32,6 @@ def _steps(pair: Pair, count: int) -> None:
         pair.step(*micros)
 
 
-@pytest.mark.parametrize("scopes", SCOPES)
-@pytest.mark.parametrize(
-    "ddp",
-    [{}, {"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "bucket_size": 4000}],
-    ids=["plain", "overlap", "overlap, buckets"],
-)
-def test_bits(install: Install, scopes: Sequence[str], ddp: dict[str, Any]) -> None:
-    install(cuda_graph_modules=scopes)
-    pair = Pair(ddp=ddp)
-    _steps(pair, 8)
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
-    _steps(pair, 2)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS + 2 * LAYERS} and report["failures"] == []
-    assert report["calls"] == (10 * 3 + 2 * 2) * LAYERS
-    assert report["verification"]["verified"] == 2
-    # Forwards and backwards for training, forwards for evaluation: of each half, or of layers.
-    assert report["graphs"] == 3 * LAYERS
-
-
 @pytest.mark.parametrize("scopes", SCOPES[:2])
 def test_under_recompute_of_the_other_half(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)

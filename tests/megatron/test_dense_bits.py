@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense layers with each attention, in each part that is graphed: the bits of eager, evaluations between."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import parallel_jobs
+import pytest
+from latent_rig import KINDS, LatentTrainer, pair_of
+from megatron_rig import LAYERS, Micro, Pair
+
+from megagraph.config import GraphConfig
+
+pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+Install = Callable[..., GraphConfig]
+Scopes = Sequence[str]
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+STEPS = 8
+
+OVERLAP = {"overlap_grad_reduce": True}
+PLAIN: dict[str, Callable[[], Pair]] = {
+    "plain": Pair,
+    "overlap": functools.partial(Pair, ddp=OVERLAP),
+    "overlap, buckets": functools.partial(Pair, ddp={**OVERLAP, "bucket_size": 4000}),
+}
+LATENT = {kind: functools.partial(pair_of, LatentTrainer, kind=kind) for kind in KINDS}
+FUSED_ROPE = {
+    f"{kind}, fused RoPE": functools.partial(
+        pair_of, LatentTrainer, kind=kind, config={"apply_rope_fusion": True}
+    )
+    for kind in ("low rank, YaRN", "plain, YaRN")
+}
+HALVES: list[Scopes] = [("attn",), ("mlp",), ("attn", "mlp")]
+TABLE: list[tuple[str, Callable[[], Pair], Scopes]] = [
+    *((name, make, scopes) for name, make in PLAIN.items() for scopes in HALVES),
+    *((name, make, scopes) for name, make in LATENT.items() for scopes in ((), *HALVES)),
+    *((name, make, scopes) for name, make in FUSED_ROPE.items() for scopes in ((), HALVES[0])),
+]
+
+
+def _train(pair: Pair, *, first: int, last: int) -> None:
+    """Steps whose packs change every micro-batch, many of them below the capacity."""
+    for micros in parallel_jobs.steps_of(last)[first:]:
+        pair.step(*micros)
+
+
+@pytest.mark.parametrize(
+    ("make", "scopes"),
+    [pytest.param(make, scopes, id=f"{name}-{'+'.join(scopes) or 'layer'}") for name, make, scopes in TABLE],
+)
+def test_bits(install: Install, make: Callable[[], Pair], scopes: Scopes) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = make()
+    _train(pair, first=0, last=STEPS)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert report["replays"] == (STEPS - 1) * 3 * LAYERS
+    pair.evaluate(ONE, TWO)
+    pair.evaluate(TWO, ONE)
+    _train(pair, first=STEPS, last=STEPS + 2)
+    report = pair.report()
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+    assert report["calls"] == ((STEPS + 2) * 3 + 2 * 2) * LAYERS
+    assert report["verification"]["verified"] == 2
+    # Forwards and backwards for training, forwards for evaluation: of each half, or of layers.
+    assert report["graphs"] == 3 * LAYERS
