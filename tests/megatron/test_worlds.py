@@ -8,7 +8,7 @@ import pytest
 import waiting_jobs
 from worlds import World, Worlds
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.ranks]
 
 
 @pytest.fixture
