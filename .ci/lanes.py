@@ -131,10 +131,22 @@ def first_line(element: ElementTree.Element) -> str:
     return re.sub(r"\s+", " ", message.strip().split("\n")[0])[:200]
 
 
-def follow(lanes: Sequence[Lane], limit: float = float("inf"), say: Callable[..., None] = print) -> None:
-    """Waits for all lanes, at most `limit` seconds, and tells how far they are."""
+def follow(
+    lanes: Sequence[Lane],
+    limit: float = float("inf"),
+    say: Callable[..., None] = print,
+    begin: Callable[[], bool] = lambda: False,
+) -> None:
+    """Waits for all lanes and tells how far they are.
+
+    Args:
+        lanes: that have begun; `begin` may add some.
+        limit: seconds at most.
+        say: prints.
+        begin: begins what can begin by now; returns whether something still waits.
+    """
     start = told = time.monotonic()
-    while any(lane.code is None for lane in lanes) and time.monotonic() - start < limit:
+    while (begin() or any(lane.code is None for lane in lanes)) and time.monotonic() - start < limit:
         time.sleep(LOOK_SECONDS)
         if time.monotonic() - told >= TELL_SECONDS:
             told = time.monotonic()

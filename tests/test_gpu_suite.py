@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -33,20 +34,17 @@ def suite() -> ModuleType:
     return load("gpu")
 
 
-def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, **tests: str) -> int:
-    """Runs files of tests as the parts that there are, and tells what came out."""
+def run(suite: ModuleType, folder: Path, *, limit: float = 120.0, gib: float = 80.0, **tests: str) -> int:
+    """Runs files of tests as the parts that there are, each of 30 GiB, and tells what came out."""
     parts = {}
     for name, text in tests.items():
         file = folder / f"test_{name}.py"
         file.write_text(text, encoding="utf-8")
-        parts[name] = ([str(file), "--rootdir", str(folder), "-c", os.devnull], "load", 1)
-    suite.PARTS = {**parts, "absent": ([], "load", 1)}
-    started = [suite.begin(name, folder, [], dict(os.environ)) for name in parts]
-    start = time.monotonic()
-    suite.follow(started, limit)
-    for part in started:
-        part.stop()
-    code: int = suite.tell(started, time.monotonic() - start)
+        parts[name] = suite.Part([str(file), "--rootdir", str(folder), "-c", os.devnull], "load", 1, 30)
+    suite.PARTS = {**parts, "absent": suite.Part([], "load", 1, 30)}
+    suite.what_is_missing, suite.gpu_gib = lambda: None, lambda: gib
+    with mock.patch.object(sys, "argv", [".ci/gpu", "--out", str(folder), "--limit", str(limit), *parts]):
+        code: int = suite.main()
     return code
 
 
@@ -105,6 +103,29 @@ def test_hangs():
     assert not child.exists() or not child.read_text()
 
 
+def test_parts_begin_when_their_memory_is_free(
+    suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    when = """
+import pathlib, time
+def test_when():
+    here = pathlib.Path(__file__)
+    times = [time.time(), time.sleep(1) or time.time()]
+    here.with_suffix(".when").write_text(" ".join(map(str, times)))
+"""
+    for folder, gib, are_side_by_side in (("large", 80, True), ("small", 40, False), ("tiny", 10, False)):
+        (tmp_path / folder).mkdir()
+        assert run(suite, tmp_path / folder, gib=gib, one=when, other=when) == 0
+        spans = [
+            [*map(float, (tmp_path / folder / f"test_{name}.when").read_text().split())]
+            for name in ("one", "other")
+        ]
+        assert (spans[1][0] < spans[0][1]) == are_side_by_side
+    hangs = "import time\ndef test_hangs(): time.sleep(600)"
+    assert run(suite, tmp_path, gib=40, limit=6, one=hangs, other=when) == 1
+    assert "part other: waited for memory of the GPU until the time was over" in capsys.readouterr().out
+
+
 def test_a_part_that_runs_nothing_is_a_failure(
     suite: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +136,9 @@ def test_a_part_that_runs_nothing_is_a_failure(
 def test_unknown_parts_are_an_error() -> None:
     told = subprocess.run([SCRIPT, "bank", "banks"], capture_output=True, text=True)
     assert (
-        told.returncode == 2 and "expected parts of ops, bank" in told.stderr and "got banks" in told.stderr
+        told.returncode == 2
+        and "expected parts of ranks, megatron" in told.stderr
+        and "got banks" in told.stderr
     )
 
 
