@@ -181,7 +181,7 @@ def test_evaluation_between_and_a_longer_tail(install: Install, way: str, case: 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_leaves_the_next_step_right(install: Install, way: str, place: str) -> None:
     install(cuda_graph_modules=WAYS[way].scopes)
-    case = {**of(way, BIAS), **of(way, "drop and pad")} if way == PERMUTATION else of(way, BIAS)
+    case = {**WAYS[way].cases[BIAS], **(of(way, "drop and pad") if way == PERMUTATION else {})}
     first, second, lost, *others = steps_of(5)
 
     def run(trainer: ExpertTrainer, is_eager: bool) -> list[Any]:
@@ -191,14 +191,14 @@ def test_an_error_leaves_the_next_step_right(install: Install, way: str, place: 
             step(trainer, lost, eager=is_eager)
         assert is_eager or way == ATTENTION or not moe_rig.tensors_of_calls(trainer)
         moe_rig.metrics()
-        for router in moe_rig.routers(trainer):
+        for router in moe_rig.routers(trainer) if way != ATTENTION else ():
             router.local_tokens_per_expert.zero_()
         return found + [expert_step(trainer, micros, eager=is_eager) for micros in others]
 
     compare_runs([ExpertTrainer(**case) for _ in range(2)], run)
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
     report = megagraph.reports()[1]
-    assert report["eager"] == WARM_UP and report["replays"] > 3 * 3 * 2
+    assert report["eager"] == WARM_UP and report["replays"] == 3 * 3 * 2 + 1
 
 
 # What is named, and the sites of a layer with experts and a dense one.
