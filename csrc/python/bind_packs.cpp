@@ -51,16 +51,16 @@ void bind_packs(py::module_& m) {
       py::arg("max_tokens"), py::arg("max_seqs"), py::arg("alignment"), py::arg("attention_parity"),
       py::arg("exchange"), py::arg("multiple"));
   py::class_<Decider>(m, "Decider")
-      .def(py::init<int64_t, bool, bool, py::list, py::object, py::object>(), py::arg("extra_seqs"),
+      .def(py::init<int64_t, bool, bool, py::list, py::object>(), py::arg("extra_seqs"),
            py::arg("depend_on_longest"), py::arg("are_cut"), py::arg("reasons"),
-           py::arg("make_key"), py::arg("state_of_call"))
+           py::arg("make_key"))
       .def("set_capacities", &Decider::set_capacities, py::arg("by_cp_size"))
       .def("set_groups", &Decider::set_groups, py::arg("by_cp_size"))
       .def("refuse", &Decider::refuse, py::arg("reason"))
       .def("why_not", &Decider::why_not, py::arg("params"), py::arg("tokens"),
            py::arg("cp_size") = 1)
       .def("decide", &Decider::decide, py::arg("params"), py::arg("tokens"), py::arg("has_mask"),
-           py::arg("cp_size") = 1);
+           py::arg("state_of_call"), py::arg("cp_size") = 1);
 }
 
 }  // namespace megagraph

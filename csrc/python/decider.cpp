@@ -18,13 +18,12 @@ constexpr size_t kMostKeys = 256;
 }  // namespace
 
 Decider::Decider(int64_t extra_seqs, bool depend_on_longest, bool are_cut, py::list reasons,
-                 py::object make_key, py::object state_of_call)
+                 py::object make_key)
     : extra_seqs_(extra_seqs),
       depend_on_longest_(depend_on_longest),
       are_cut_(are_cut),
       reasons_(std::move(reasons)),
-      make_key_(std::move(make_key)),
-      state_of_call_(std::move(state_of_call)) {}
+      make_key_(std::move(make_key)) {}
 
 void Decider::set_capacities(const py::dict& by_cp_size) {
   keys_.clear();  // which know capacities by address
@@ -67,7 +66,7 @@ py::object Decider::why_not(const py::object& params, int64_t tokens, int64_t cp
 }
 
 py::object Decider::decide(const py::object& params, int64_t tokens, bool has_mask,
-                           int64_t cp_size) {
+                           const py::object& state_of_call, int64_t cp_size) {
   const Found found = find(params, tokens, cp_size);
   if (!found.reason.is_none()) return found.reason;
   if (c10::InferenceMode::is_enabled()) return reason(EagerReason::kSignatureChanged);
@@ -77,7 +76,7 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
   const int64_t shared_by = found.shape.cp_size;
   // Each rank's rows are several runs of positions then, for which no op of ours is made.
   if (are_rows && shared_by > 1) return reason(EagerReason::kSignatureChanged);
-  const py::object state = state_of_call_();
+  const py::object state = state_of_call();
   // What a pack says of padding is None, True or False; for anything else the name is made anew.
   PyObject* between = form.pad_between_seqs.ptr();
   const bool is_known = between == Py_None || PyBool_Check(between);

@@ -28,12 +28,12 @@ class Decider {
  public:
   // `reasons`: Python's members of EagerReason, in order. `make_key`: makes the name of a variant
   // of a capacity, the four values of a form, gradients or not, a state, whether rows are
-  // positions, whether there is a mask, and how many ranks share the pack. `state_of_call`: numbers
-  // the state that the layers are in.
+  // positions, whether there is a mask, and how many ranks share the pack. It must not lead back to
+  // this object: garbage collection does not see what C++ holds.
   // `depend_on_longest`: the model's rotary tables have as many rows as a pack's longest document;
   // `are_cut`: it then cuts them to the rows of the pack.
   Decider(int64_t extra_seqs, bool depend_on_longest, bool are_cut, pybind11::list reasons,
-          pybind11::object make_key, pybind11::object state_of_call);
+          pybind11::object make_key);
 
   // By context-parallel size, Python's own; none while they are still to be learned.
   void set_capacities(const pybind11::dict& by_cp_size);
@@ -48,9 +48,9 @@ class Decider {
   pybind11::object why_not(const pybind11::object& params, int64_t tokens, int64_t cp_size);
 
   // The name of the variant, whose capacity is None while capacities are still to be learned; or
-  // the reason.
+  // the reason. `state_of_call`: numbers the state that the layers are in.
   pybind11::object decide(const pybind11::object& params, int64_t tokens, bool has_mask,
-                          int64_t cp_size);
+                          const pybind11::object& state_of_call, int64_t cp_size);
 
  private:
   struct Bank {
@@ -72,7 +72,7 @@ class Decider {
   const int64_t extra_seqs_;
   const bool depend_on_longest_, are_cut_;
   const pybind11::list reasons_;
-  const pybind11::object make_key_, state_of_call_;
+  const pybind11::object make_key_;
   pybind11::object refused_ = pybind11::none();
   std::map<int64_t, Bank> banks_;
   pybind11::dict groups_;

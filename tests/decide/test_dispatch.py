@@ -30,16 +30,16 @@ def decide(
 ) -> Capacity | EagerReason:
     """What the core decides for a pack of a shape, to which a tail adds further documents."""
     name = lambda capacity, *_: (capacity,)  # noqa: E731
-    decider = _C.Decider(extra_seqs, False, False, list(EagerReason), name, lambda: 0)
+    decider = _C.Decider(extra_seqs, False, False, list(EagerReason), name)
     decider.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
     if shape is None:
-        found = decider.decide(None, 1, False)
+        found = decider.decide(None, 1, False, lambda: 0)
     else:
         offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
         pack = SimpleNamespace(qkv_format="thd", **dict.fromkeys(names, offsets), **longest)
-        found = decider.decide(pack, shape.tokens, False, shape.cp_size)
+        found = decider.decide(pack, shape.tokens, False, lambda: 0, shape.cp_size)
         reason = decider.why_not(pack, shape.tokens, shape.cp_size)
         assert reason is (found if isinstance(found, EagerReason) else None)
     decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found[0]

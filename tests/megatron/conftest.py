@@ -12,7 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 import pytest
 import torch
 from compared import every_graph_is_compared_or_named
-from leftovers import free_models, models_in_memory
+from leftovers import forget_loss_scale, free_models, models_in_memory
 from megatron_rig import graph_config
 from worlds import World, Worlds
 
@@ -71,6 +71,7 @@ def uninstalled() -> Iterator[None]:
     """Whatever a test installed is gone afterwards; its pools are memory that other processes can have."""
     yield
     megagraph.uninstall()
+    forget_loss_scale()
     torch.cuda.empty_cache()
 
 
@@ -91,7 +92,7 @@ def worlds() -> Iterator[Worlds]:
     """Ranks on GPUs or over gloo, as long as a file of tests: every process takes a gigabyte."""
     worlds = Worlds()
     yield worlds
-    worlds.close()
+    _ranks_end_well(worlds)  # where the test that says so runs elsewhere
 
 
 @pytest.fixture(scope="module")

@@ -15,45 +15,58 @@ from typing import Any
 import objgraph
 import torch
 
+from megagraph.bank.bank import Bank
+from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.scopes.leftovers import drop_history, forget_calls
 
-__all__ = ["free_models", "models_in_memory"]
+__all__ = ["forget_loss_scale", "free_models", "models_in_memory"]
 
 
 _named: weakref.WeakSet[Any] = weakref.WeakSet()
+_named_pools: set[tuple[int, ...]] = set()
+
+
+def forget_loss_scale() -> None:
+    """Of routers' losses. A backward outside of any schedule makes one without dimensions, for good.
+
+    No later schedule of this process could set it.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def free_models() -> None:
     """Undoes these cycles in all models that there are. Call it where none of them is used again.
 
-    Gives back the memory of a GPU that they had, which other processes may need. Forgets the scale of
-    routers' losses, too: a backward outside of any schedule makes one without dimensions, which no later
-    schedule of this process could set.
+    Gives back the memory of a GPU that they had, which other processes may need.
     """
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     _undo_all(gc.get_objects())
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def models_in_memory() -> list[str]:
-    """The models that stay, and how each is reached: call it behind `uninstall()` and `free_models()`.
+    """What stays of models, of their graphs and of the memory of these, and how it is reached.
 
-    Each is named once, to whoever asks first. What those free is Megatron's own, so that what keeps one is
-    the plugin, or a test. C++ holds what is reached from no module.
+    Call it behind `uninstall()` and `free_models()`. Each is named once, to whoever asks first. What those
+    free is Megatron's own, so that what keeps one is the plugin, or a test. C++ holds what is reached from no
+    module.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    models: list[Any] = [it for it in gc.get_objects() if issubclass(type(it), LanguageModule)]
-    new = [model for model in models if model not in _named]
+    kinds = LanguageModule, ModelGraphs, Bank
+    stay: list[Any] = [it for it in gc.get_objects() if issubclass(type(it), kinds)]
+    new = [it for it in stay if it not in _named]
     _named.update(new)
-    return [_path_to(model) for model in new]
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
+    pools = {tuple(segment["segment_pool_id"]) for segment in segments} - {(0, 0)} - _named_pools
+    _named_pools.update(pools)
+    return [*(_path_to(it) for it in new), *(f"the pool {pool} of graphs" for pool in sorted(pools))]
 
 
-def _path_to(model: object) -> str:
-    path = objgraph.find_backref_chain(model, objgraph.is_proper_module, max_depth=30)
+def _path_to(found: object) -> str:
+    path = objgraph.find_backref_chain(found, objgraph.is_proper_module, max_depth=30)
     return " -> ".join(getattr(it, "__name__", type(it).__name__) for it in path)
 
 

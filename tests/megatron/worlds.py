@@ -285,7 +285,14 @@ class Worlds:
         return self._made[size, compiles]
 
     def close(self) -> list[int | None]:
-        """Ends all of them. Returns the exit codes of all that ever ended, None for one that was killed."""
+        """Ends all of them.
+
+        Returns:
+            The exit codes of all that have ended since the last call, None for one that was killed.
+        """
         for world in self._made.values():
             world.close()
-        return [code for world in self._made.values() for code in world.codes]
+        codes = [code for world in self._made.values() for code in world.codes]
+        for world in self._made.values():
+            world.codes.clear()
+        return codes

@@ -8,7 +8,6 @@ from megagraph import _C
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.capacities import Capacities
-from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.parallel.context import ContextRanks
@@ -18,17 +17,16 @@ __all__ = ["Decider"]
 
 
 class Decider(_C.Decider):
-    """Decides on the packs of one model: `decide(params, tokens, has_mask, cp_size)`.
+    """Decides on the packs of one model: `decide(params, tokens, has_mask, state_of_call, cp_size)`.
 
-    `cp_size` is that of packs that do not say their own. It answers with a variant's name, whose capacity is
-    None while capacities are still to be learned, or with the `EagerReason` why no graph of the model can
-    take the micro-batch.
+    `state_of_call` numbers the state that the layers are in, and `cp_size` is that of packs that do not say
+    their own. It answers with a variant's name, whose capacity is None while capacities are still to be
+    learned, or with the `EagerReason` why no graph of the model can take the micro-batch.
 
     Args:
         capacities: of the model's graphs.
         tail: the convention of its canonical packs.
         tables: the model's rotary tables.
-        states: numbers the state that its layers are in.
         masks_tail: its layers are given a padding mask in any case, of what lies past a pack's end.
         context: the ranks that may share packs.
     """
@@ -38,13 +36,12 @@ class Decider(_C.Decider):
         capacities: Capacities,
         tail: TailConvention,
         tables: OwnTables,
-        states: LayerStates,
         masks_tail: bool,
         context: ContextRanks,
     ) -> None:
         rotary = tables.depend_on_max_seqlen, tables.are_cut
         key = functools.partial(_key, masks_tail)
-        super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key, states.of_call)
+        super().__init__(tail.extra_seqs, *rotary, list(EagerReason), key)
         self._capacities = capacities
         self.heed_groups(context)
         self.follow()

@@ -78,7 +78,7 @@ class ModelGraphs:
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
         masks_tail = has_experts(model.config)
         self.masks_at_entry = masks_tail and self.tensor.shards_sequence
-        self.decider = Decider(self._capacities, config.tail, self._tables, self._states, masks_tail, context)
+        self.decider = Decider(self._capacities, config.tail, self._tables, masks_tail, context)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self.equal_rows: EqualRows | None = None
@@ -134,7 +134,7 @@ class ModelGraphs:
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
-        key = self.decider.decide(params, tokens, has_mask, self._capacities.cp_size)
+        key = self.decider.decide(params, tokens, has_mask, self._states.of_call, self._capacities.cp_size)
         if isinstance(key, EagerReason):
             return key
         if not entries.are_settled:
