@@ -90,6 +90,7 @@ class Lane:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self.seconds = time.monotonic() - self._start
 
     def results(self) -> list[Result]:
         """Of every test that has ended."""

@@ -122,7 +122,7 @@ def test_when():
         ]
         assert (spans[1][0] < spans[0][1]) == are_side_by_side
     hangs = "import time\ndef test_hangs(): time.sleep(600)"
-    assert run(suite, tmp_path, gib=40, limit=6, one=hangs, other=when) == 1
+    assert run(suite, tmp_path, gib=40, limit=3, one=hangs, other=when) == 1
     assert "part other: waited for memory of the GPU until the time was over" in capsys.readouterr().out
 
 
