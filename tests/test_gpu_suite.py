@@ -94,6 +94,8 @@ def test_hangs():
         signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().out
     assert "part one: pytest ended with 2" in said
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("one  "))
+    assert int(row[-1]) >= 8
     assert "test_one.py::test_fails: AssertionError: a sum" in said
     assert "assert (1 + 1) == 3" in (tmp_path / "one.log").read_text()
     child = Path("/proc", (tmp_path / "child").read_text(), "cmdline")

@@ -27,10 +27,7 @@ _named_pools: set[tuple[int, ...]] = set()
 
 
 def forget_loss_scale() -> None:
-    """Of routers' losses. A backward outside of any schedule makes one without dimensions, for good.
-
-    No later schedule of this process could set it.
-    """
+    """Of routers' losses: a backward outside of any schedule makes one that no later schedule could set."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -41,6 +38,7 @@ def free_models() -> None:
 
     Gives back the memory of a GPU that they had, which other processes may need.
     """
+    forget_loss_scale()
     _undo_all(gc.get_objects())
     gc.collect()
     torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from torchrun import run_two_ranks
 pytestmark = pytest.mark.megatron
 
 HERE = Path(__file__).parent
-# Whether it ends is a matter of chance on a GPU only, where each start of two processes takes a minute.
+# Whether it ends is a matter of chance on a GPU only, where each job takes twenty seconds.
 TIMES = [0, 1, *(pytest.param(time, marks=pytest.mark.soak) for time in (2, 3, 4))]
 
 
