@@ -5,10 +5,15 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 import waiting_jobs
 from worlds import World, Worlds
 
-pytestmark = [pytest.mark.megatron, pytest.mark.ranks]
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.ranks,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the world of tests itself: shown on the CPU"),
+]
 
 
 @pytest.fixture

@@ -61,6 +61,8 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection, compi
     torch.set_num_threads(1)
     torch._dynamo.config.disable = not compiles
     torch.use_deterministic_algorithms(True)
+    # Or a rank that makes Megatron's groups and closes them breaks another that still connects to it.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     backend = "gloo"
     if torch.cuda.is_available():
         take_gpu(rank, size)
