@@ -69,6 +69,10 @@ class Backend(Protocol):
         """
         ...
 
+    def collect(self) -> None:
+        """Before a capture: ends what only a garbage collector would find, and then in the middle of it."""
+        ...
+
     def settle(self) -> None:
         """Waits for the device and returns unused memory; once before and once after a capture."""
         ...
@@ -108,6 +112,9 @@ class HostBackend:
 
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
         return contextlib.nullcontext(contextlib.nullcontext)
+
+    def collect(self) -> None:
+        """See `Backend`: nothing of the host's gets in the way of a capture."""
 
     def settle(self) -> None:
         pass
@@ -200,6 +207,10 @@ class CudaBackend:
             self.settle()
             if taken := _C.taken_bytes(pool):
                 raise KeptMemoryError(f"{taken} bytes that were lent are still in use")
+
+    def collect(self) -> None:
+        """See `Backend`: events and memory must not be freed on a stream that is being captured."""
+        gc.collect()
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

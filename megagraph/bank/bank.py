@@ -161,7 +161,7 @@ class Bank:
         self.core.become(_C.BankState.CAPTURING)
         was_enabled = gc.isenabled()
         self.backend.settle()
-        gc.collect()
+        self.backend.collect()
         gc.disable()
         try:
             # Every warm-up first: beside a pool that is full already, its memory would come on top.

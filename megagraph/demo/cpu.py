@@ -7,32 +7,35 @@ distributed optimizer does not. Makes no claim of speed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 __all__ = ["megatron_on_cpu"]
 
+# What megatron-core calls with a device by name. A mode of torch's functions would see every call of torch,
+# and take a tenth of all time.
+_OF_TORCH = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "ones", "rand", "randint", "randn"),
+    *("tensor", "triu", "zeros", "zeros_like"),
+)
+_OF_TENSORS = ("new_empty", "new_zeros", "to")
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Turns `device="cuda..."` into the CPU in every call of torch."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if not kwargs:  # as in most calls, of which there are very many
-            return func(*args)
+def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch for which `device="cuda..."` is the CPU."""
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}
+            kwargs["device"] = "cpu"
             kwargs.pop("pin_memory", None)  # for a copy to the device
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return on_cpu
 
 
 @contextlib.contextmanager
@@ -57,13 +60,14 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "default_generators", {torch.device("cpu"): torch.default_generator}),
         # Megatron swaps streams of random numbers as soon as CUDA is there, which it never is.
         (streams, "_lazy_call", lambda call, **kwargs: call()),
+        *((torch, name, _cuda_means_cpu(getattr(torch, name))) for name in _OF_TORCH),
+        *((Tensor, name, _cuda_means_cpu(getattr(Tensor, name))) for name in _OF_TENSORS),
     )
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, stand_in in replaced:
         setattr(owner, name, stand_in)
     try:
-        with _CudaMeansCpu():
-            yield
+        yield
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
