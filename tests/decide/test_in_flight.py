@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which stages run micro-batches is Megatron's, and so is what is in flight in it."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from megagraph.decide.in_flight import Pass, StageSchedule
+
+MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES = 8, 4, 64
+
+
+class Pipeline(NamedTuple):
+    """What Megatron's functions of a schedule ask a communicator for."""
+
+    stages: int
+    stage: int
+    chunks: int
+
+    class Group(NamedTuple):
+        """Of the stages."""
+
+        of: "Pipeline"
+
+        def size(self) -> int:
+            return self.of.stages
+
+        def rank(self) -> int:
+            return self.of.stage
+
+    @property
+    def pp_group(self) -> "Pipeline.Group":
+        return Pipeline.Group(self)
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        return self.chunks if self.chunks > 1 else None
+
+
+def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool = False) -> list[Pass]:
+    """The order that Megatron's own functions stand for, put together as its schedules do."""
+    from megatron.core.pipeline_parallel import schedules
+
+    group = schedule.group_size or schedule.stages
+    pipeline = Pipeline(schedule.stages, schedule.stage, schedule.chunks)
+    total, _, warm_up, rest = schedules.get_pp_rank_microbatches(
+        count, schedule.chunks, group, forward_only, schedule.has_expert_overlap, pipeline
+    )
+    table = schedules.get_schedule_table(count, schedule.chunks, group)
+    forwards = iter([Pass(True, chunk, micro_batch) for micro_batch, chunk in table])
+    backwards = iter([Pass(False, schedule.chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table])
+    order = [*itertools.islice(forwards, warm_up)]
+    for _ in range(rest):
+        order += [next(forwards), next(backwards)]
+    assert next(forwards, None) is None and len(order) == warm_up + 2 * rest and warm_up + rest == total
+    return order if forward_only else [*order, *backwards]
+
+
+def schedules(groups: Callable[[int], list[int]]) -> Iterator[StageSchedule]:
+    """Every stage of pipelines, with some sizes of groups of micro-batches for a number of stages."""
+    for stages in range(1, MOST_STAGES + 1):
+        for stage in range(stages):
+            yield StageSchedule(stages=stages, stage=stage)
+            several = itertools.product(range(2, MOST_CHUNKS + 1), groups(stages), (False, True))
+            for chunks, group_size, has_expert_overlap in several if stages > 1 else ():
+                yield StageSchedule(
+                    stages=stages,
+                    stage=stage,
+                    chunks=chunks,
+                    group_size=group_size,
+                    has_expert_overlap=has_expert_overlap,
+                )
+
+
+def most_in(order: list[Pass], chunks: int) -> list[int]:
+    now, most = [0] * chunks, [0] * chunks
+    for is_forward, chunk, _ in order:
+        now[chunk] += 1 if is_forward else -1
+        assert now[chunk] >= 0
+        most[chunk] = max(most[chunk], now[chunk])
+    return most
+
+
+def check(schedule: StageSchedule, counts: list[int]) -> None:
+    """Order and figures for these counts."""
+    most = [0] * schedule.chunks
+    for count in filter(schedule.is_legal, counts):
+        order = order_of_megatron(schedule, count)
+        assert [*schedule.passes(count)] == order
+        most = [*map(max, most, most_in(order, schedule.chunks))]
+    assert most == [*schedule.most_in_flight], schedule
+
+
+def few_counts(schedule: StageSchedule) -> list[int]:
+    """Such that every legal rest of a group occurs, and the most that are in flight."""
+    group = schedule.group_size or schedule.stages
+    return [*range(1, group + schedule.stages), *range(2 * group, 3 * group + 1), 5 * group]
+
+
+@pytest.mark.megatron
+def test_order_and_figures_are_those_of_megatron() -> None:
+    for schedule in schedules(lambda stages: [stages, stages + 1, 2 * stages + 1]):
+        check(schedule, few_counts(schedule))
+
+
+@pytest.mark.soak
+@pytest.mark.megatron
+def test_every_size_and_count() -> None:
+    """Groups and counts of up to 64 micro-batches."""
+    for schedule in schedules(lambda stages: [*range(stages, MOST_MICRO_BATCHES + 1)]):
+        check(schedule, [*range(1, MOST_MICRO_BATCHES + 1)])
+
+
+FIGURES = {
+    (2, 1, None, False): [(2,), (1,)],
+    (4, 1, None, False): [(4,), (3,), (2,), (1,)],
+    (2, 2, 2, False): [(4, 2), (3, 1)],
+    (2, 2, 2, True): [(4, 2), (4, 2)],
+    (4, 2, 4, False): [(8, 4), (8, 4), (7, 3), (5, 1)],
+}
+
+
+@pytest.mark.parametrize("pipeline", FIGURES)
+def test_figures(pipeline: tuple[int, int, int | None, bool]) -> None:
+    stages, chunks, group, overlap = pipeline
+    assert FIGURES[pipeline] == [
+        StageSchedule(
+            stages=stages, stage=stage, chunks=chunks, group_size=group, has_expert_overlap=overlap
+        ).most_in_flight
+        for stage in range(stages)
+    ]
+
+
+def test_without_a_pipeline_one_is_in_flight_and_with_expert_overlap_two() -> None:
+    assert StageSchedule().most_in_flight == (1,)
+    schedule = StageSchedule(has_expert_overlap=True)
+    assert schedule.most_in_flight == (2,) == schedule.in_flight(7) and schedule.in_flight(1) == (1,)
+
+
+@pytest.mark.parametrize("schedule", [StageSchedule(stages=2, stage=1), StageSchedule(stages=2, chunks=2)])
+@pytest.mark.megatron
+def test_forward_only_steps_hold_every_forward(schedule: StageSchedule) -> None:
+    order = [*schedule.passes(4, forward_only=True)]
+    assert order == order_of_megatron(schedule, 4, forward_only=True)
+    assert all(is_forward for is_forward, _, _ in order) and len(order) == 4 * schedule.chunks
+
+
+@pytest.mark.parametrize(
+    ("group", "legal"), [(None, [2, 4, 6, 8]), (2, [2, 4, 6, 8]), (3, [3, 5, 6, 8]), (4, [4, 6, 7, 8])]
+)
+def test_counts_that_megatron_takes(group: int | None, legal: list[int]) -> None:
+    """As its schedule raises: fewer than a group, and a rest with fewer than there are stages."""
+    schedule = StageSchedule(stages=2, chunks=2, group_size=group)
+    assert [*filter(schedule.is_legal, range(9))] == legal
+    with pytest.raises(ValueError, match=r"expected a number of micro-batches that .* takes, got 1"):
+        [*schedule.passes(1)]
+    assert not StageSchedule(stages=2).is_legal(0) and StageSchedule(stages=2).is_legal(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stages": 0}, "expected at least one stage and chunk, got 0 and 1"),
+        ({"stages": 2, "stage": 2}, "expected a stage from 0 to 1, got 2"),
+        ({"chunks": 2}, "expected one chunk without a pipeline, got 2"),
+        ({"stages": 2, "has_expert_overlap": True}, "expected several chunks a stage"),
+        ({"stages": 4, "chunks": 2, "group_size": 3}, "expected groups of at least 4 micro-batches.*got 3"),
+    ],
+)
+def test_what_no_schedule_takes(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StageSchedule(**wrong)
