@@ -53,7 +53,9 @@ class GraphConfig:
         cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
             at least 1; those that were not used for the longest time go.
         cuda_graph_slots: micro-batches of a model that may be in flight at once, from the forward to the end
-            of the backward, at least 1; each has graphs and memory of its own.
+            of the backward, at least 1; each has graphs and memory of its own. By default as many as
+            Megatron's schedule has in flight of the model chunk: in a pipeline a number is the most that any
+            chunk gets, and further micro-batches run eager.
         cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router`,
             `moe_preprocess` and `mamba`; none for whole layers, or for what the model's own config names.
         cuda_graph_granularity: `layer`.
@@ -81,7 +83,7 @@ class GraphConfig:
     cp_sizes: tuple[int, ...] = ()
     cuda_graph_warmup_steps: int = 3
     cuda_graph_max_states: int = 8
-    cuda_graph_slots: int = 1
+    cuda_graph_slots: int | None = None
     cuda_graph_modules: tuple[str, ...] = ()
     cuda_graph_granularity: str = "layer"
     verify: str | int = "capture"
@@ -337,7 +339,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "cp_sizes": _list_of(partial(_integer, at_least=1)),
     "cuda_graph_warmup_steps": partial(_integer, at_least=1),
     "cuda_graph_max_states": partial(_integer, at_least=1),
-    "cuda_graph_slots": partial(_integer, at_least=1),
+    "cuda_graph_slots": _or_none(partial(_integer, at_least=1)),
     "cuda_graph_modules": graph_modules,
     "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
     "verify": _verify,

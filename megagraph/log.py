@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log, spoken by rank 0: other ranks keep to warnings, which carry their rank.
+"""The log, spoken by rank 0, and of a pipeline by one rank of each stage: others keep to warnings.
+
+What is not rank 0's carries its rank.
 
 Configures nothing: the lines go to the logger `megagraph`, and where nobody set up logging Python shows its
 warnings on standard error.
@@ -14,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["about", "log", "rank", "subject", "warned"]
+__all__ = ["about", "let_speak", "log", "rank", "subject", "warned"]
 
 # The model whose turn it is, for the log; `about()` sets it.
 subject: ContextVar[str] = ContextVar("megagraph_subject", default="")
 _last_rank = 0
+_speaks = False  # for its stage
 
 
 def rank() -> int:
@@ -30,6 +33,12 @@ def rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         _last_rank = torch.distributed.get_rank()
     return _last_rank
+
+
+def let_speak(speaks: bool) -> None:
+    """Lets this rank say what rank 0 would, of models that rank 0 does not run; or no more."""
+    global _speaks
+    _speaks = speaks
 
 
 @contextlib.contextmanager
@@ -49,10 +58,10 @@ else:
 
 
 class _RankLog(_Adapter):
-    """Drops what other ranks than 0 say below a warning, and labels the rest."""
+    """Drops what ranks say below a warning that do not speak for others, and labels the rest."""
 
     def isEnabledFor(self, level: int) -> bool:
-        return (level >= logging.WARNING or rank() == 0) and super().isEnabledFor(level)
+        return (level >= logging.WARNING or _speaks or rank() == 0) and super().isEnabledFor(level)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         # Python's handler of last resort shows the message alone.

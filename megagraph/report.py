@@ -16,7 +16,10 @@ from rich.text import Text
 
 from megagraph.log import rank
 
-__all__ = ["check_target", "read_report", "report_table", "report_text", "scalars", "write_report"]
+__all__ = [
+    *("check_target", "path_of_stage", "read_report", "report_table", "report_text", "scalars"),
+    "write_report",
+]
 
 ModelReport = Mapping[str, Any]
 
@@ -75,6 +78,9 @@ def _rows(reports: Sequence[ModelReport]) -> list[tuple[str, list[str]]]:
     rows.append(("padding share of replays", [_percent(report["padding_share"]) for report in reports]))
     rows.append(("capture", [f"{report['capture_seconds']:.2f} s" for report in reports]))
     rows.append(("capacities", ["\n".join(_capacity(c) for c in r["capacities"]) or "-" for r in reports]))
+    if any(report.get("slots", 1) > 1 for report in reports):
+        rows.append(("slots", [str(report.get("slots", "-")) for report in reports]))
+        rows.append(("most in flight", [str(report.get("most_in_flight", "-")) for report in reports]))
     if any(report.get("cp_sizes") for report in reports):
         counts = [_of_sizes(report.get("cp_sizes", {})) or "-" for report in reports]
         rows.append(("micro-batches by ranks", counts))
@@ -186,12 +192,25 @@ def write_report(reports: Sequence[ModelReport], path: Path, **more: Any) -> Non
         draft.unlink(missing_ok=True)
 
 
+def path_of_stage(path: Path, stage: int) -> Path:
+    """Where a stage of a pipeline leaves its report, beside the first one's."""
+    return path.with_name(f"{path.stem}.stage{stage}{path.suffix}") if stage else path
+
+
 def read_report(path: Path) -> list[dict[str, Any]]:
-    """Reads what `write_report()` wrote.
+    """Reads what `write_report()` wrote, of all stages of a pipeline as far as their files are there.
 
     Raises:
         ValueError: naming the file, what was expected and what it holds.
     """
+    document, models = _read(path)
+    stages = document.get("stages", 1)
+    further = [path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1)]
+    return [*models, *(model for each in further if each.exists() for model in _read(each)[1])]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A document, and the models in it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or UTF-8
@@ -208,4 +227,4 @@ def read_report(path: Path) -> list[dict[str, Any]]:
         for key, (expected, is_right) in _EXPECTED.items():
             if not is_right(model[key]):
                 raise ValueError(f"{path}: models[{index}].{key}: expected {expected}, got {model[key]!r}")
-    return models
+    return document, models

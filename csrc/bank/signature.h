@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 
 #include <cstdint>
@@ -17,7 +18,7 @@ struct TensorSignature {
   // How its entries are to be read, apart from autograd: a subclass with a dispatch of its own, a
   // fake tensor, one inside a transform, a lazy negative and the like have further keys.
   c10::DispatchKeySet keys;
-  bool requires_grad;  // captured with a gradient to return
+  bool requires_grad;  // captured with a gradient to return, which nobody asks for in no_grad mode
   bool fewer_rows;     // the first dimension may be smaller: staging zeroes the rest
 
   static TensorSignature of(const at::Tensor& t, bool requires_grad, bool fewer_rows) {
@@ -29,7 +30,8 @@ struct TensorSignature {
     // The keys first: a tensor of another kind may have no strides to ask for.
     if (keys_of(t) != keys || t.scalar_type() != dtype || t.device() != device ||
         !t.is_contiguous() || t.dim() != static_cast<int64_t>(sizes.size()) ||
-        (t.requires_grad() && !requires_grad) || t._fw_grad(/*level=*/0).defined()) {
+        (t.requires_grad() && !requires_grad && at::GradMode::is_enabled()) ||
+        t._fw_grad(/*level=*/0).defined()) {
       return false;
     }
     for (size_t i = 0; i < sizes.size(); ++i) {

@@ -203,6 +203,7 @@ void bind_chain(py::module_& m) {
   py::class_<Chain, std::shared_ptr<Chain>>(m, "Chain")
       .def_property_readonly("num_sites", &Chain::num_sites)
       .def_property_readonly("num_slots", &Chain::num_slots)
+      .def_property_readonly("most_in_flight", &Chain::most_in_flight)
       .def_property_readonly("num_variants", &Chain::num_variants)
       .def_property_readonly("is_running",
                              [](const Chain& chain) { return chain.current() != nullptr; })

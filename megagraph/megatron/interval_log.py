@@ -12,7 +12,7 @@ __all__ = ["IntervalLog"]
 
 
 class IntervalLog:
-    """Counts training steps and reports each model's calls of the last interval, on rank 0.
+    """Counts training steps and reports each model's calls of the last interval.
 
     Args:
         interval: steps between two lines; 0 for none.

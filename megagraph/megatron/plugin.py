@@ -13,11 +13,12 @@ from torch import nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
-from megagraph.log import about, subject
+from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
+from megagraph.megatron.parallel.pipeline import place_of, schedule_of, speaks_for_stage
 
 __all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
 
@@ -83,6 +84,9 @@ class Plugin:
     Args:
         config: the options, the same for every model.
         progress: makes the progress display of one model's capture; None shows none.
+
+    Attributes:
+        stage, stages: of the last pipeline for whose stage this rank speaks; the only one by default.
     """
 
     def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
@@ -99,6 +103,7 @@ class Plugin:
         # Looks a model's graphs up by its block's key; no function of ours, for it runs in each call.
         self.graphs_of_block = self._of_block.get
         self._is_suspended = False
+        self.stage, self.stages = 0, 1
         self._num_named: Counter[str] = Counter()  # models of each class so far
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
@@ -136,6 +141,7 @@ class Plugin:
         ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
         name = self._name(model)
+        self._speak_for(model)
         with about(name):
             graphs = ModelGraphs(model, ddp, self.config, progress, name)
             graphs.entries = self.finder.entries_of(model)
@@ -159,10 +165,17 @@ class Plugin:
         self._finalizers = [it for it in self._finalizers if it.alive] + [finalizer]
 
     def _name(self, model: nn.Module) -> str:
-        """The model's class; for further models of that class with a number, in order of first forward."""
-        kind = type(model).__name__
+        """Its class and place in a pipeline; for further such models with a number, as they first run."""
+        kind, place = type(model).__name__, place_of(model)
+        kind = f"{kind} ({place})" if place else kind
         self._num_named[kind] += 1
         return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
+
+    def _speak_for(self, model: nn.Module) -> None:
+        schedule = schedule_of(model)
+        if schedule.stages > 1 and speaks_for_stage(model):
+            self.stage, self.stages = schedule.stage, schedule.stages
+            let_speak(True)
 
     def _retire(self) -> None:
         """Of models that are gone the graphs go and the figures stay.
@@ -282,6 +295,7 @@ class Plugin:
 
     def release(self) -> None:
         """Drops every graph of every model, and lets go of them."""
+        let_speak(False)
         self._retire()
         for graphs in self.all_graphs():
             graphs.release()

@@ -11,6 +11,7 @@ from unittest import mock
 import megatron_rig as rig
 import torch
 from latent_rig import LatentTrainer
+from megatron.core import parallel_state
 from rl_rig import Offload
 from same_bits import assert_same_bits
 from streams import seed_streams
@@ -70,7 +71,8 @@ class ShardedSGD:
 
     def step(self) -> None:
         """One step; the gather of the parameters is left to the next forward pass."""
-        rank, size = distributed.get_rank(), distributed.get_world_size()
+        rank = parallel_state.get_data_parallel_rank()
+        size = parallel_state.get_data_parallel_world_size()
         with torch.no_grad():
             for bucket in self._buckets:
                 shards = bucket.param_data.view(size, -1)

@@ -14,6 +14,7 @@ import torch
 from megatron_rig import (
     LAYERS,
     OPTIONS,
+    HybridTrainer,
     Micro,
     Pair,
     evaluate,
@@ -41,7 +42,6 @@ _BY_CONFIG = {
     "num_moe_experts": (4, "mixture of experts in layers of a foreign kind"),
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
-    "pipeline_model_parallel_size": (2, "pipeline parallelism"),
     "overlap_moe_expert_parallel_comm": (True, "expert-parallel overlap"),
     "qk_clip": (True, "clipping of attention's queries and keys"),
     "log_max_attention_logit": (True, "logging of attention's largest logit"),
@@ -51,6 +51,37 @@ _BY_CONFIG = {
 @pytest.fixture
 def trainer() -> Trainer:
     return Trainer(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cp_sizes", "what"),
+    [
+        ({}, (1, 2), "several context-parallel ranks"),
+        ({"mtp_num_layers": 1}, (), "multi-token prediction"),
+        ({"defer_embedding_wgrad_compute": True}, (), "deferred gradients of the output layer's weight"),
+    ],
+)
+def test_what_a_stage_of_a_pipeline_cannot_have(
+    trainer: Trainer, changes: dict[str, Any], cp_sizes: tuple[int, ...], what: str
+) -> None:
+    options = GraphConfig(cp_sizes=cp_sizes)
+    trainer.chunk.config.pipeline_model_parallel_size = 2
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    for name, value in changes.items():
+        setattr(trainer.chunk.config, name, value)
+    refusal = refusal_of(trainer.chunk, trainer.model, (), options)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    assert refusal.sentence.startswith(what)
+    assert refusal.sentence.endswith(
+        "with pipeline parallelism (pipeline_model_parallel_size=2) is not supported yet"
+    )
+
+
+def test_a_stage_of_a_hybrid_model_is_refused() -> None:
+    model = HybridTrainer().chunk
+    model.config.pipeline_model_parallel_size = 2
+    refusal = refusal_of(model, None)
+    assert refusal is not None and refusal.sentence.startswith("a HybridModel with pipeline parallelism")
 
 
 def test_a_plain_model_is_not_refused(trainer: Trainer) -> None:

@@ -182,8 +182,10 @@ SlotRing::SlotRing(int num_slots, int num_sites,
   TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
                     " pools, one for each slot, got ", keep_alive.size());
   for (int i = 0; i < num_slots; ++i) {
-    std::function<void(int)> freed;
-    if (on_free) freed = [on_free, i](int variant) { on_free(i, variant); };
+    auto freed = [this, on_free, i](int variant) {
+      --num_leased_;
+      if (on_free) on_free(i, variant);
+    };
     slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), keep_alive[i]));
   }
 }
@@ -196,7 +198,10 @@ std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
   for (size_t tried = 0; tried < slots_.size(); ++tried) {
     const auto& slot = slots_[next_];
     next_ = (next_ + 1) % slots_.size();
-    if (slot->lease(variant, training)) return slot;
+    if (slot->lease(variant, training)) {
+      most_leased_ = std::max(most_leased_, ++num_leased_);
+      return slot;
+    }
   }
   return nullptr;
 }

@@ -26,6 +26,7 @@
 // it would raise; by a forward unless somebody keeps such tensors on purpose.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -133,8 +134,12 @@ class SlotRing {
   bool are_pending() const;
   // Whether none is free.
   bool are_held() const;
+  // The most slots that were leased at once, so far.
+  int most_leased() const { return most_leased_; }
 
  private:
+  std::atomic<int> num_leased_{0};
+  int most_leased_ = 0;
   std::vector<std::shared_ptr<Slot>> slots_;
   size_t next_ = 0;
 };

@@ -32,6 +32,7 @@ from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.parallel.pipeline import slots_of
 from megagraph.megatron.scopes.loop import LayerLoop
 
 __all__ = ["BlockBank"]
@@ -114,8 +115,8 @@ class BlockBank:
         self.reset()
 
     def _new_bank(self) -> tuple[Bank, Chain, Loops]:
-        plan = self.layers.plan
-        bank, chain = new_bank(plan, self.device, self._peers, self._config)
+        plan, num_slots = self.layers.plan, slots_of(self._live(), self._config.cuda_graph_slots)
+        bank, chain = new_bank(plan, num_slots, self.device, self._peers, self._config)
         return bank, chain, Loops(plan, chain, self.constants, self._param_syncs.before_sites)
 
     # -- micro-batches ---------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class BlockBank:
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
-        self._totals.add(self._bank)
+        self._totals.add(self._bank, self.chain)
         self._bank.release()
         self._peers.let_go()
         self.constants.clear()
@@ -345,6 +346,8 @@ class BlockBank:
         return {
             "layers": self.num_sites,
             "graphs": self._bank.num_graphs,
+            "slots": self.chain.num_slots,
+            "most_in_flight": self._totals.most_in_flight(self.chain),
             "pool_bytes": self._bank.pool_bytes(),
             "capture_seconds": self._totals.capture_seconds(self._bank),
             "failures": list(self.failures),

@@ -27,6 +27,7 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.experts import has_experts
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.parallel.pipeline import hands_on
 from megagraph.megatron.scopes.loop import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.megatron.watch.states import LEFT_OUT
@@ -53,6 +54,7 @@ class ModelGraphs:
         refusal: why the whole model stays eager, or None.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         equal_rows: agrees with ranks that run other packs on their rows, where they must.
+        hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
 
     entries: Entries
@@ -69,6 +71,7 @@ class ModelGraphs:
         self._config = config
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
+        self.hands_on = hands_on(model)
         self.peers = Peers(model, config.cp_sizes, LEFT_OUT)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self._capacities = Capacities(config, context.size, context.sizes)

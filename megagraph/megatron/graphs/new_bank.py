@@ -14,11 +14,14 @@ from megagraph.megatron.watch.states import LEFT_OUT
 __all__ = ["new_bank"]
 
 
-def new_bank(plan: BlockPlan, device: torch.device, peers: Peers, config: GraphConfig) -> tuple[Bank, Chain]:
+def new_bank(
+    plan: BlockPlan, num_slots: int, device: torch.device, peers: Peers, config: GraphConfig
+) -> tuple[Bank, Chain]:
     """An empty bank, and in it the chain of the block's steps, with its slots.
 
     Args:
         plan: the steps.
+        num_slots: micro-batches that may be in flight at once.
         device: where the model is.
         peers: the ranks that run the same packs.
         config: the plugin's options.
@@ -32,7 +35,5 @@ def new_bank(plan: BlockPlan, device: torch.device, peers: Peers, config: GraphC
         annotate=config.cuda_graph_nvtx,
         left_out=LEFT_OUT,
     )
-    chain = bank.add_chain(
-        plan.chain_steps(), num_slots=config.cuda_graph_slots, holds_collectives=peers.size > 1
-    )
+    chain = bank.add_chain(plan.chain_steps(), num_slots=num_slots, holds_collectives=peers.size > 1)
     return bank, chain

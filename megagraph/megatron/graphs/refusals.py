@@ -50,7 +50,6 @@ _UNSUPPORTED = (
     ("fp4", None, "fp4"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
-    ("pipeline_model_parallel_size", 1, "pipeline parallelism"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
     ("qk_clip", False, "clipping of attention's queries and keys"),
     ("log_max_attention_logit", False, "logging of attention's largest logit"),
@@ -140,7 +139,7 @@ def refusal_of(
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
-    refusal = refusal or _refusal_of_context(model, options.tail)
+    refusal = refusal or _refusal_of_context(model, options.tail) or _refusal_of_pipeline(model, options)
     if refusal is not None:
         return refusal
     experts = why_not_experts(config, block)
@@ -183,6 +182,26 @@ def _refusal_of_context(model: Any, tail: TailConvention) -> Refusal | None:
     if why is None:
         return None
     return _not_supported(f"{why} with context parallelism (context_parallel_size={size})")
+
+
+def _refusal_of_pipeline(model: Any, options: GraphConfig) -> Refusal | None:
+    """What stages of a pipeline cannot have yet, or None."""
+    config = model.config
+    size = config.pipeline_model_parallel_size
+    if size == 1:
+        return None
+    found = {
+        "several context-parallel ranks": config.context_parallel_size > 1 or bool(options.cp_sizes),
+        "multi-token prediction": bool(config.mtp_num_layers),
+        "a HybridModel": hasattr(model.decoder, "layer_type_list"),
+        "deferred gradients of the output layer's weight (defer_embedding_wgrad_compute)": (
+            config.defer_embedding_wgrad_compute
+        ),
+    }
+    what = next((name for name, is_there in found.items() if is_there), None)
+    if what is None:
+        return None
+    return _not_supported(f"{what} with pipeline parallelism (pipeline_model_parallel_size={size})")
 
 
 def _refusal_of_pattern(block: Any) -> Refusal | None:

@@ -4,6 +4,7 @@
 from collections import Counter
 
 from megagraph.bank.bank import Bank
+from megagraph.bank.chain import Chain
 
 __all__ = ["Totals"]
 
@@ -14,11 +15,13 @@ class Totals:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
+        self._most_in_flight = 0
 
-    def add(self, bank: Bank) -> None:
-        """A bank that is about to be released."""
+    def add(self, bank: Bank, chain: Chain) -> None:
+        """A bank that is about to be released, and its chain."""
         self._counts.update(bank.counters())
         self._seconds += bank.capture_seconds
+        self._most_in_flight = self.most_in_flight(chain)
 
     def counters(self, bank: Bank) -> dict[str, int]:
         """Calls, replays and eager calls by reason.
@@ -31,3 +34,11 @@ class Totals:
     def capture_seconds(self, bank: Bank) -> float:
         """Spent capturing."""
         return self._seconds + bank.capture_seconds
+
+    def most_in_flight(self, chain: Chain) -> int:
+        """The most micro-batches that held slots at once.
+
+        Args:
+            chain: of the present bank.
+        """
+        return max(self._most_in_flight, chain.core.most_in_flight)

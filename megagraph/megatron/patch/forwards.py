@@ -51,9 +51,11 @@ class ForwardWrappers:
             is_first_stage = getattr(model, "pre_process", True)
             hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
             is_inference = get("inference_context") is not None or get("inference_params") is not None
-            if is_inference or (hidden_states is None and (ids is None or not is_first_stage)):
+            has_input = hidden_states is not None or (is_first_stage and ids is not None)
+            # Without input it says what is missing; a stage of a pipeline may have no layers.
+            if is_inference or not has_input or not len(model.decoder.layers):
                 with plugin.untouched(model):
-                    return original(model, *args, **kwargs)  # without input it says what is missing
+                    return original(model, *args, **kwargs)
             graphs = plugin.graphs_of_model(model)
             entries = graphs.entries
             if entries.model.acting is not level and not entries.model.takes(level):
@@ -166,7 +168,9 @@ class ForwardWrappers:
             finally:
                 del block.__dict__["layers"]
                 graphs.end(batch, loop)
-            return batch.cut(out)
+            cut = batch.cut(out)
+            # The schedule keeps what it hands on over later forwards, and this may be the slot's memory.
+            return cut.clone() if graphs.hands_on and cut is out else cut
 
         return forward
 

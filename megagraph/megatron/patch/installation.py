@@ -24,7 +24,7 @@ from megagraph.megatron.patch.prediction import wrap_prediction
 from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
-from megagraph.report import check_target, report_text, write_report
+from megagraph.report import check_target, path_of_stage, report_text, write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
 
@@ -88,14 +88,17 @@ class _Installation:
             self.plugin.release()
 
     def _write_report(self) -> None:
-        """Of several ranks, rank 0 writes. A run that is over does not fail for its report."""
-        if self._report is None or rank() != 0:
+        """Rank 0 writes, and one rank of each further stage. No run that is over fails for its report."""
+        plugin = self.plugin
+        if self._report is None or (rank() != 0 and plugin.stage == 0):
             return
-        reports = self.plugin.reports()
+        reports = plugin.reports()
+        path = path_of_stage(self._report, plugin.stage)
+        stages = {"stages": plugin.stages} if plugin.stages > 1 else {}
         try:
-            write_report(reports, self._report)
+            write_report(reports, path, **stages)
         except OSError as error:
-            log.error("the report could not be written to %s (%s); it follows", self._report, error)
+            log.error("the report could not be written to %s (%s); it follows", path, error)
             sys.stderr.write(report_text(reports))
 
 
@@ -151,8 +154,9 @@ def _as_config(given: object) -> GraphConfig:
 def uninstall() -> None:
     """Restores every function of Megatron by identity, writes the report, drops all graphs.
 
-    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes; a report that cannot
-    be written is logged, and printed to standard error instead.
+    Does nothing if not installed. Runs at exit, too. Of several ranks, rank 0 writes, and of a pipeline one
+    rank of each further stage, into `NAME.stage1.json` and so on beside it; a report that cannot be written
+    is logged, and printed to standard error instead.
     """
     global _installation
     if _installation is not None:

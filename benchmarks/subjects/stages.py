@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a pipeline in one process: its forwards and backwards in Megatron's order, without the others.
+
+What a stage does depends on that order alone, since no graph holds what stages send each other. So recorded
+activations and gradients stand for what would be received, and any stage of any pipeline runs here. It stands
+for pipelines that no machine here holds; nothing is sent, and nobody waits for another stage.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.subjects.hosts import seed_streams
+from megagraph.decide.in_flight import Pass, StageSchedule
+from megagraph.demo.trainer import ModelOptions, in_half_precision, packed_seq_params, transformer_config
+from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.specs import get_gpt_block_varlen_spec
+
+Batch = dict[str, Any]
+
+
+class PretendedStages:
+    """Stands for the process group of a pipeline, for what a model asks of it.
+
+    Args:
+        schedule: says which stage of how many this process is.
+    """
+
+    def __init__(self, schedule: StageSchedule) -> None:
+        self._schedule = schedule
+
+    def size(self) -> int:
+        """How many stages."""
+        return self._schedule.stages
+
+    def rank(self) -> int:
+        """Which of them."""
+        return self._schedule.stage
+
+
+class StageStep(NamedTuple):
+    """What a step of a stage left.
+
+    Args:
+        outputs: of each chunk and micro-batch: hidden states, or losses of the last chunk.
+        gradients: of what each chunk and micro-batch was given.
+        main_grads: of every parameter, by chunk and name.
+    """
+
+    outputs: dict[tuple[int, int], Tensor]
+    gradients: dict[tuple[int, int], Tensor]
+    main_grads: dict[str, Tensor]
+
+
+class StageTrainer:
+    """The chunks of one stage.
+
+    Args:
+        options: of the whole model; `max_tokens` are the rows of the largest pack.
+        schedule: which stage it is, and in which order it runs.
+        deallocates: outputs are emptied as soon as they would have been sent (`deallocate_pipeline_outputs`).
+        transformer: further fields of Megatron's config.
+    """
+
+    def __init__(
+        self, options: ModelOptions, schedule: StageSchedule, *, deallocates: bool = False, **transformer: Any
+    ) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        seed_streams()
+        torch.manual_seed(options.seed)
+        self.options, self.schedule, self._deallocates = options, schedule, deallocates
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        virtual: dict[str, Any] = {}
+        if schedule.chunks > 1:
+            virtual["virtual_pipeline_model_parallel_size"] = schedule.chunks
+            virtual["microbatch_group_size_per_vp_stage"] = schedule.group_size or schedule.stages
+        fields = {"pipeline_model_parallel_size": schedule.stages, **virtual, **transformer}
+        config = transformer_config(options, **fields)
+        self.models = [self._chunk(config, chunk).to(self.device) for chunk in range(schedule.chunks)]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.chunks: list[Any] = [
+            DistributedDataParallel(config=config, ddp_config=ddp_config, module=in_half_precision(model))
+            for model in self.models
+        ]
+
+    def _chunk(self, config: Any, chunk: int) -> nn.Module:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        stages, schedule = PretendedStages(self.schedule), self.schedule
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.pp = stages
+        vp_stage = chunk if schedule.chunks > 1 else None
+        model: nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_block_varlen_spec(
+                config, vp_stage=vp_stage, pp_rank=schedule.stage
+            ),
+            vocab_size=self.options.vocab,
+            max_sequence_length=self.options.max_tokens,
+            position_embedding_type="rope",
+            pre_process=schedule.stage == 0 and chunk == 0,
+            post_process=schedule.stage == schedule.stages - 1 and chunk == schedule.chunks - 1,
+            share_embeddings_and_output_weights=False,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        return model
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        forward_only: bool = False,
+        before: Callable[[int, Pass], None] = lambda index, it: None,
+    ) -> StageStep:
+        """Runs a step in the stage's order, as the schedule that the plugin wraps.
+
+        Args:
+            batches: its micro-batches, on the device: `tokens`, `labels`, `positions` [1, rows], `offsets`
+                (int32) and `longest`, the rows of the longest document.
+            forward_only: as in an evaluation.
+            before: called before each pass, with its place in the order; may raise.
+        """
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+            chunk.zero_grad_buffer()
+        plugin = installed_plugin()
+        schedule = self._run if plugin is None else plugin.schedule(self._run)
+        with torch.set_grad_enabled(not forward_only):
+            left: StageStep = schedule(
+                model=self.chunks, batches=batches, forward_only=forward_only, before=before
+            )
+        return left
+
+    def _run(
+        self,
+        *,
+        model: Sequence[Any],
+        batches: Sequence[Batch],
+        forward_only: bool,
+        before: Callable[[int, Pass], None],
+    ) -> StageStep:
+        from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+
+        left = StageStep({}, {}, {})
+        pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        for index, it in enumerate(self.schedule.passes(len(batches), forward_only=forward_only)):
+            before(index, it)
+            place = it.chunk, it.micro_batch
+            is_emptied = self._deallocates and not self.models[it.chunk].post_process
+            if it.is_forward:
+                given, out = self._forward(model[it.chunk], it, batches[it.micro_batch])
+                left.outputs[place] = out.detach().clone()
+                if not forward_only:
+                    pending[place] = given, out
+                    deallocate_output_tensor(out, is_emptied)
+                continue
+            given, out = pending.pop(place)
+            gradient = self._recorded(it, left.outputs[place].shape, left.outputs[place].dtype)
+            if is_emptied:
+                custom_backward(out, gradient)
+            else:
+                torch.autograd.backward(out, gradient)
+            if given is not None:
+                assert given.grad is not None
+                left.gradients[place] = given.grad
+        for chunk, module in enumerate(self.models):
+            parameters: Any = module.named_parameters()
+            left.main_grads.update({f"chunk {chunk}.{name}": it.main_grad.clone() for name, it in parameters})
+        return left
+
+    def _forward(self, chunk: Any, it: Pass, batch: Batch) -> tuple[Tensor | None, Tensor]:
+        """What the chunk was given, None for tokens, and what comes out."""
+        model: Any = self.models[it.chunk]
+        rows, given = batch["tokens"].numel(), None
+        if not model.pre_process:
+            shape = (rows, 1, self.options.hidden)
+            given = self._recorded(
+                it, shape, next(model.parameters()).dtype
+            ).requires_grad_()  # in no_grad, too
+            model.set_input_tensor(given)
+        out: Tensor = chunk(
+            input_ids=batch["tokens"],
+            position_ids=batch["positions"],
+            attention_mask=None,
+            labels=batch["labels"] if model.post_process else None,
+            packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
+        )
+        return given, out
+
+    def _recorded(self, it: Pass, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What another stage would have sent for this pass: the same at every call."""
+        seed = 1000 * it.micro_batch + 10 * it.chunk + it.is_forward
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(device=self.device, dtype=dtype)

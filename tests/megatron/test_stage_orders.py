@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any stage of a pipeline in one process: its order of forwards and backwards, with the bits of eager."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from megatron_rig import OPTIONS, Micro
+from same_bits import assert_same_bits
+
+import megagraph
+from benchmarks.subjects.stages import Batch, StageStep, StageTrainer
+from megagraph.config import GraphConfig
+from megagraph.decide.in_flight import Pass, StageSchedule
+from megagraph.megatron.patch.installation import installed_plugin
+
+pytestmark = pytest.mark.megatron
+
+Install = Callable[..., GraphConfig]
+FULL = OPTIONS.max_tokens
+SHAPES = [(9, 20), (FULL,), (3, 30, 8), (24, FULL - 24), (12,)]
+
+
+def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
+    return [StageSchedule(stages=stages, stage=stage, chunks=chunks) for stage in of or range(stages)]
+
+
+SCHEDULES = [*schedules(4, 1), *schedules(4, 2), *schedules(8, 4, 0, 3, 7)]
+REST = [pytest.param(it, marks=pytest.mark.soak) for it in schedules(8, 4, 1, 2, 4, 5, 6)]
+
+
+def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
+    """So many packs, each another one."""
+
+    def batch(place: int) -> Batch:
+        micro = Micro(lengths=SHAPES[(place + seed) % len(SHAPES)], seed=100 * seed + place)
+        tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
+        offsets = torch.tensor([0, *accumulate(micro.lengths)], dtype=torch.int32, device=device)
+        longest = micro.longest
+        return {"tokens": tokens, "labels": labels, "positions": positions, "offsets": offsets} | {
+            "longest": longest
+        }
+
+    return [batch(place) for place in range(count)]
+
+
+class StagePair:
+    """The same stage twice: one runs eager, the other with graphs."""
+
+    def __init__(self, schedule: StageSchedule, *, deallocates: bool = False) -> None:
+        options = dataclasses.replace(OPTIONS, layers=schedule.stages * schedule.chunks)
+        self.eager, self.graphed = (
+            StageTrainer(options, schedule, deallocates=deallocates) for _ in range(2)
+        )
+        self.schedule = schedule
+
+    def step(self, count: int, seed: int, *, forward_only: bool = False) -> StageStep:
+        """A step of both, which must leave the same bits."""
+        some = batches(count, seed, self.eager.device)
+        with megagraph.disable_cuda_graphs_this_step():
+            expected = self.eager.step(some, forward_only=forward_only)
+        found = self.graphed.step(some, forward_only=forward_only)
+        assert_same_bits(expected, found, f"step {seed}")
+        return found
+
+    def check_reports(self) -> None:
+        """All that came after the warm-up replayed, in as many slots as there must be, and none is held."""
+        plugin = installed_plugin()
+        assert plugin is not None
+        for model, most in zip(self.graphed.models, self.schedule.most_in_flight, strict=True):
+            graphs = plugin.graphs_of_model(model)
+            report = graphs.report()
+            assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+            assert report["most_in_flight"] == report["slots"] == most
+            assert graphs.block.chain.holders() == ""
+
+
+def counts(schedule: StageSchedule) -> Sequence[int]:
+    """Few, and as many as it takes to have the most in flight."""
+    group = schedule.stages if schedule.chunks > 1 else 1
+    return (group, 2 * group + schedule.stages, group)
+
+
+@pytest.mark.parametrize("deallocates", [False, True])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *REST])
+def test_bits(install: Install, schedule: StageSchedule, deallocates: bool) -> None:
+    install()
+    pair = StagePair(schedule, deallocates=deallocates)
+    for seed, count in enumerate(counts(schedule)):
+        pair.step(count, seed)
+        pair.step(count, seed, forward_only=True)
+    pair.check_reports()
+
+
+@pytest.mark.parametrize("schedule", schedules(4, 2, 0, 3))
+def test_a_step_that_raises_anywhere_leaves_no_slot_held(install: Install, schedule: StageSchedule) -> None:
+    """In the warm-up, in the steady state, in the cool-down; before a forward, and before a backward."""
+    install()
+    pair = StagePair(schedule)
+    pair.step(8, 0)
+    pair.step(8, 1)
+    order = [*schedule.passes(8)]
+    first_backward = next(place for place, it in enumerate(order) if not it.is_forward)
+    last_forward = max(place for place, it in enumerate(order) if it.is_forward)
+    for seed, stop in enumerate((1, first_backward - 1, first_backward, last_forward, last_forward + 2), 2):
+
+        def raise_there(index: int, _it: Pass, stop: int = stop) -> None:
+            if index == stop:
+                raise OSError("lost")
+
+        with pytest.raises(OSError, match="lost"):
+            pair.graphed.step(batches(8, seed, pair.graphed.device), before=raise_there)
+        pair.step(8, seed)
+    pair.check_reports()
+
+
+def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
+    """What a stage hands on is a copy, also where the pack fills its capacity."""
+    install()
+    pair = StagePair(StageSchedule(stages=2))
+    kept = []
+    hook = pair.graphed.models[0].register_forward_hook(lambda _model, _args, out: kept.append(out))
+    for seed in range(6):
+        pair.step(5, seed)
+    hook.remove()
+    assert len(kept) == 6 * 5
+    pair.check_reports()
