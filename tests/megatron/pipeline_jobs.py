@@ -12,6 +12,7 @@ from typing import Any
 import megatron_rig as rig
 import moe_rig
 import torch
+from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -56,18 +57,23 @@ class Cut:
         chunks: of each stage.
         group_size: of interleaved schedules; None for Megatron's own default.
         tensor_parallel: ranks that share each layer.
+        context_parallel: ranks that share every pack.
+        cp_sizes: ranks that share packs which say so, in turns; none where none says it.
     """
 
     stages: int = 2
     chunks: int = 1
     group_size: int | None = None
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    cp_sizes: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Makes Megatron's groups."""
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tensor_parallel,
+            context_parallel_size=self.context_parallel,
             pipeline_model_parallel_size=self.stages,
             virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
         )
@@ -76,6 +82,8 @@ class Cut:
         """Fields of Megatron's config. Packs differ in their rows, which stages tell each other."""
         fields: dict[str, Any] = {
             "tensor_model_parallel_size": self.tensor_parallel,
+            "context_parallel_size": self.context_parallel,
+            "calculate_per_token_loss": bool(self.cp_sizes),
             "pipeline_model_parallel_size": self.stages,
             "variable_seq_lengths": True,
             "moe_token_dispatcher_type": "alltoall",  # asked for beside those
@@ -214,6 +222,27 @@ def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool) 
     return steps
 
 
+def _shared(micro: rig.Micro, ranks: int) -> SharedMicro:
+    """A pack of as many documents, of which each rank may have its share; full where this one is."""
+    if sum(micro.lengths) == FULL:
+        rows = FULL * ranks
+        return SharedMicro(lengths=(rows - 1,), padded=(rows,), seed=micro.seed)
+    documents = len(micro.lengths) if len(micro.lengths) <= rig.CAPACITY.num_seqs else 1
+    unit = 2 * ranks
+    padded = tuple(unit * (1 + (micro.seed + place) % 3) for place in range(documents))
+    return SharedMicro(lengths=tuple(each - 1 for each in padded), padded=padded, seed=micro.seed)
+
+
+def _in_turns(groups: Any, place: int, micro: rig.Micro) -> OwnMicro:
+    """The same for another number of ranks in each micro-batch; one rank alone has a pack of its own."""
+    size = groups.cp_sizes[(place + micro.seed) % len(groups.cp_sizes)]
+    own = 1000 * distributed.get_rank(parallel_state.get_data_parallel_group()) if size == 1 else 0
+    shared = _shared(dataclasses.replace(micro, seed=micro.seed + own), size)
+    return OwnMicro(
+        lengths=shared.lengths, padded=shared.padded, seed=shared.seed, group=groups.of_size(size)
+    )
+
+
 def _filled_up(micro: rig.Micro) -> rig.Micro:
     return dataclasses.replace(micro, tail=FULL - sum(micro.lengths))
 
@@ -253,11 +282,19 @@ def train_pair(
     cut.start()
     moe_rig.forget_metrics()  # which are of as many layers as an earlier model had
     options = dataclasses.replace(rig.OPTIONS, layers=layers * cut.stages * cut.chunks, heads=4)
+    if cut.cp_sizes:
+        capacity = {"cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,), "max_seqlen_per_dp_cp_rank": FULL}
+        plugin = {"cp_sizes": cut.cp_sizes, "capacities": (), **capacity, **(plugin or {})}
     megagraph.install(rig.graph_config(**(plugin or {})))
     make = partial(PipelineTrainer, cut, options, transformer or {}, ddp or {})
     pair = [make(shared_embeddings=shared_embeddings, aligned=aligned) for _ in range(2)]
     schedule = schedule_of(pair[0].models[0])
     steps = steps_of(schedule, num_steps, misfits=misfits, even=even)
+    if cut.context_parallel > 1:
+        steps = [[_shared(micro, cut.context_parallel) for micro in micros] for micros in steps]
+    if cut.cp_sizes:
+        groups = megagraph.context_groups(cut.cp_sizes)
+        steps = [[_in_turns(groups, *each) for each in enumerate(micros)] for micros in steps]
     if not pair[0].config.variable_seq_lengths:
         steps = [[_filled_up(micro) for micro in micros] for micros in steps]
     for index, micros in enumerate(steps):

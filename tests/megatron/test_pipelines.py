@@ -83,23 +83,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_with(world2: World, option: str, chunks: int) -> None:
-    check(world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=chunks), **OPTIONS[option]))
+def test_with(world2: World, option: str) -> None:
+    check(world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), **OPTIONS[option]))
 
 
 def test_four_stages(world4: World) -> None:
     check(world4.run(pipeline_jobs.train_pair, cut=Cut(stages=4)))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("chunks", "aligned"), [(1, False), (2, True)])
 def test_stages_of_two_data_parallel_ranks(world4: World, chunks: int, aligned: bool) -> None:
     """Parameters are sharded over the ranks of a stage, and gathered while chunks run."""
     ddp = {"overlap_grad_reduce": True, "bucket_size": 2000}
     ddp |= {"use_distributed_optimizer": True, "overlap_param_gather": True}
     check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=chunks), ddp=ddp, aligned=aligned))
+
+
+def test_packs_that_ranks_of_a_stage_share(world4: World) -> None:
+    check(world4.run(pipeline_jobs.train_pair, cut=Cut(context_parallel=2)))
+
+
+def test_packs_of_several_sizes_in_flight(world4: World) -> None:
+    """Some micro-batches are shared by both ranks of a stage, and others by none."""
+    check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=2, cp_sizes=(1, 2))))
 
 
 def test_stages_of_one_layer_and_of_three(world2: World) -> None:

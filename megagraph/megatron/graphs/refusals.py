@@ -139,7 +139,7 @@ def refusal_of(
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
-    refusal = refusal or _refusal_of_context(model, options.tail) or _refusal_of_pipeline(model, options)
+    refusal = refusal or _refusal_of_context(model, options.tail) or _refusal_of_pipeline(model)
     if refusal is not None:
         return refusal
     experts = why_not_experts(config, block)
@@ -184,14 +184,13 @@ def _refusal_of_context(model: Any, tail: TailConvention) -> Refusal | None:
     return _not_supported(f"{why} with context parallelism (context_parallel_size={size})")
 
 
-def _refusal_of_pipeline(model: Any, options: GraphConfig) -> Refusal | None:
+def _refusal_of_pipeline(model: Any) -> Refusal | None:
     """What stages of a pipeline cannot have yet, or None."""
     config = model.config
     size = config.pipeline_model_parallel_size
     if size == 1:
         return None
     found = {
-        "several context-parallel ranks": config.context_parallel_size > 1 or bool(options.cp_sizes),
         "multi-token prediction": bool(config.mtp_num_layers),
         "a HybridModel": hasattr(model.decoder, "layer_type_list"),
         "deferred gradients of the output layer's weight (defer_embedding_wgrad_compute)": (
