@@ -108,8 +108,8 @@ def test_order_and_figures_are_those_of_megatron() -> None:
 @pytest.mark.soak
 @pytest.mark.megatron
 def test_every_size_and_count() -> None:
-    """Groups and counts of up to 64 micro-batches."""
-    for schedule in schedules(lambda stages: [*range(stages, MOST_MICRO_BATCHES + 1)]):
+    """Of up to 64 micro-batches, in groups of up to half as many: the most in flight is met in two groups."""
+    for schedule in schedules(lambda stages: [*range(stages, MOST_MICRO_BATCHES // 2 + 1)]):
         check(schedule, [*range(1, MOST_MICRO_BATCHES + 1)])
 
 
