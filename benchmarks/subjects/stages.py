@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from benchmarks.subjects.hosts import seed_streams
 from megagraph.decide.in_flight import Pass, StageSchedule
-from megagraph.demo.trainer import ModelOptions, in_half_precision, packed_seq_params, transformer_config
+from megagraph.demo.trainer import (
+    ModelOptions,
+    gpt_model,
+    in_half_precision,
+    packed_seq_params,
+    transformer_config,
+)
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
@@ -87,28 +93,21 @@ class StageTrainer:
         ]
 
     def _chunk(self, config: Any, chunk: int) -> nn.Module:
-        from megatron.core.models.gpt import GPTModel
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        stages, schedule = PretendedStages(self.schedule), self.schedule
+        schedule = self.schedule
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        groups.pp = stages
+        groups.pp = PretendedStages(schedule)
         vp_stage = chunk if schedule.chunks > 1 else None
-        model: nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_block_varlen_spec(
-                config, vp_stage=vp_stage, pp_rank=schedule.stage
-            ),
-            vocab_size=self.options.vocab,
-            max_sequence_length=self.options.max_tokens,
-            position_embedding_type="rope",
+        return gpt_model(
+            self.options,
+            config,
+            get_gpt_block_varlen_spec(config, vp_stage=vp_stage, pp_rank=schedule.stage),
             pre_process=schedule.stage == 0 and chunk == 0,
             post_process=schedule.stage == schedule.stages - 1 and chunk == schedule.chunks - 1,
-            share_embeddings_and_output_weights=False,
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        return model
 
     def step(
         self,
@@ -178,11 +177,8 @@ class StageTrainer:
         model: Any = self.models[it.chunk]
         rows, given = batch["tokens"].numel(), None
         if not model.pre_process:
-            shape = (rows, 1, self.options.hidden)
-            given = self._recorded(
-                it, shape, next(model.parameters()).dtype
-            ).requires_grad_()  # in no_grad, too
-            model.set_input_tensor(given)
+            given = self._recorded(it, (rows, 1, self.options.hidden), next(model.parameters()).dtype)
+            model.set_input_tensor(given.requires_grad_())  # as what Megatron receives, in no_grad too
         out: Tensor = chunk(
             input_ids=batch["tokens"],
             position_ids=batch["positions"],

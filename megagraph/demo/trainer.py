@@ -139,13 +139,14 @@ def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int) -> Any:
     )
 
 
-def gpt_model(options: ModelOptions, config: Any, spec: Any = None) -> nn.Module:
+def gpt_model(options: ModelOptions, config: Any, spec: Any = None, **further: Any) -> nn.Module:
     """A GPTModel on the host.
 
     Args:
         options: the model's shape.
         config: Megatron's `TransformerConfig`.
         spec: of a layer or a block; by default the local one with a core attention for packs.
+        further: of a chunk of a pipeline, what says which one it is.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -156,6 +157,7 @@ def gpt_model(options: ModelOptions, config: Any, spec: Any = None) -> nn.Module
         max_sequence_length=options.max_tokens,
         position_embedding_type="rope",
         rotary_percent=1.0,
+        **further,
     )
     return model
 

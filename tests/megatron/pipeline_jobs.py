@@ -19,7 +19,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from parallel_jobs import ShardedSGD
 from same_bits import assert_same_bits
@@ -28,7 +27,7 @@ from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph.decide.in_flight import StageSchedule
-from megagraph.demo.trainer import ModelOptions, in_half_precision, transformer_config
+from megagraph.demo.trainer import ModelOptions, gpt_model, in_half_precision, transformer_config
 from megagraph.megatron.parallel.pipeline import schedule_of
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
@@ -186,20 +185,17 @@ class PipelineTrainer:
 def _chunk(options: ModelOptions, config: Any, cut: Cut, shared_embeddings: bool, chunk: int) -> nn.Module:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     vp_stage = {"vp_stage": chunk} if cut.chunks > 1 else {}
-    model: nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_block_varlen_spec(
+    return gpt_model(
+        options,
+        config,
+        get_gpt_block_varlen_spec(
             config, num_experts=config.num_moe_experts, moe_grouped_gemm=False, **vp_stage
         ),
-        vocab_size=options.vocab,
-        max_sequence_length=options.max_tokens,
-        position_embedding_type="rope",
         pre_process=stage == 0 and chunk == 0,
         post_process=stage == cut.stages - 1 and chunk == cut.chunks - 1,
         share_embeddings_and_output_weights=shared_embeddings,
         **vp_stage,
     )
-    return model
 
 
 def steps_of(schedule: StageSchedule, count: int, *, misfits: bool, even: bool) -> list[list[rig.Micro]]:
@@ -277,7 +273,8 @@ def train_pair(
         plugin: further options of the plugin.
 
     Returns:
-        The reports of the graphed chunks, with the most that each may have in flight as `schedule`.
+        The reports of the graphed chunks, with the most that each may have in flight as `schedule`, and the
+        micro-batches of the first training step and of the first evaluation as `first`.
     """
     cut.start()
     moe_rig.forget_metrics()  # which are of as many layers as an earlier model had
@@ -308,10 +305,22 @@ def train_pair(
     for report, most in zip(reports, schedule.most_in_flight, strict=bool(reports)):
         assert report["calls"] == report["replays"] + sum(report["eager"].values())
         report["schedule"] = most
-        report["sizes"] = [len(micros) for micros in steps]
+        report["first"] = len(steps[0]) + sum(len(steps[index - 1]) for index in sorted(evaluate_at)[:1])
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return reports
+
+
+def without_us(*, cut: Cut) -> None:
+    """A step on full packs that no plugin touches, beside one in mode `eager`, of the same weights."""
+    cut.start()
+    options = dataclasses.replace(rig.OPTIONS, layers=cut.stages * cut.chunks, heads=4)
+    micros = [rig.Micro(lengths=(20 + place, FULL - 20 - place), seed=place) for place in range(6)]
+    plain = PipelineTrainer(cut, options, {}, {}).step(micros, eager=False)
+    megagraph.install(rig.graph_config(mode="eager"))
+    ours = PipelineTrainer(cut, options, {}, {}).step(micros, eager=False)
+    torch.testing.assert_close([plain.losses, plain.grads], [ours.losses, ours.grads])
+    distributed.barrier()
 
 
 def speak(*, cut: Cut, report: str) -> list[str]:

@@ -38,10 +38,8 @@ def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
         micro = Micro(lengths=SHAPES[(place + seed) % len(SHAPES)], seed=100 * seed + place)
         tokens, labels, _mask, positions = (rows[None].to(device) for rows in micro.row_lists())
         offsets = torch.tensor([0, *accumulate(micro.lengths)], dtype=torch.int32, device=device)
-        longest = micro.longest
-        return {"tokens": tokens, "labels": labels, "positions": positions, "offsets": offsets} | {
-            "longest": longest
-        }
+        rows = {"tokens": tokens, "labels": labels, "positions": positions}
+        return {**rows, "offsets": offsets, "longest": micro.longest}
 
     return [batch(place) for place in range(count)]
 
@@ -65,14 +63,18 @@ class StagePair:
         assert_same_bits(expected, found, f"step {seed}")
         return found
 
-    def check_reports(self) -> None:
-        """All that came after the warm-up replayed, in as many slots as there must be, and none is held."""
+    def check_reports(self, warm_up: int) -> None:
+        """All but some micro-batches replayed, in as many slots as there must be, of which none is held.
+
+        Args:
+            warm_up: micro-batches of each chunk that ran eager.
+        """
         plugin = installed_plugin()
         assert plugin is not None
         for model, most in zip(self.graphed.models, self.schedule.most_in_flight, strict=True):
             graphs = plugin.graphs_of_model(model)
             report = graphs.report()
-            assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
+            assert report["eager"] == {"WARMING_UP": warm_up * report["layers"]} and report["failures"] == []
             assert report["most_in_flight"] == report["slots"] == most
             assert graphs.block.chain.holders() == ""
 
@@ -91,7 +93,7 @@ def test_bits(install: Install, schedule: StageSchedule, deallocates: bool) -> N
     for seed, count in enumerate(counts(schedule)):
         pair.step(count, seed)
         pair.step(count, seed, forward_only=True)
-    pair.check_reports()
+    pair.check_reports(warm_up=2 * counts(schedule)[0])
 
 
 @pytest.mark.parametrize("schedule", schedules(4, 2, 0, 3))
@@ -113,7 +115,7 @@ def test_a_step_that_raises_anywhere_leaves_no_slot_held(install: Install, sched
         with pytest.raises(OSError, match="lost"):
             pair.graphed.step(batches(8, seed, pair.graphed.device), before=raise_there)
         pair.step(8, seed)
-    pair.check_reports()
+    pair.check_reports(warm_up=8)
 
 
 def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
@@ -126,4 +128,4 @@ def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
         pair.step(5, seed)
     hook.remove()
     assert len(kept) == 6 * 5
-    pair.check_reports()
+    pair.check_reports(warm_up=5)
