@@ -152,6 +152,12 @@ class Chain(metaclass=_pybind11_type):
     def num_slots(self) -> int: ...
     @property
     def most_in_flight(self) -> int: ...
+    def last_leases(self) -> list[tuple[int, int, int, int]]:
+        """Slot, variant, and the nanoseconds when it was leased and freed (0 while held), the oldest first.
+
+        Of a steady clock, the same for all processes of a machine. None of a chain with one slot.
+        """
+
     @property
     def num_variants(self) -> int: ...
     @property

@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megagraph.log import rank
+from megagraph.timeline import Lease
 
 __all__ = [
-    *("check_target", "path_of_stage", "read_report", "report_table", "report_text", "scalars"),
-    "write_report",
+    *("check_target", "path_of_stage", "read_leases", "read_report", "report_table", "report_text"),
+    *("scalars", "write_report"),
 ]
 
 ModelReport = Mapping[str, Any]
@@ -203,10 +204,43 @@ def read_report(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: naming the file, what was expected and what it holds.
     """
-    document, models = _read(path)
-    stages = document.get("stages", 1)
-    further = [path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1)]
-    return [*models, *(model for each in further if each.exists() for model in _read(each)[1])]
+    return [model for each in _stages(path) for model in _read(each)[1]]
+
+
+def read_leases(path: Path) -> dict[str, list[Lease]]:
+    """When slots were leased in the run that left a report, of all stages as far as their files are there.
+
+    Raises:
+        ValueError: naming the file, what was expected and what it holds.
+    """
+    found: dict[str, list[Lease]] = {}
+    for each in _stages(path):
+        leases = _read(each)[0].get("leases", {})
+        if not isinstance(leases, dict):
+            raise ValueError(f"{each}: leases: expected an object, got {leases!r}")
+        for name, some in leases.items():
+            wrong = [it for it in some if not _is_lease(it)] if isinstance(some, list) else [some]
+            if wrong:
+                expected = "lists of a slot, whether it was for training, begin and end in ms"
+                raise ValueError(f"{each}: leases.{name}: expected {expected}, got {wrong[0]!r}")
+            found[name] = [Lease(*it) for it in some]
+    return found
+
+
+def _is_lease(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != len(Lease._fields):
+        return False
+    slot, grad, begin, end = value
+    return (
+        _is_count(slot) and isinstance(grad, bool) and _is_number(begin) and (end is None or _is_number(end))
+    )
+
+
+def _stages(path: Path) -> list[Path]:
+    """The report, and those of further stages that lie beside it."""
+    stages = _read(path)[0].get("stages", 1)
+    further = (path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1))
+    return [path, *filter(Path.exists, further)]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

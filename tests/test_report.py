@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megagraph.cli import main
-from megagraph.report import read_report, report_table, scalars, write_report
+from megagraph.report import read_leases, read_report, report_table, scalars, write_report
 
 KEYS = ("model", "calls", "replays", "eager", "capacities", "capture_seconds", "padding_share")
 MODEL: dict[str, Any] = {
@@ -271,3 +271,47 @@ def test_what_is_no_text_file_ends_with_2_and_is_named(
     path.mkdir() if content is None else path.write_bytes(content)
     assert main(["report", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+# -- when slots were leased -------------------------------------------------------------------------
+
+LEASES = {"stage 0": [[0, True, 1.0, 4.0], [1, False, 2.0, None]]}
+
+
+def test_leases_are_read_from_the_files_of_all_stages(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_report([MODEL], path, stages=3, leases=LEASES)
+    write_report([MODEL], tmp_path / "run.stage2.json", leases={"stage 2": [[0, True, 5, 6]]})
+    found = read_leases(path)
+    assert [*found] == ["stage 0", "stage 2"]  # that of stage 1 is not there
+    assert found["stage 0"] == [(0, True, 1.0, 4.0), (1, False, 2.0, None)]
+    write_report([MODEL], path)
+    assert read_leases(path) == {}
+
+
+@pytest.mark.parametrize(
+    "leases",
+    [[], {"a": 3}, {"a": [3]}, {"a": [[0, True, 1.0]]}, {"a": [[0, 1, 1.0, None]]}, {"a": [["0"] * 4]}],
+)
+def test_leases_of_another_kind_are_named_with_what_was_expected(tmp_path: Path, leases: Any) -> None:
+    path = tmp_path / "run.json"
+    write_report([MODEL], path, leases=leases)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: leases.*: expected"):
+        read_leases(path)
+
+
+def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, image = tmp_path / "run.json", tmp_path / "slots.svg"
+    write_report([MODEL], path, leases=LEASES)
+    assert main(["report", str(path), "--timeline", str(image)]) == 0
+    assert capsys.readouterr().out == f"wrote {image}\n"
+    drawn = image.read_text()
+    assert "stage 0, slot 0" in drawn and "stage 0, slot 1" in drawn
+
+
+def test_a_report_of_single_slots_has_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, image = tmp_path / "run.json", tmp_path / "slots.png"
+    write_report([MODEL], path)
+    assert main(["report", str(path), "--timeline", str(image)]) == 2
+    assert "no model chunk has had several slots" in capsys.readouterr().err
+    assert not image.exists()

@@ -5,7 +5,9 @@
 #include <map>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "csrc/bank/replay/chain.h"
 #include "csrc/bank/replay/graph_bank.h"
@@ -204,6 +206,14 @@ void bind_chain(py::module_& m) {
       .def_property_readonly("num_sites", &Chain::num_sites)
       .def_property_readonly("num_slots", &Chain::num_slots)
       .def_property_readonly("most_in_flight", &Chain::most_in_flight)
+      .def("last_leases",
+           [](const Chain& chain) {
+             std::vector<std::tuple<int, int, int64_t, int64_t>> found;
+             for (const Lease& it : chain.last_leases()) {
+               found.emplace_back(it.slot, it.variant, it.begin, it.end);
+             }
+             return found;
+           })
       .def_property_readonly("num_variants", &Chain::num_variants)
       .def_property_readonly("is_running",
                              [](const Chain& chain) { return chain.current() != nullptr; })

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megagraph.report import read_report, report_table
+from megagraph.report import read_leases, read_report, report_table
+from megagraph.timeline import draw_timeline
 
 __all__ = ["add_parser"]
 
@@ -20,11 +21,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("report", help="show the report that a run left")
     parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="IMAGE",
+        help="draw when the slots of each model chunk were in use, and show no table (needs matplotlib)",
+    )
     parser.set_defaults(prepare=_prepare)
 
 
 def _prepare(options: argparse.Namespace) -> Callable[[], int]:
-    return partial(_show, read_report(options.file), as_json=options.json)
+    reports = read_report(options.file)
+    if options.timeline is not None:
+        draw_timeline(read_leases(options.file), options.timeline)
+        return partial(_say, f"wrote {options.timeline}")
+    return partial(_show, reports, as_json=options.json)
+
+
+def _say(what: str) -> int:
+    print(what)
+    return 0
 
 
 def _show(reports: list[dict[str, Any]], *, as_json: bool) -> int:

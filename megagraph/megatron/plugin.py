@@ -19,6 +19,7 @@ from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.pipeline import place_of, schedule_of, speaks_for_stage
+from megagraph.timeline import Lease
 
 __all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
 
@@ -107,6 +108,7 @@ class Plugin:
         self._num_named: Counter[str] = Counter()  # models of each class so far
         self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
+        self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
         self._step_graphs: set[ModelGraphs] = set()  # whose step it is
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
@@ -185,12 +187,18 @@ class Plugin:
         while self._gone:
             graphs = self._gone.pop(0)
             self._retired.append(graphs.report())
+            self._retired_leases[graphs.name] = graphs.block.leases()
             graphs.release()
 
     def reports(self) -> list[dict[str, Any]]:
         """What every model did so far, also those that are gone. Waits for the device."""
         self._retire()
         return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
+
+    def leases(self) -> dict[str, list[Lease]]:
+        """When slots were last leased, by the model's name; only of those that have several."""
+        living = {graphs.name: graphs.block.leases() for graphs in self.all_graphs()}
+        return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}
 
     def all_graphs(self) -> list[ModelGraphs]:
         """The graphs of every model that is alive."""

@@ -252,3 +252,38 @@ def test_a_long_chain_is_dropped_without_recursion(device: str) -> None:
     del micro_batch
     assert pair.chain.core.all_free()
     assert pair.step() is None
+
+
+def test_a_chain_knows_when_its_slots_were_last_leased(device: str) -> None:
+    pair = Pair(device, blocks(1), num_slots=2).capture()
+    first = pair.forward()
+    second = pair.forward()
+    (slot, variant_index, begin, end), held = pair.chain.core.last_leases()
+    assert (slot, variant_index, end) == (0, pair.chain.variants["train"], 0)
+    assert held[0] == 1 and held[2] >= begin
+    second.backward()
+    del second
+    (*_, still), ended = pair.chain.core.last_leases()
+    assert still == 0 and ended[3] > ended[2]
+    first.backward()
+    del first
+    (_, freed) = (lease[3] for lease in pair.chain.core.last_leases()[::-1])
+    assert freed > ended[3]
+
+
+def test_old_leases_are_forgotten_also_where_they_end_late(device: str) -> None:
+    pair = Pair(device, [nn.Tanh()], num_slots=2).capture(variant(training=False))
+    with torch.no_grad():
+        late = pair.forward(requires_grad=False)
+        for _ in range(300):
+            pair.forward(requires_grad=False)
+    last = pair.chain.core.last_leases()
+    assert len(last) == 256 and {slot for slot, *_ in last} == {1}
+    assert [lease[2] for lease in last] == sorted(lease[2] for lease in last)
+    del late
+    assert pair.chain.core.last_leases() == last
+
+
+def test_a_single_slot_has_no_leases_to_show(pair: Pair) -> None:
+    assert pair.step() is None
+    assert pair.chain.core.last_leases() == []

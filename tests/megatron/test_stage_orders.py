@@ -129,3 +129,28 @@ def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
     hook.remove()
     assert len(kept) == 6 * 5
     pair.check_reports(warm_up=5)
+
+
+def test_leases_show_which_micro_batches_were_in_flight(install: Install) -> None:
+    install()
+    pair = StagePair(StageSchedule(stages=4, chunks=2))
+    for seed in range(3):
+        pair.step(8, seed)
+    plugin = installed_plugin()
+    assert plugin is not None
+    leases = plugin.leases()
+    assert [name.partition(" (")[2] for name in leases] == ["stage 0, chunk 0) #2", "stage 0, chunk 1) #2"]
+    for some, most in zip(leases.values(), pair.schedule.most_in_flight, strict=True):
+        # The first step warms up; then a verification leases each slot.
+        assert len(some) == most + 2 * 8 and all(it.grad for it in some)
+        # Sorted by time; what ends just when another one begins ends first.
+        ends = [(it.end, -1, it.slot) for it in some if it.end is not None]
+        events = sorted([*((it.begin, 1, it.slot) for it in some), *ends])
+        assert len(ends) == len(some)
+        held: set[int] = set()
+        in_flight = []
+        for _moment, step, slot in events:
+            assert (slot in held) is (step < 0), "a slot is leased once at a time"
+            held ^= {slot}
+            in_flight.append(len(held))
+        assert max(in_flight) == most

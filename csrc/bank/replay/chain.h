@@ -71,6 +71,9 @@ class Chain {
   int num_slots() const { return slots_ ? slots_->size() : 0; }
   // The most micro-batches that were in flight at once, so far.
   int most_in_flight() const { return slots_ ? slots_->most_leased() : 0; }
+  std::vector<Lease> last_leases() const {
+    return slots_ ? slots_->last_leases() : std::vector<Lease>();
+  }
   int num_variants() const { return static_cast<int>(variants_.size()); }
   Site& site(int index) { return *sites_.at(index); }
   const Variant& variant(int index) const { return variants_.at(index); }

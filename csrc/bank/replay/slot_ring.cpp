@@ -4,9 +4,19 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace megagraph {
+
+namespace {
+
+int64_t now() {
+  const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
+
+}  // namespace
 
 Slot::Slot(int index, int num_sites, std::function<void(int)> on_free,
            std::shared_ptr<void> keep_alive)
@@ -181,9 +191,11 @@ SlotRing::SlotRing(int num_slots, int num_sites,
   TORCH_CHECK_VALUE(num_slots >= 1, "a chain needs at least one slot, got ", num_slots);
   TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
                     " pools, one for each slot, got ", keep_alive.size());
+  lease_of_slot_.resize(num_slots);
   for (int i = 0; i < num_slots; ++i) {
     auto freed = [this, on_free, i](int variant) {
       --num_leased_;
+      end_lease(i);
       if (on_free) on_free(i, variant);
     };
     slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), keep_alive[i]));
@@ -200,10 +212,36 @@ std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
     next_ = (next_ + 1) % slots_.size();
     if (slot->lease(variant, training)) {
       most_leased_ = std::max(most_leased_, ++num_leased_);
+      begin_lease(slot->index(), variant);
       return slot;
     }
   }
   return nullptr;
+}
+
+void SlotRing::begin_lease(int slot, int variant) {
+  if (slots_.size() == 1) return;
+  const std::lock_guard<std::mutex> lock(leases_mutex_);
+  if (leases_.size() < kLastLeases) leases_.push_back({});
+  lease_of_slot_[slot] = num_leases_;
+  leases_[num_leases_++ % kLastLeases] = {slot, variant, now(), 0};
+}
+
+void SlotRing::end_lease(int slot) {
+  if (slots_.size() == 1) return;
+  const std::lock_guard<std::mutex> lock(leases_mutex_);
+  const size_t number = lease_of_slot_[slot];
+  if (number + kLastLeases < num_leases_) return;  // others have taken its place since
+  leases_[number % kLastLeases].end = now();
+}
+
+std::vector<Lease> SlotRing::last_leases() const {
+  const std::lock_guard<std::mutex> lock(leases_mutex_);
+  std::vector<Lease> last = leases_;
+  if (num_leases_ > kLastLeases) {
+    std::rotate(last.begin(), last.begin() + num_leases_ % kLastLeases, last.end());
+  }
+  return last;
 }
 
 bool SlotRing::are_pending() const {

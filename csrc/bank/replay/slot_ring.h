@@ -117,6 +117,14 @@ class Slot {
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
 
+// When a slot was leased, and when its last holder went: steady_clock's nanoseconds.
+struct Lease {
+  int slot;
+  int variant;
+  int64_t begin;
+  int64_t end;  // 0 while it is held
+};
+
 // The slots of one chain, handed out in ring order.
 class SlotRing {
  public:
@@ -136,10 +144,21 @@ class SlotRing {
   bool are_held() const;
   // The most slots that were leased at once, so far.
   int most_leased() const { return most_leased_; }
+  // The last leases, the oldest first; none of a ring of one slot, which shows nothing.
+  std::vector<Lease> last_leases() const;
 
  private:
+  void begin_lease(int slot, int variant);
+  void end_lease(int slot);
+
+  static constexpr size_t kLastLeases = 256;
+
   std::atomic<int> num_leased_{0};
   int most_leased_ = 0;
+  mutable std::mutex leases_mutex_;
+  std::vector<Lease> leases_;          // a ring
+  size_t num_leases_ = 0;              // so far
+  std::vector<size_t> lease_of_slot_;  // the number of each slot's last one
   std::vector<std::shared_ptr<Slot>> slots_;
   size_t next_ = 0;
 };

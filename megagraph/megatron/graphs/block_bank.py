@@ -34,6 +34,7 @@ from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import slots_of
 from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.timeline import Lease
 
 __all__ = ["BlockBank"]
 
@@ -340,6 +341,13 @@ class BlockBank:
     def valid_tokens(self) -> int:
         """Valid tokens of all replayed packs. Waits for the device."""
         return int(self._valid_tokens.item())
+
+    def leases(self) -> list[Lease]:
+        """When slots of the present bank were last leased; none where it has only one."""
+        return [
+            Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
+            for slot, grad, begin, end in self.chain.last_leases()
+        ]
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""

@@ -94,9 +94,11 @@ class _Installation:
             return
         reports = plugin.reports()
         path = path_of_stage(self._report, plugin.stage)
-        stages = {"stages": plugin.stages} if plugin.stages > 1 else {}
+        more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
+        if leases := plugin.leases():
+            more["leases"] = leases
         try:
-            write_report(reports, path, **stages)
+            write_report(reports, path, **more)
         except OSError as error:
             log.error("the report could not be written to %s (%s); it follows", path, error)
             sys.stderr.write(report_text(reports))
