@@ -79,6 +79,7 @@ CUDA_SOURCES = [
     "csrc/bank/capture/cuda_capture.cpp",
     "csrc/torch/cuda_graph.cpp",
     "csrc/torch/graph_pool.cpp",
+    "csrc/torch/pass_memory.cpp",
     "csrc/torch/pool_loan.cpp",
 ]
 

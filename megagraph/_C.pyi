@@ -143,6 +143,8 @@ class PoolHold(metaclass=_pybind11_type):
     """CUDA builds only."""
 
     def __init__(self, device_index: int, pool: tuple[int, int]) -> None: ...
+    @property
+    def pool(self) -> tuple[int, int]: ...
 
 class Chain(metaclass=_pybind11_type):
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
@@ -246,10 +248,26 @@ class PoolLoan(metaclass=_pybind11_type):
     def end(self) -> None: ...
     def close(self) -> None: ...
 
+class PassMemory(metaclass=_pybind11_type):
+    """CUDA builds only: what a pass allocates, once it was captured, and what of it is gone at its end."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what is kept, as far as it lies in blocks of its own."""
+
+def reserve(device_index: int, pool: tuple[int, int], num_bytes: int) -> None:
+    """CUDA builds only: has a pool hold one free block of so many bytes for the current stream, at least."""
+
 class CudaCapture(metaclass=_pybind11_type):
     """CUDA builds only."""
 
-    def __init__(self, pool: tuple[int, int], generators: Sequence[torch.Generator]) -> None: ...
+    def __init__(
+        self,
+        pool: tuple[int, int],
+        generators: Sequence[torch.Generator],
+        scratch: PoolHold | None = None,
+        memory: PassMemory | None = None,
+    ) -> None: ...
     def begin(self) -> None: ...
     def end(self) -> Executable: ...
     def abort(self) -> None: ...

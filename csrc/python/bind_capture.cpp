@@ -44,10 +44,17 @@ at::Tensor unowned_alias(const at::Tensor& t) {
 void bind_cuda(py::module_& m) {
   py::class_<PoolHold, std::shared_ptr<PoolHold>>(m, "PoolHold")
       .def(py::init<c10::DeviceIndex, std::pair<uint64_t, uint64_t>>(), py::arg("device_index"),
-           py::arg("pool"));
+           py::arg("pool"))
+      .def_property_readonly("pool", &PoolHold::pool);
+  py::class_<PassMemory, std::shared_ptr<PassMemory>>(m, "PassMemory")
+      .def(py::init<>())
+      .def_property_readonly("kept_bytes", &PassMemory::kept_bytes);
+  m.def("reserve", &reserve, py::arg("device_index"), py::arg("pool"), py::arg("num_bytes"));
   py::class_<CudaCapture>(m, "CudaCapture")
-      .def(py::init<std::pair<uint64_t, uint64_t>, const std::vector<at::Generator>&>(),
-           py::arg("pool"), py::arg("generators"))
+      .def(py::init<MempoolId, const std::vector<at::Generator>&, std::shared_ptr<PoolHold>,
+                    std::shared_ptr<PassMemory>>(),
+           py::arg("pool"), py::arg("generators"), py::arg("scratch") = nullptr,
+           py::arg("memory") = nullptr)
       .def("begin", &CudaCapture::begin, py::call_guard<py::gil_scoped_release>())
       .def("end",
            [](CudaCapture& capture) {

@@ -22,6 +22,9 @@ class PoolHold {
   PoolHold(const PoolHold&) = delete;
   PoolHold& operator=(const PoolHold&) = delete;
 
+  c10::DeviceIndex device() const { return device_; }
+  std::pair<uint64_t, uint64_t> pool() const { return pool_; }
+
  private:
   const c10::DeviceIndex device_;
   const std::pair<uint64_t, uint64_t> pool_;

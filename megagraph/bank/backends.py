@@ -8,19 +8,31 @@ from __future__ import annotations  # a CPU-only build has no PoolHold
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megagraph import _C
 
-__all__ = ["Backend", "CudaBackend", "HostBackend", "KeptMemoryError", "Lent", "Notes", "backend_for"]
+__all__ = [
+    "Backend",
+    "CudaBackend",
+    "HostBackend",
+    "KeptMemoryError",
+    "Lent",
+    "Notes",
+    "PassMemories",
+    "backend_for",
+]
 
 Generators = Callable[[], Sequence[torch.Generator]]
 # Which memory of a slot's pool was taken when the last pass of a site, by index, was captured.
 Notes: TypeAlias = "Mapping[int, _C.PoolNote | None]"
+# Of each pass, by a name: what it allocates (`_C.PassMemory`); one that is asked for is made.
+PassMemories: TypeAlias = Mapping[Hashable, Any]
 # Entered around work on the backend's stream that is to get memory of a pool.
 Lent = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -43,8 +55,27 @@ class Backend(Protocol):
         """The stream on which everything of a warm-up and a capture happens."""
         ...
 
-    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
-        """Records `body` into the pool of a slot (a pool is counted over all chains)."""
+    def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
+        """Gives a pool for one capture of a variant, whose memory goes back afterwards, and what it learns.
+
+        None where slots share nothing.
+        """
+        ...
+
+    def reserve(self, slot_pool: int, num_bytes: int) -> None:
+        """Before its first pass: has the pool of a slot hold so many bytes in one block."""
+        ...
+
+    def record(
+        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+    ) -> _C.Executable:
+        """Records `body` into the pool of a slot (a pool is counted over all chains).
+
+        Args:
+            slot_pool: the pool.
+            body: the work.
+            memory: what the pass allocates, of which slots share what is temporary; None to share nothing.
+        """
         ...
 
     def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
@@ -96,7 +127,15 @@ class HostBackend:
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
+    def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
+        return contextlib.nullcontext()
+
+    def reserve(self, slot_pool: int, num_bytes: int) -> None:
+        """See `Backend`: the host's memory has no pools."""
+
+    def record(
+        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+    ) -> _C.Executable:
         body()
         return _C.make_host_executable(body)
 
@@ -126,6 +165,8 @@ class HostBackend:
 class CudaBackend:
     """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
 
+    Where there are several slots they share a further one, for what is temporary (csrc/torch/pass_memory.h).
+
     Args:
         device: the CUDA device.
         generators: asked at each capture for what its work may draw from beside the device's default
@@ -145,11 +186,27 @@ class CudaBackend:
         self._generators = generators
         self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
         self._pools: list[tuple[int, int]] = []
+        self._scratch: _C.PoolHold | None = None
 
     def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
+        if num_slots > 1 and self._scratch is None:
+            self._scratch = _C.PoolHold(self.device.index, torch.cuda.graph_pool_handle())
         pools = [torch.cuda.graph_pool_handle() for _ in range(num_slots)]
         self._pools += pools
         return [_C.PoolHold(self.device.index, pool) for pool in pools]
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[tuple[int, PassMemories] | None]:
+        if self._scratch is None:
+            yield None
+            return
+        holds = self.add_pools(1)
+        try:
+            yield len(self._pools) - 1, defaultdict(_C.PassMemory)
+        finally:
+            self._pools.pop()
+            holds.clear()
+            self.settle()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -161,8 +218,14 @@ class CudaBackend:
         finally:
             caller.wait_stream(self._stream)
 
-    def record(self, slot_pool: int, body: Callable[[], None]) -> _C.Executable:
-        capture = _C.CudaCapture(self._pools[slot_pool], self._generators())
+    def reserve(self, slot_pool: int, num_bytes: int) -> None:
+        _C.reserve(self.device.index, self._pools[slot_pool], num_bytes)
+
+    def record(
+        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
+    ) -> _C.Executable:
+        scratch = None if memory is None else self._scratch
+        capture = _C.CudaCapture(self._pools[slot_pool], self._generators(), scratch, memory)
         try:
             capture.begin()
             body()
@@ -184,6 +247,9 @@ class CudaBackend:
     @contextlib.contextmanager
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> Iterator[Lent]:
         pool = self._pools[slot_pool]
+        if self._scratch is not None and note is not None:  # the slot's own has no room for what is temporary
+            pool = self._scratch.pool
+            note = _C.take_note(self.device.index, pool)
         loan = None if note is None else _C.PoolLoan(self.device.index, pool, note)
         if loan is None or not loan.is_open:
             yield contextlib.nullcontext
@@ -217,8 +283,9 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
+        pools = [*self._pools, *([] if self._scratch is None else [self._scratch.pool])]
         segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._pools)
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

@@ -20,7 +20,7 @@ from megagraph import _C
 from megagraph.bank.agreement import Exchange, alone
 from megagraph.bank.arguments import arguments_of, tensors_in
 from megagraph.bank.attributes import plain_tensors
-from megagraph.bank.backends import Backend, Notes, backend_for
+from megagraph.bank.backends import Backend, Notes, PassMemories, backend_for
 from megagraph.bank.capture import CapturePlan, Conditions, Guard
 from megagraph.bank.chain import CapturedVariant, Chain
 from megagraph.bank.differences import MOST_FURTHER
@@ -165,16 +165,19 @@ class Bank:
         gc.disable()
         try:
             # Every warm-up first: beside a pool that is full already, its memory would come on top.
-            saves = []
+            saves, memories = [], []
             for request in order:
                 with request.variant.context():
                     saves.append(self._warm_up(request))
+            for request in order:
+                with request.variant.context():
+                    memories.append(self._learn_memory(request))
             self.backend.settle()
             for done, request in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), f"variant {request.variant}")
                 with request.variant.context():
-                    self._capture_one(request, saves[done])
+                    self._capture_one(request, saves[done], memories[done])
             if progress is not None:
                 progress(len(order), len(order), "done")
         finally:
@@ -204,18 +207,36 @@ class Bank:
             gc.collect()  # frames of the failed attempt hold its memory in cycles
         return {}
 
-    def _capture_one(self, request: _Request, saves: Mapping[int, Saves]) -> None:
+    def _learn_memory(self, request: _Request) -> PassMemories | None:
+        """Captures a variant once, and drops it, to see what each pass allocates. None of a single slot."""
+        while request.chain.num_slots > 1 and request.chain.graphable():
+            try:
+                with self.backend.learning() as given:
+                    if given is None:
+                        return None
+                    pool, memories = given
+                    self._plan(request, 0).capture(pool, memories)
+                return memories
+            except CaptureError as error:
+                self._give_up_site(request.chain, error)
+            gc.collect()
+        return None
+
+    def _capture_one(
+        self, request: _Request, saves: Mapping[int, Saves], memories: PassMemories | None
+    ) -> None:
         """Captures a variant into every slot, and again without the site that failed."""
         chain = request.chain
         while chain.graphable():
             try:
                 plans = [self._plan(request, slot) for slot in range(chain.num_slots)]
-                by_slot = [plan.capture(chain.first_pool + slot) for slot, plan in enumerate(plans)]
+                by_slot = [plan.capture(chain.first_pool + slot, memories) for slot, plan in enumerate(plans)]
                 self._add_variant(request, by_slot, saves, [plan.notes for plan in plans])
                 return
             except CaptureError as error:
                 self._give_up_site(chain, error)
             gc.collect()
+            memories = self._learn_memory(request)  # other sites hand on other tensors
         chain.eager_variants[request.variant.key] = chain.eager_sites[0]
 
     def _give_up_site(self, chain: Chain, error: CaptureError) -> None:

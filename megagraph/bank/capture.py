@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megagraph import _C
 from megagraph.bank.accumulators import swap_of, swapped
 from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
-from megagraph.bank.backends import Backend
+from megagraph.bank.backends import Backend, PassMemories
 from megagraph.bank.edges import Edges
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.bank.rng import RngSources, Snapshot
@@ -245,11 +245,12 @@ class CapturePlan:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
 
-    def capture(self, pool: int) -> dict[int, _C.SiteGraph]:
+    def capture(self, pool: int, memories: PassMemories | None = None) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up.
 
         Args:
             pool: the slot's.
+            memories: what each pass allocates, learned or to be learned; None where slots share nothing.
 
         Returns:
             What each site captured, by index. Its boundaries own no memory: the pool does.
@@ -259,22 +260,33 @@ class CapturePlan:
         """
         work_runs = self._backend.runs_while_recording
         with self._traced(), self._leaves_no_trace([*self._sites.values()], work_runs=work_runs):
-            graphs = self._record(pool)
+            graphs = self._record(pool, memories)
         return graphs
 
-    def _record(self, pool: int) -> dict[int, _C.SiteGraph]:
+    def _record(self, pool: int, memories: PassMemories | None) -> dict[int, _C.SiteGraph]:
+        def memory(index: int, phase: str) -> Any:
+            return None if memories is None else memories[index, phase]
+
+        if memories:  # learned by now; later backwards find room where the first one's site had its memory
+            forward, backward = (
+                [memory(index, phase).kept_bytes for index in self._sites]
+                for phase in ("forward", "backward")
+            )
+            self._backend.reserve(pool, sum(forward) + max(backward))
         training = self._variant.training
         accumulated: dict[int, dict[nn.Parameter, None]] = {index: {} for index in self._sites}
         swaps = {i: swap_of(site, training, accumulated[i]) for i, site in self._sites.items()}
         forwards, backwards = {}, {}
         for index in self._sites:
             with self._named(index, "capture of the forward"):
-                forwards[index] = self._backend.record(pool, self._forward(index, swaps[index]))
+                body = self._forward(index, swaps[index])
+                forwards[index] = self._backend.record(pool, body, memory(index, "forward"))
                 self._edges.give_back_outputs(index)
                 self.notes[index] = self._backend.note(pool)
         for index in reversed([*self._sites]) if training else ():
             with self._named(index, "capture of the backward"):
-                backwards[index] = self._backend.record(pool, self._backward(index, swaps[index]))
+                body = self._backward(index, swaps[index])
+                backwards[index] = self._backend.record(pool, body, memory(index, "backward"))
                 self._edges.give_back_gradients(index)
                 self.notes[index] = self._backend.note(pool)
         self._edges.disown()

@@ -31,8 +31,11 @@ namespace {
 template <typename Graph>
 class CudaExecutable final : public Executable {
  public:
-  explicit CudaExecutable(std::unique_ptr<Graph> graph)
-      : graph_(std::move(graph)), exec_(graph_->exec()), uses_rng_(graph_->uses_rng()) {}
+  CudaExecutable(std::unique_ptr<Graph> graph, std::shared_ptr<PoolHold> scratch)
+      : graph_(std::move(graph)),
+        scratch_(std::move(scratch)),
+        exec_(graph_->exec()),
+        uses_rng_(graph_->uses_rng()) {}
 
   void launch() override {
     if (uses_rng_) {
@@ -49,6 +52,7 @@ class CudaExecutable final : public Executable {
 
  private:
   const std::unique_ptr<Graph> graph_;
+  const std::shared_ptr<PoolHold> scratch_;  // which it may write to
   const cudaGraphExec_t exec_;
   const bool uses_rng_;
 };
@@ -56,8 +60,13 @@ class CudaExecutable final : public Executable {
 }  // namespace
 
 CudaCapture::CudaCapture(std::pair<uint64_t, uint64_t> pool,
-                         const std::vector<at::Generator>& generators)
-    : graph_(std::make_unique<Graph>()), pool_(pool) {
+                         const std::vector<at::Generator>& generators,
+                         std::shared_ptr<PoolHold> scratch, std::shared_ptr<PassMemory> memory)
+    : graph_(std::make_unique<Graph>()), pool_(pool), scratch_(std::move(scratch)) {
+  if (scratch_ != nullptr) {
+    watch_ =
+        std::make_unique<PassWatch>(scratch_->device(), pool, scratch_->pool(), std::move(memory));
+  }
   for (const at::Generator& generator : generators) graph_->register_generator(generator);
 }
 
@@ -67,6 +76,7 @@ void CudaCapture::begin() {
   TORCH_CHECK(graph_ != nullptr && graph_->state() == Graph::State::kNew,
               "a capture can begin only once");
   graph_->begin(pool_);
+  if (watch_ != nullptr) watch_->begin();
   graph_->collector.emplace(c10::cuda::getCurrentCUDAStream().stream());
 }
 
@@ -77,15 +87,17 @@ std::unique_ptr<Executable> CudaCapture::end() {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto capturing = capturing_of(stream);
   const int64_t num_nodes = capturing ? static_cast<int64_t>(capturing->nodes().size()) : 0;
+  if (watch_ != nullptr) watch_->end();
   graph_->end();
   graph_->num_nodes = num_nodes;
   graph_->document_grids = graph_->collector->take();
   C10_CUDA_CHECK(cudaGraphUpload(graph_->exec(), stream));
-  return std::make_unique<CudaExecutable<Graph>>(std::move(graph_));
+  return std::make_unique<CudaExecutable<Graph>>(std::move(graph_), scratch_);
 }
 
 void CudaCapture::abort() noexcept {
   if (graph_ == nullptr) return;
+  if (watch_ != nullptr) watch_->abort();
   graph_->abort();
   graph_.reset();
 }

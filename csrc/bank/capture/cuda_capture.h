@@ -11,14 +11,19 @@
 #include <vector>
 
 #include "csrc/bank/executable.h"
+#include "csrc/torch/graph_pool.h"
+#include "csrc/torch/pass_memory.h"
 
 namespace megagraph {
 
 // One capture: begin, then end or abort. The destructor aborts what was neither.
 class CudaCapture {
  public:
-  // `generators` are registered with the graph beside the device's default one.
-  CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators);
+  // `generators` are registered with the graph beside the device's default one. With `scratch`,
+  // what is temporary comes from there, once `memory` knows the pass; else the capture learns it.
+  CudaCapture(std::pair<uint64_t, uint64_t> pool, const std::vector<at::Generator>& generators,
+              std::shared_ptr<PoolHold> scratch = nullptr,
+              std::shared_ptr<PassMemory> memory = nullptr);
   ~CudaCapture();
   CudaCapture(const CudaCapture&) = delete;
   CudaCapture& operator=(const CudaCapture&) = delete;
@@ -37,6 +42,8 @@ class CudaCapture {
   class Graph;
   std::unique_ptr<Graph> graph_;
   const std::pair<uint64_t, uint64_t> pool_;
+  const std::shared_ptr<PoolHold> scratch_;
+  std::unique_ptr<PassWatch> watch_;
 };
 
 // A process-wide non-default stream for captures, one a device, as its raw handle. Blocks of a pool

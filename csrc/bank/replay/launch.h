@@ -2,8 +2,9 @@
 // The conditions under which graphs are launched.
 //
 // Note [One stream after another]
-// All graphs of a device were captured on one stream. So they share its cuBLAS workspace and, where
-// they draw, the place of the random offset; and a slot is free when its backward has been
+// All graphs of a device were captured on one stream. So they share its cuBLAS workspace, where
+// they draw the place of the random offset, and slots their temporary memory
+// (csrc/torch/pass_memory.h, Note [Scratch]); and a slot is free when its backward has been
 // enqueued, not when it is done. On one stream that is order enough. Where the caller has changed
 // to another stream, of the same model or of another one, the launch first waits for the launches
 // before it. So does what fills a freed slot with NaN. The default stream always exists, so an

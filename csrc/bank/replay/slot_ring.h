@@ -2,9 +2,11 @@
 // Slots: storage for one in-flight micro-batch of one chain.
 //
 // Note [Nesting rule]
-// All graphs of a slot share one memory pool. They were captured forwards in order, then backwards
-// in reverse, so the pool's blocks were handed out like a stack. A replay order keeps every saved
-// tensor intact if, with `live` the set of sites between their forward and their backward,
+// All graphs of a slot share one memory pool; beside it slots share another, for what is temporary
+// in a pass and needs no rule (csrc/torch/pass_memory.h, Note [Scratch]). They were captured
+// forwards in order, then backwards in reverse, so the pool's blocks were handed out like a stack.
+// A replay order keeps every saved tensor intact if, with `live` the set of sites between their
+// forward and their backward,
 //   - a forward of site j runs only when j > max(live),
 //   - a backward of site i runs only when i == max(live),
 //   - any member may be dropped without a backward,

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/torch/pass_memory.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+#include "csrc/torch/attempt.h"
+
+namespace megagraph {
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+using c10::CachingDeviceAllocator::TraceEntry;
+
+// torch's allocator: blocks are multiples of the first, and up to the second share segments.
+constexpr size_t kBlockBytes = 512, kSmallBytes = 1 << 20;
+
+// Taken under the allocator's lock, and nothing is taken under it.
+std::mutex watched_mutex;
+std::atomic<PassWatch*> watched{nullptr};
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) {
+    return status == cudaStreamCaptureStatusActive;
+  }
+  static_cast<void>(cudaGetLastError());
+  return false;
+}
+
+}  // namespace
+
+size_t PassMemory::kept_bytes() const {
+  size_t bytes = 0;
+  for (const Allocation& it : allocations) {
+    if (it.is_temporary || it.bytes <= kSmallBytes) continue;
+    bytes += (it.bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  }
+  return bytes;
+}
+
+void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes) {
+  if (bytes == 0) return;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device).stream();
+  allocator::beginAllocateToPool(device, pool, [stream](cudaStream_t of) { return of == stream; });
+  void* block = nullptr;
+  const bool is_there = attempt([&] { block = allocator::raw_alloc_with_stream(bytes, stream); });
+  allocator::endAllocateToPool(device, pool);
+  if (is_there) allocator::raw_delete(block);
+  allocator::releasePool(device, pool);
+  TORCH_CHECK_WITH(OutOfMemoryError, is_there, "a slot's pool needs ", bytes, " bytes");
+}
+
+PassWatch::PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch,
+                     std::shared_ptr<PassMemory> memory)
+    : device_(device), pool_(pool), scratch_(scratch), memory_(std::move(memory)) {}
+
+PassWatch::~PassWatch() { abort(); }
+
+void PassWatch::begin() {
+  static std::once_flag attached;
+  std::call_once(attached, [] { allocator::attachAllocatorTraceTracker(&PassWatch::see_any); });
+  {
+    const std::lock_guard<std::mutex> lock(watched_mutex);
+    TORCH_CHECK(watched.load() == nullptr, "another capture is being watched");
+    watched.store(this);
+    is_watching_ = true;
+  }
+  if (!memory_->is_known) return;
+  // In place of the capture's own routing, which would take all; its end ends that of `pool_`.
+  allocator::endAllocateToPool(device_, pool_);
+  is_routing_ = true;
+  allocator::beginAllocateToPool(device_, pool_, [this](cudaStream_t stream) {
+    return is_capturing(stream) && !is_temporary_next();
+  });
+  allocator::beginAllocateToPool(device_, scratch_, [this](cudaStream_t stream) {
+    return is_capturing(stream) && is_temporary_next();
+  });
+}
+
+bool PassWatch::is_temporary_next() const {
+  return !is_other_ && seen_.size() < memory_->allocations.size() &&
+         memory_->allocations[seen_.size()].is_temporary;
+}
+
+void PassWatch::see_any(const TraceEntry& entry) {
+  if (watched.load(std::memory_order_relaxed) == nullptr) return;
+  const std::lock_guard<std::mutex> lock(watched_mutex);
+  if (PassWatch* watch = watched.load()) watch->see(entry);
+}
+
+void PassWatch::see(const TraceEntry& entry) {
+  if (entry.device_ != device_) return;
+  if (entry.action_ == TraceEntry::ALLOC) {
+    const bool is_shared = entry.mempool_ == scratch_;
+    if (!is_shared && entry.mempool_ != pool_) return;
+    const size_t index = seen_.size();
+    seen_.push_back({entry.size_, false});
+    live_[entry.addr_] = {index, is_shared};
+    num_shared_ += is_shared;
+    const auto& known = memory_->allocations;
+    if (memory_->is_known && (index >= known.size() || known[index].bytes != entry.size_)) {
+      is_other_ = true;
+    }
+  } else if (entry.action_ == TraceEntry::FREE_COMPLETED) {
+    const auto found = live_.find(entry.addr_);
+    if (found == live_.end()) return;
+    seen_[found->second.index].is_temporary = true;
+    num_shared_ -= found->second.is_shared;
+    live_.erase(found);
+  }
+}
+
+void PassWatch::end() {
+  stop();
+  TORCH_CHECK(num_shared_ == 0, num_shared_,
+              " allocations outlive their pass in one slot, and did not in another");
+  if (memory_->is_known) return;
+  memory_->allocations = std::move(seen_);
+  memory_->is_known = true;
+}
+
+void PassWatch::abort() noexcept { stop(); }
+
+void PassWatch::stop() noexcept {
+  if (is_watching_) {
+    is_watching_ = false;
+    const std::lock_guard<std::mutex> lock(watched_mutex);
+    watched.store(nullptr);
+  }
+  if (!is_routing_) return;
+  is_routing_ = false;
+  attempt([&] { allocator::endAllocateToPool(device_, scratch_); });
+  attempt([&] { allocator::releasePool(device_, scratch_); });
+  attempt([&] { allocator::releasePool(device_, pool_); });  // which was taken twice
+}
+
+}  // namespace megagraph

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sends what a captured pass allocates and frees again to memory that all passes share. For CUDA
+// builds.
+//
+// Note [Scratch]
+// With several slots each has a pool of its own, since what one micro-batch keeps for its backward
+// outlives the next one's forward. Most of what a pass allocates is gone when it ends, though: no
+// replay reads it later, and no two graphs of a device run at the same time
+// (csrc/bank/replay/launch.h, Note [One stream after another]). So a pass is captured once to see
+// which of its allocations are gone at its end (PassMemory), and then once for each slot, where
+// these come from a pool that all slots share. Kept memory is thus paid for each slot, and
+// temporary memory once.
+//
+// Kept memory is taken as one block before the first pass (reserve()). Block by block torch would
+// take segments of 20 MiB for what is smaller than 10 MiB, of which the rest of each would be lost
+// in every slot.
+//
+// A capture that allocates otherwise than the first one did loses nothing: from there on all comes
+// from the slot's own pool. Where something in the shared pool outlives the pass, end() throws.
+//
+// Which allocation is next is counted by torch's own trace of its allocator, after each of them, so
+// that the filters which choose the pool may be asked at any time, as often as torch likes and in
+// any order: releases differ in that. The trace has no end; while nothing is watched, an entry
+// costs a read of one pointer.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace megagraph {
+
+// What one pass allocates, in order.
+struct PassMemory {
+  struct Allocation {
+    size_t bytes;
+    bool is_temporary;  // gone when the pass ended
+  };
+  bool is_known = false;
+  std::vector<Allocation> allocations;
+
+  // Of what is kept, as far as it lies in blocks of its own.
+  size_t kept_bytes() const;
+};
+
+// Has a pool hold one free block of so many bytes for the current stream, at least.
+void reserve(c10::DeviceIndex device, c10::MempoolId_t pool, size_t bytes);
+
+// Watches one capture; one at a time in a process. What is not known yet, it learns.
+class PassWatch {
+ public:
+  using MempoolId = c10::MempoolId_t;
+
+  // `pool`: that to which the capture routes. `scratch`: a pool that somebody holds.
+  PassWatch(c10::DeviceIndex device, MempoolId pool, MempoolId scratch,
+            std::shared_ptr<PassMemory> memory);
+  ~PassWatch();
+  PassWatch(const PassWatch&) = delete;
+  PassWatch& operator=(const PassWatch&) = delete;
+
+  // Once the capture has begun.
+  void begin();
+  // Before it ends. Throws where something that was to be temporary is still held.
+  void end();
+  // Ends what began, and learns nothing. Does nothing after end().
+  void abort() noexcept;
+
+ private:
+  static void see_any(const c10::CachingDeviceAllocator::TraceEntry& entry);
+  void see(const c10::CachingDeviceAllocator::TraceEntry& entry);
+  bool is_temporary_next() const;
+  void stop() noexcept;
+
+  const c10::DeviceIndex device_;
+  const MempoolId pool_, scratch_;
+  const std::shared_ptr<PassMemory> memory_;
+  std::vector<PassMemory::Allocation> seen_;
+  struct Live {
+    size_t index;  // in seen_
+    bool is_shared;
+  };
+  std::unordered_map<size_t, Live> live_;  // by address
+  size_t num_shared_ = 0;                  // of the live ones, in the shared pool
+  bool is_other_ = false;                  // than the pass that is known
+  bool is_watching_ = false, is_routing_ = false;
+};
+
+}  // namespace megagraph
