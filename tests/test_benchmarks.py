@@ -33,10 +33,11 @@ from megagraph.demo.packers import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
-NAMES = ("attention", "capture", "dynamic_cp", "rope", "rope_mla", "staging", "step")
-bench_attention, bench_capture, bench_dynamic_cp, bench_rope, bench_rope_mla, bench_staging, bench_step = (
+NAMES = ("attention", "capture", "dynamic_cp", "pipeline", "rope", "rope_mla", "staging", "step")
+bench_attention, bench_capture, bench_dynamic_cp, bench_pipeline, *others = (
     importlib.import_module(f"benchmarks.bench_{name}") for name in NAMES
 )
+bench_rope, bench_rope_mla, bench_staging, bench_step = others
 REFUSED = {"error": "RuntimeError: no"}
 FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 
@@ -101,6 +102,16 @@ TRAINED = {**SHARED_STEPS, "tokens": [60, 70], "rows": [80, 80], "capture_second
 ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.TRAININGS, TRAINED)}
 ANSWERS |= {"document of two ranks": {"1": SHARED_STEPS, "2": SHARED_STEPS}}
 ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.DOCUMENT, WORK), "communicators": {"2": 3.0, "4": 5.0}}
+MEMORY_OF_STAGE = {"reserved": 104 * MIB, "kept": MIB, "pools": [8 * MIB, 8 * MIB], "slots": 4, "graphs": 8}
+ANSWERS |= {f"{name}: {how}": MEMORY_OF_STAGE for name in bench_pipeline.MEMORY for how in bench_pipeline.HOW}
+CHECKED = {"differing": 0, "eager": 0, "unfit": 0, "replays": 900, "steps": 9}
+STAGES = {**SHARED_STEPS, "graphed waits": [1.0, 1.5], "eager waits": [1.0, 2.0]}
+STAGES |= dict.fromkeys(("differing", "allocations", "late", "unfit"), 0)
+ANSWERS["slots"] = {str(slots): {"host": [3.0, 4.0], "launches": 8} for slots in bench_pipeline.SLOTS}
+for layers in bench_pipeline.LAYERS:
+    ANSWERS |= {f"{cut}, {layers} layers": STAGES for cut in bench_pipeline.CUTS}
+    for order, (stages, _) in bench_pipeline.ORDERS.items():
+        ANSWERS |= {f"{order}, {layers} layers, stage {stage}": CHECKED for stage in range(stages)}
 ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
 ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
 PASS = {"walls": [3.0, 4.0, 5.0], "kernels": 2.5, "copies": 0}

@@ -6,14 +6,19 @@ activations and gradients stand for what would be received, and any stage of any
 for pipelines that no machine here holds; nothing is sent, and nobody waits for another stage.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.subjects.hosts import seed_streams
+from benchmarks.subjects.packs import filled
 from megagraph.decide.in_flight import Pass, StageSchedule
+from megagraph.demo.documents import Document
+from megagraph.demo.lengths import lognormal_lengths
+from megagraph.demo.packers import Pack, stream_packs
 from megagraph.demo.trainer import (
     ModelOptions,
     gpt_model,
@@ -25,6 +30,50 @@ from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 Batch = dict[str, Any]
+# The spec of a chunk's layers, from Megatron's config; its keywords say which chunk of which stage it is.
+BlockSpec = Callable[..., Any]
+DOCUMENTS = 8  # of a pack, at most
+# Read by cuBLAS, and by Transformer Engine when an attention module is made.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+def be_deterministic() -> None:
+    """Runs deterministic kernels from here on, without filling what nobody has written yet."""
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+
+
+def transformer_engines_spec(config: Any, **place: Any) -> Any:
+    """A `BlockSpec` of Transformer Engine's modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **place)
+
+
+LAYERS: dict[str, BlockSpec] = {
+    "core": get_gpt_block_varlen_spec,
+    "Transformer Engine": transformer_engines_spec,
+}
+
+
+def drawn_packs(tokens: int, count: int, *, seed: int) -> list[Pack]:
+    """Packs of lognormal documents, of other rows each; one in three is full. The same at every call."""
+    lengths = lognormal_lengths(
+        DOCUMENTS * count, mean=tokens // 4, sigma=1.0, minimum=2, maximum=tokens, seed=seed
+    )
+    generator = torch.Generator().manual_seed(seed)
+    documents = (
+        Document(name=str(index), tokens=torch.randint(256, (length,), generator=generator))
+        for index, length in enumerate(lengths.tolist())
+    )
+    packs = itertools.islice(stream_packs(documents, tokens, DOCUMENTS - 1), count)
+    return [filled(pack, tokens) if place % 3 == 0 else pack for place, pack in enumerate(packs)]
+
+
+def differing(ones: Iterable[Tensor], others: Iterable[Tensor]) -> int:
+    """How many values are not the same; NaN is never."""
+    return sum(int((one != other).sum()) for one, other in zip(ones, others, strict=True))
 
 
 class PretendedStages:
@@ -59,6 +108,10 @@ class StageStep(NamedTuple):
     gradients: dict[tuple[int, int], Tensor]
     main_grads: dict[str, Tensor]
 
+    def tensors(self) -> list[Tensor]:
+        """All of it, in the order in which it came to be."""
+        return [*self.outputs.values(), *self.gradients.values(), *self.main_grads.values()]
+
 
 class StageTrainer:
     """The chunks of one stage.
@@ -67,24 +120,29 @@ class StageTrainer:
         options: of the whole model; `max_tokens` are the rows of the largest pack.
         schedule: which stage it is, and in which order it runs.
         deallocates: outputs are emptied as soon as they would have been sent (`deallocate_pipeline_outputs`).
-        transformer: further fields of Megatron's config.
+        spec: of each chunk's layers.
     """
 
     def __init__(
-        self, options: ModelOptions, schedule: StageSchedule, *, deallocates: bool = False, **transformer: Any
+        self,
+        options: ModelOptions,
+        schedule: StageSchedule,
+        *,
+        deallocates: bool = False,
+        spec: BlockSpec = get_gpt_block_varlen_spec,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         seed_streams()
         torch.manual_seed(options.seed)
-        self.options, self.schedule, self._deallocates = options, schedule, deallocates
+        self.options, self.schedule = options, schedule
+        self._deallocates, self._spec = deallocates, spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         virtual: dict[str, Any] = {}
         if schedule.chunks > 1:
             virtual["virtual_pipeline_model_parallel_size"] = schedule.chunks
             virtual["microbatch_group_size_per_vp_stage"] = schedule.group_size or schedule.stages
-        fields = {"pipeline_model_parallel_size": schedule.stages, **virtual, **transformer}
-        config = transformer_config(options, **fields)
+        config = transformer_config(options, pipeline_model_parallel_size=schedule.stages, **virtual)
         self.models = [self._chunk(config, chunk).to(self.device) for chunk in range(schedule.chunks)]
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.chunks: list[Any] = [
@@ -102,7 +160,7 @@ class StageTrainer:
         return gpt_model(
             self.options,
             config,
-            get_gpt_block_varlen_spec(config, vp_stage=vp_stage, pp_rank=schedule.stage),
+            self._spec(config, vp_stage=vp_stage, pp_rank=schedule.stage),
             pre_process=schedule.stage == 0 and chunk == 0,
             post_process=schedule.stage == schedule.stages - 1 and chunk == schedule.chunks - 1,
             pg_collection=groups,
@@ -114,6 +172,8 @@ class StageTrainer:
         batches: Sequence[Batch],
         *,
         forward_only: bool = False,
+        keeps: bool = True,
+        passes: Iterable[Pass] | None = None,
         before: Callable[[int, Pass], None] = lambda index, it: None,
     ) -> StageStep:
         """Runs a step in the stage's order, as the schedule that the plugin wraps.
@@ -122,6 +182,8 @@ class StageTrainer:
             batches: its micro-batches, on the device: `tokens`, `labels`, `positions` [1, rows], `offsets`
                 (int32) and `longest`, the rows of the longest document.
             forward_only: as in an evaluation.
+            keeps: returns copies of what there is to compare; else nothing, which takes no memory.
+            passes: another order than the schedule's.
             before: called before each pass, with its place in the order; may raise.
         """
         for chunk in self.chunks:
@@ -129,9 +191,16 @@ class StageTrainer:
             chunk.zero_grad_buffer()
         plugin = installed_plugin()
         schedule = self._run if plugin is None else plugin.schedule(self._run)
+        if passes is None:
+            passes = self.schedule.passes(len(batches), forward_only=forward_only)
         with torch.set_grad_enabled(not forward_only):
             left: StageStep = schedule(
-                model=self.chunks, batches=batches, forward_only=forward_only, before=before
+                model=self.chunks,
+                batches=batches,
+                passes=passes,
+                forward_only=forward_only,
+                keeps=keeps,
+                before=before,
             )
         return left
 
@@ -140,34 +209,37 @@ class StageTrainer:
         *,
         model: Sequence[Any],
         batches: Sequence[Batch],
+        passes: Iterable[Pass],
         forward_only: bool,
+        keeps: bool,
         before: Callable[[int, Pass], None],
     ) -> StageStep:
         from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 
         left = StageStep({}, {}, {})
-        pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        for index, it in enumerate(self.schedule.passes(len(batches), forward_only=forward_only)):
+        pending: dict[tuple[int, int], tuple[Tensor | None, Tensor, torch.Size]] = {}
+        for index, it in enumerate(passes):
             before(index, it)
             place = it.chunk, it.micro_batch
             is_emptied = self._deallocates and not self.models[it.chunk].post_process
             if it.is_forward:
                 given, out = self._forward(model[it.chunk], it, batches[it.micro_batch])
-                left.outputs[place] = out.detach().clone()
+                if keeps:
+                    left.outputs[place] = out.detach().clone()
                 if not forward_only:
-                    pending[place] = given, out
+                    pending[place] = given, out, out.shape
                     deallocate_output_tensor(out, is_emptied)
                 continue
-            given, out = pending.pop(place)
-            gradient = self._recorded(it, left.outputs[place].shape, left.outputs[place].dtype)
+            given, out, shape = pending.pop(place)
+            gradient = self._recorded(it, shape, out.dtype)
             if is_emptied:
                 custom_backward(out, gradient)
             else:
                 torch.autograd.backward(out, gradient)
-            if given is not None:
+            if keeps and given is not None:
                 assert given.grad is not None
                 left.gradients[place] = given.grad
-        for chunk, module in enumerate(self.models):
+        for chunk, module in enumerate(self.models if keeps else ()):
             parameters: Any = module.named_parameters()
             left.main_grads.update({f"chunk {chunk}.{name}": it.main_grad.clone() for name, it in parameters})
         return left
@@ -191,5 +263,5 @@ class StageTrainer:
     def _recorded(self, it: Pass, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What another stage would have sent for this pass: the same at every call."""
         seed = 1000 * it.micro_batch + 10 * it.chunk + it.is_forward
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        return drawn.to(device=self.device, dtype=dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with multi-latent attention for the tests: dense GPTModels and HybridModels of several kinds."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -62,6 +63,12 @@ def _spec(config: dict[str, Any], *, transformer_engine: bool) -> Any:
     return megagraph.get_gpt_block_varlen_spec(transformer, normalization="RMSNorm", **given)
 
 
+def asks_for_no_engine() -> contextlib.AbstractContextManager[object]:
+    """Without Transformer Engine, release 0.16.1 takes it for there, and asks for its classes."""
+    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type))
+
+
 class LatentTrainer(Trainer):
     """The reference loop around a GPTModel.
 
@@ -87,9 +94,7 @@ class LatentTrainer(Trainer):
         super().__init__(OPTIONS, config=config, spec=spec, **further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-        # Without Transformer Engine, release 0.16.1 takes it for there, and asks for its classes.
-        with mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type)):
+        with asks_for_no_engine():
             return super().make_chunk(config, spec)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import moe_rig
 import pipeline_jobs
 import pytest
-from pipeline_jobs import Cut
+from latent_rig import latent_config
 from worlds import World
 
+from benchmarks.subjects.pipelines import Cut
 from megagraph.report import read_report
 
 pytestmark = pytest.mark.megatron
@@ -94,6 +95,16 @@ def test_with(world2: World, option: str) -> None:
     check(world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), **OPTIONS[option]))
 
 
+def test_experts_that_ranks_of_a_stage_share(world4: World) -> None:
+    """Attention and router are graphed; the exchange of rows between experts' ranks is not."""
+    cut, experts = Cut(chunks=2, expert_parallel=2), OPTIONS["experts"]
+    check(world4.run(pipeline_jobs.train_pair, cut=cut, **experts))
+
+
+def test_multi_latent_attention(world2: World) -> None:
+    check(world2.run(pipeline_jobs.train_pair, cut=Cut(), transformer=latent_config("low rank, RoPE")))
+
+
 def test_four_stages(world4: World) -> None:
     check(world4.run(pipeline_jobs.train_pair, cut=Cut(stages=4)))
 
@@ -112,7 +123,7 @@ def test_packs_that_ranks_of_a_stage_share(world4: World) -> None:
 
 def test_packs_of_several_sizes_in_flight(world4: World) -> None:
     """Some micro-batches are shared by both ranks of a stage, and others by none."""
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=2, cp_sizes=(1, 2))))
+    check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), cp_sizes=(1, 2)))
 
 
 def test_stages_of_one_layer_and_of_three(world2: World) -> None:
