@@ -154,10 +154,10 @@ class Chain(metaclass=_pybind11_type):
     def num_slots(self) -> int: ...
     @property
     def most_in_flight(self) -> int: ...
-    def last_leases(self) -> list[tuple[int, int, int, int]]:
-        """Slot, variant, and the nanoseconds when it was leased and freed (0 while held), the oldest first.
+    def last_leases(self) -> list[tuple[int, bool, int, int]]:
+        """Slot, whether for training, when it was leased and freed (0 while held); the oldest first.
 
-        Of a steady clock, the same for all processes of a machine. None of a chain with one slot.
+        In nanoseconds since 1970. None of a chain with one slot.
         """
 
     @property
@@ -171,6 +171,9 @@ class Chain(metaclass=_pybind11_type):
         """Every site in one go, with one autograd node; NotImplemented, uncounted, if that is impossible."""
 
     def set_site_eager_reason(self, index: int, reason: int) -> None: ...
+    def set_site_calls(self, index: int, calls: int) -> None:
+        """How many calls one of a site counts as; one by default."""
+
     def set_slots(
         self, num_slots: int, pools: Sequence[PoolHold], poison: bool, holds_collectives: bool
     ) -> None: ...

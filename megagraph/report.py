@@ -24,6 +24,9 @@ __all__ = [
 
 ModelReport = Mapping[str, Any]
 
+# Further than any clock has run.
+_FAR_MS = 1e15
+
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
@@ -31,6 +34,11 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float)
+
+
+def _is_moment(value: object) -> bool:
+    # JSON has NaN, Infinity and integers of any length, too.
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) < _FAR_MS
 
 
 def _is_capacity(value: object) -> bool:
@@ -79,6 +87,9 @@ def _rows(reports: Sequence[ModelReport]) -> list[tuple[str, list[str]]]:
     rows.append(("padding share of replays", [_percent(report["padding_share"]) for report in reports]))
     rows.append(("capture", [f"{report['capture_seconds']:.2f} s" for report in reports]))
     rows.append(("capacities", ["\n".join(_capacity(c) for c in r["capacities"]) or "-" for r in reports]))
+    if any(report.get("sites", report.get("layers")) != report.get("layers") for report in reports):
+        rows.append(("layers", [str(report.get("layers", "-")) for report in reports]))
+        rows.append(("sites of them", [str(report.get("sites", "-")) for report in reports]))
     if any(report.get("slots", 1) > 1 for report in reports):
         rows.append(("slots", [str(report.get("slots", "-")) for report in reports]))
         rows.append(("most in flight", [str(report.get("most_in_flight", "-")) for report in reports]))
@@ -221,7 +232,7 @@ def read_leases(path: Path) -> dict[str, list[Lease]]:
         for name, some in leases.items():
             wrong = [it for it in some if not _is_lease(it)] if isinstance(some, list) else [some]
             if wrong:
-                expected = "lists of a slot, whether it was for training, begin and end in ms"
+                expected = "lists of a slot, whether it was for training, begin and end in ms or null"
                 raise ValueError(f"{each}: leases.{name}: expected {expected}, got {wrong[0]!r}")
             found[name] = [Lease(*it) for it in some]
     return found
@@ -231,9 +242,9 @@ def _is_lease(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != len(Lease._fields):
         return False
     slot, grad, begin, end = value
-    return (
-        _is_count(slot) and isinstance(grad, bool) and _is_number(begin) and (end is None or _is_number(end))
-    )
+    if not (_is_count(slot) and isinstance(grad, bool) and _is_moment(begin)):
+        return False
+    return end is None or (_is_moment(end) and bool(begin <= end))
 
 
 def _stages(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ class Lease(NamedTuple):
     Args:
         slot: its index.
         grad: for training.
-        begin, end: ms of a steady clock, the same for all processes of a machine; no end while it was held.
+        begin, end: ms since 1970; no end while it was held.
     """
 
     slot: int
@@ -35,35 +35,45 @@ def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:
         path: of the image; its ending says which kind.
 
     Raises:
-        ValueError: if matplotlib is not installed, or knows no such kind of image; if no chunk had several
-            slots.
+        ValueError: if matplotlib is not installed; naming the path and the kinds of images, if its ending is
+            none of them; if no chunk had several slots.
         OSError: if the image cannot be written.
     """
     shown = {name: list(some)[-_MOST_LEASES:] for name, some in leases.items() if some}
     if not shown:
         raise ValueError("no model chunk has had several slots, so that there is no timeline of them")
     try:
-        import matplotlib
+        from matplotlib import style
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"drawing needs matplotlib: pip install matplotlib ({error})") from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
     # What all chunks have recorded: one that runs more often has forgotten more.
     start = max(min(it.begin for it in some) for some in shown.values())
+    # Until when one that has no end is drawn.
+    latest = max(it.begin if it.end is None else it.end for some in shown.values() for it in some)
+    slots = {name: sorted({it.slot for it in leases[name]}) for name in shown}
     lines: list[str] = []
-    with pyplot.style.context(["default", {"svg.hashsalt": "megagraph", "font.size": 9}]):
-        rows = sum(1 + max(it.slot for it in some) for some in shown.values())
-        figure, axes = pyplot.subplots(figsize=(10, 1 + 0.25 * rows), layout="constrained")
+    # A name is no formula.
+    with style.context(["default", {"text.parse_math": False, "font.size": 9}]):
+        # Not pyplot's: that keeps figures, and chooses a backend for the whole process.
+        figure = Figure(figsize=(10, 1 + 0.25 * sum(map(len, slots.values()))), layout="constrained")
+        kinds = sorted(figure.canvas.get_supported_filetypes())
+        if path.suffix[1:].lower() not in kinds:
+            raise ValueError(f"{path}: expected an image, whose name ends in one of {', '.join(kinds)}")
+        axes = figure.subplots()
         for name, some in shown.items():
-            latest = max(it.end or it.begin for it in some)
-            for slot in range(1 + max(it.slot for it in some)):
-                own = [it for it in some if it.slot == slot and (it.end or latest) > start]
+            for slot in slots[name]:
+                own = [
+                    (it.grad, max(it.begin, start), latest if it.end is None else it.end)
+                    for it in some
+                    if it.slot == slot
+                ]
                 for grad, colour in _COLOURS.items():
                     bars = [
-                        (max(it.begin, start) - start, (it.end or latest) - max(it.begin, start))
-                        for it in own
-                        if it.grad is grad
+                        (begin - start, end - begin)
+                        for is_for_training, begin, end in own
+                        if is_for_training is grad and end > begin
                     ]
                     axes.broken_barh(bars, (len(lines) - 0.4, 0.8), color=colour, edgecolor="white")
                 lines.append(f"{name}, slot {slot}")
@@ -71,4 +81,3 @@ def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("ms on the host; blue: training, orange: forward only")
         figure.savefig(path)
-        pyplot.close(figure)

@@ -87,6 +87,12 @@ def test_the_table_has_a_column_for_each_model_and_a_row_for_each_reason_of_any(
     assert rows["eager: SUSPENDED"] == ["0 (0.0%)", "1,800 (15.0%)"]
 
 
+def test_sites_are_shown_where_several_layers_are_one() -> None:
+    joined = cells([MODEL | {"layers": 24, "sites": 3}, MODEL])
+    assert (joined["layers"], joined["sites of them"]) == (["24", "2"], ["3", "-"])
+    assert "sites of them" not in cells([MODEL | {"sites": 2}])
+
+
 def test_a_model_that_was_never_called_has_counts_of_0_and_no_shares() -> None:
     rows = cells([IDLE])
     assert (rows["layer calls"], rows["replayed"]) == (["0"], ["0"])
@@ -289,10 +295,24 @@ def test_leases_are_read_from_the_files_of_all_stages(tmp_path: Path) -> None:
     assert read_leases(path) == {}
 
 
-@pytest.mark.parametrize(
-    "leases",
-    [[], {"a": 3}, {"a": [3]}, {"a": [[0, True, 1.0]]}, {"a": [[0, 1, 1.0, None]]}, {"a": [["0"] * 4]}],
-)
+def test_of_several_files_the_one_with_wrong_leases_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_report([MODEL], path, stages=2, leases=LEASES)
+    write_report([MODEL], tmp_path / "run.stage1.json", leases={"stage 1": [[0]]})
+    with pytest.raises(ValueError, match=r"run\.stage1\.json: leases\.stage 1: expected .*, got \[0\]"):
+        read_leases(path)
+
+
+WRONG = [
+    *(3, [0, True, 1.0], [0, True, 1.0, 4.0, 5.0], ["0"] * 4),
+    *([-1, True, 1.0, 4.0], [True, True, 1.0, 4.0], [0, 1, 1.0, 4.0]),
+    *([0, True, None, 4.0], [0, True, True, 4.0], [0, True, 1.0, "4"], [0, True, 4.0, 1.0]),
+    # Which JSON has, and no drawing.
+    *([0, True, 10**400, None], [0, True, float("nan"), 4.0], [0, True, 1.0, float("inf")]),
+]
+
+
+@pytest.mark.parametrize("leases", [[], None, {"a": 3}, *({"a": [[0, True, 1.0, 4.0], it]} for it in WRONG)])
 def test_leases_of_another_kind_are_named_with_what_was_expected(tmp_path: Path, leases: Any) -> None:
     path = tmp_path / "run.json"
     write_report([MODEL], path, leases=leases)
@@ -309,9 +329,32 @@ def test_the_command_draws_a_timeline_and_says_so(tmp_path: Path, capsys: pytest
     assert "stage 0, slot 0" in drawn and "stage 0, slot 1" in drawn
 
 
-def test_a_report_of_single_slots_has_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, image = tmp_path / "run.json", tmp_path / "slots.png"
-    write_report([MODEL], path)
-    assert main(["report", str(path), "--timeline", str(image)]) == 2
-    assert "no model chunk has had several slots" in capsys.readouterr().err
-    assert not image.exists()
+@pytest.mark.parametrize(
+    ("more", "image", "message"),
+    [
+        ({}, "slots.png", "no model chunk has had several slots"),
+        (
+            {"leases": {"stage 0": [[0, True, 10**400, None]]}},
+            "slots.png",
+            "run.json: leases.stage 0: expected",
+        ),
+        ({"leases": LEASES}, "slots", "slots: expected an image"),
+        ({"leases": LEASES}, "gone/slots.png", "gone/slots.png"),
+    ],
+    ids=["single slots", "wrong leases", "no ending", "no folder"],
+)
+def test_what_cannot_be_drawn_ends_with_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], image: str, message: str
+) -> None:
+    path = tmp_path / "run.json"
+    write_report([MODEL], path, **more)
+    assert main(["report", str(path), "--timeline", str(tmp_path / image)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("megagraph report: ") and message in err
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_timeline_and_json_are_not_asked_for_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "run.json", "--json", "--timeline", "slots.png"])
+    assert "not allowed with argument --json" in capsys.readouterr().err

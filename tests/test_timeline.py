@@ -3,6 +3,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,74 @@ def test_an_unknown_kind_is_refused_with_those_there_are(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"docx.*png.*svg"):
         draw_timeline(LEASES, path)
     assert not path.exists()
+
+
+def test_a_name_without_an_ending_is_refused(tmp_path: Path) -> None:
+    """matplotlib adds one, and the file that was asked for is not there."""
+    with pytest.raises(ValueError, match=r"slots: expected an image.*png"):
+        draw_timeline(LEASES, tmp_path / "slots")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_ending_may_be_in_capitals(tmp_path: Path) -> None:
+    draw_timeline(LEASES, tmp_path / "slots.PNG")
+    assert (tmp_path / "slots.PNG").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_each_slot_has_a_line_with_its_name_and_the_chunk_s(tmp_path: Path) -> None:
+    """Also where a name would be a formula to matplotlib; and lines are as many as slots that there are."""
+    path = tmp_path / "slots.svg"
+    draw_timeline({r"$\chunk$": [Lease(slot=slot, grad=True, begin=1, end=2) for slot in (0, 10**9)]}, path)
+    drawn = path.read_text()
+    assert r"$\chunk$, slot 0" in drawn and r"$\chunk$, slot 1000000000" in drawn
+
+
+class Bars:
+    """What is drawn, by line and colour."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drawn: list[list[tuple[float, float]]] = []
+        monkeypatch.setattr("matplotlib.axes.Axes.broken_barh", self._note)
+
+    def _note(self, bars: list[tuple[float, float]], *_args: Any, **_options: Any) -> None:
+        self.drawn.append(bars)
+
+
+def test_what_all_chunks_have_recorded_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held when the report was written is held to the end; what ended at 0 is not."""
+    bars = Bars(monkeypatch)
+    often = [
+        *(Lease(slot=0, grad=True, begin=begin, end=begin + 2) for begin in (-9.0, -2.0, -1.0, 4.0)),
+        Lease(slot=1, grad=False, begin=2.0, end=None),
+    ]
+    seldom = [Lease(slot=0, grad=True, begin=0.0, end=10.0), Lease(slot=1, grad=True, begin=1.0, end=None)]
+    draw_timeline({"often": often, "seldom": seldom}, tmp_path / "slots.png")
+    training, forward_only = bars.drawn[::2], bars.drawn[1::2]
+    assert training == [[(0.0, 1.0), (4.0, 2.0)], [], [(0.0, 10.0)], [(1.0, 9.0)]]
+    assert forward_only == [[], [(2.0, 8.0)], [], []]
+
+
+def test_the_last_leases_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = Bars(monkeypatch)
+    draw_timeline(LEASES, tmp_path / "slots.png")
+    # Those of 37 to 100, of which the last one has no end, and has not begun before the others' end.
+    drawn = sorted(bar for some in bars.drawn for bar in some)
+    assert drawn == [*((place, 1.5) for place in range(63)), (63.0, 0.5)]
+
+
+@pytest.mark.parametrize("name", ["slots.png", "slots.docx"])
+def test_a_drawing_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    """Neither in pyplot, nor in the settings of a process that draws more."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    before = dict(matplotlib.rcParams)
+    for _ in range(2):
+        try:
+            draw_timeline(LEASES, tmp_path / name)
+        except ValueError:
+            assert name.endswith("docx")
+    assert pyplot.get_fignums() == [] and dict(matplotlib.rcParams) == before
 
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

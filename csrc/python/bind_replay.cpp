@@ -208,9 +208,9 @@ void bind_chain(py::module_& m) {
       .def_property_readonly("most_in_flight", &Chain::most_in_flight)
       .def("last_leases",
            [](const Chain& chain) {
-             std::vector<std::tuple<int, int, int64_t, int64_t>> found;
+             std::vector<std::tuple<int, bool, int64_t, int64_t>> found;
              for (const Lease& it : chain.last_leases()) {
-               found.emplace_back(it.slot, it.variant, it.begin, it.end);
+               found.emplace_back(it.slot, it.training, it.begin, it.end);
              }
              return found;
            })
@@ -236,6 +236,10 @@ void bind_chain(py::module_& m) {
             chain.site(index).set_eager_reason(static_cast<EagerReason>(reason));
           },
           py::arg("index"), py::arg("reason"))
+      .def(
+          "set_site_calls",
+          [](Chain& chain, int index, int64_t calls) { chain.site(index).set_calls(calls); },
+          py::arg("index"), py::arg("calls"))
       .def("set_slots", &set_slots, py::arg("num_slots"), py::arg("pools"), py::arg("poison"),
            py::arg("holds_collectives"))
       .def(

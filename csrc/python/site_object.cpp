@@ -59,7 +59,9 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     reason = chain.replay(site->first, site->last, inputs, outputs);
   }
   if (reason) {
-    if (site->counts_eager) chain.bank()->counters.count_eager(*reason, 1);
+    if (site->counts_eager) {
+      chain.bank()->counters.count_eager(*reason, chain.site(site->first).calls());
+    }
     Py_RETURN_NOTIMPLEMENTED;
   }
   if (outputs.size() == 1) return to_python(std::move(outputs.front()));

@@ -207,13 +207,6 @@ class Chain:
         self._running = None
         self.core.end()
 
-    def last_leases(self) -> list[tuple[int, bool, int, int]]:
-        """Slot, whether for training, and the nanoseconds when it was leased and freed; 0 while held."""
-        return [
-            (slot, variant in self.captured and self.captured[variant].spec.training, begin, end)
-            for slot, variant, begin, end in self.core.last_leases()
-        ]
-
     def holders(self) -> str:
         """Who holds slots, in words; empty where every slot is free."""
         return self.core.describe_holders()

@@ -20,8 +20,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds the command."""
     parser = commands.add_parser("report", help="show the report that a run left")
     parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    instead.add_argument(
         "--timeline",
         type=Path,
         metavar="IMAGE",

@@ -196,7 +196,11 @@ class Plugin:
         return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
 
     def leases(self) -> dict[str, list[Lease]]:
-        """When slots were last leased, by the model's name; only of those that have several."""
+        """When slots were last leased, by the model's name, also of those that are gone.
+
+        Only of those that have several.
+        """
+        self._retire()
         living = {graphs.name: graphs.block.leases() for graphs in self.all_graphs()}
         return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}
 

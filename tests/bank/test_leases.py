@@ -2,6 +2,7 @@
 """Leased tensors: whoever can still read a boundary holds its slot, and nobody else does."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -258,8 +259,9 @@ def test_a_chain_knows_when_its_slots_were_last_leased(device: str) -> None:
     pair = Pair(device, blocks(1), num_slots=2).capture()
     first = pair.forward()
     second = pair.forward()
-    (slot, variant_index, begin, end), held = pair.chain.core.last_leases()
-    assert (slot, variant_index, end) == (0, pair.chain.variants["train"], 0)
+    (slot, training, begin, end), held = pair.chain.core.last_leases()
+    assert (slot, training, end) == (0, True, 0)
+    assert abs(begin / 1e9 - time.time()) < 60
     assert held[0] == 1 and held[2] >= begin
     second.backward()
     del second
@@ -277,11 +279,30 @@ def test_old_leases_are_forgotten_also_where_they_end_late(device: str) -> None:
         late = pair.forward(requires_grad=False)
         for _ in range(300):
             pair.forward(requires_grad=False)
-    last = pair.chain.core.last_leases()
-    assert len(last) == 256 and {slot for slot, *_ in last} == {1}
-    assert [lease[2] for lease in last] == sorted(lease[2] for lease in last)
+        last = pair.chain.core.last_leases()
+        assert len(last) == 256 and {slot for slot, *_ in last} == {1}
+        assert [lease[2] for lease in last] == sorted(lease[2] for lease in last)
+        pair.forward(requires_grad=False)
+        last, former = pair.chain.core.last_leases(), last
+        assert last[:-1] == former[1:] and last[-1][2] >= former[-1][3]
     del late
     assert pair.chain.core.last_leases() == last
+
+
+@pytest.mark.parametrize("others", [255, 256])
+def test_a_lease_is_forgotten_by_the_256th_after_it(device: str, others: int) -> None:
+    """And whoever has its place keeps the end it has."""
+    pair = Pair(device, [nn.Tanh()], num_slots=2).capture(variant(training=False))
+    with torch.no_grad():
+        late = pair.forward(requires_grad=False)
+        for _ in range(others):
+            pair.forward(requires_grad=False)
+    held, *rest = pair.chain.core.last_leases()
+    assert (held[0], held[3]) == (0, 0) if others == 255 else held[0] == 1
+    del late
+    ended, *others_then = pair.chain.core.last_leases()
+    assert others_then == rest
+    assert ended[:3] == held[:3] and (ended[3] > rest[-1][3] if others == 255 else ended == held)
 
 
 def test_a_single_slot_has_no_leases_to_show(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 """Any stage of a pipeline in one process: its order of forwards and backwards, with the bits of eager."""
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -154,3 +155,17 @@ def test_leases_show_which_micro_batches_were_in_flight(install: Install) -> Non
             held ^= {slot}
             in_flight.append(len(held))
         assert max(in_flight) == most
+
+
+def test_leases_of_models_that_are_gone_stay(install: Install) -> None:
+    install()
+    pair = StagePair(StageSchedule(stages=2))
+    for seed in range(2):
+        pair.step(4, seed)
+    plugin = installed_plugin()
+    assert plugin is not None
+    leases = plugin.leases()
+    assert len(leases) == 1
+    del pair
+    gc.collect()
+    assert plugin.all_graphs() == [] and plugin.leases() == leases

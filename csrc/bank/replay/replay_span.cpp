@@ -65,6 +65,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
     if (inputs[i].const_data_ptr() == buffer.const_data_ptr()) continue;
     append_input(segments, inputs[i], buffer, /*is_packed=*/entry->is_entry && i == 0);
   }
+  int64_t calls = 0;
   {
     const Launch launch(device_);
     stage(segments, device_);
@@ -73,6 +74,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
       const SiteGraph& graph = *graphs->sites[site];
       const Range range(graph.forward_range, device_);
       graph.forward->launch();
+      calls += sites_[site]->calls();
     }
   }
 
@@ -85,7 +87,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   if (node != nullptr) {
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});
   }
-  bank_->counters.count_replays(last - first + 1);
+  bank_->counters.count_replays(calls);
   return std::nullopt;
 }
 

@@ -78,6 +78,9 @@ class Site {
   const std::shared_ptr<SiteGraph>& shared_graph(int variant, int slot) const {
     return graphs_.at(variant).at(slot);
   }
+  // How many calls one of this site counts as: those of the modules that it stands for.
+  void set_calls(int64_t calls) { calls_ = calls; }
+  int64_t calls() const { return calls_; }
   // Why a variant has no graph here; counted by every call that finds none.
   void set_eager_reason(EagerReason reason) { eager_reason_ = reason; }
   void drop_variant(int variant);
@@ -89,6 +92,7 @@ class Site {
 
  private:
   std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]
+  int64_t calls_ = 1;
   EagerReason eager_reason_ = EagerReason::kCaptureFailed;
 };
 

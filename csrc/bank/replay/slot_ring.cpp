@@ -11,9 +11,18 @@ namespace megagraph {
 
 namespace {
 
+template <typename Clock>
+int64_t nanoseconds() {
+  const auto since_its_start = Clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_its_start).count();
+}
+
+// Since 1970, and never backwards.
 int64_t now() {
-  const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+  using std::chrono::steady_clock;
+  static const int64_t start =
+      nanoseconds<std::chrono::system_clock>() - nanoseconds<steady_clock>();
+  return start + nanoseconds<steady_clock>();
 }
 
 }  // namespace
@@ -192,6 +201,7 @@ SlotRing::SlotRing(int num_slots, int num_sites,
   TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
                     " pools, one for each slot, got ", keep_alive.size());
   lease_of_slot_.resize(num_slots);
+  if (num_slots > 1) leases_.reserve(kLastLeases);
   for (int i = 0; i < num_slots; ++i) {
     auto freed = [this, on_free, i](int variant) {
       --num_leased_;
@@ -212,19 +222,19 @@ std::shared_ptr<Slot> SlotRing::acquire(int variant, bool training) {
     next_ = (next_ + 1) % slots_.size();
     if (slot->lease(variant, training)) {
       most_leased_ = std::max(most_leased_, ++num_leased_);
-      begin_lease(slot->index(), variant);
+      begin_lease(slot->index(), training);
       return slot;
     }
   }
   return nullptr;
 }
 
-void SlotRing::begin_lease(int slot, int variant) {
+void SlotRing::begin_lease(int slot, bool training) {
   if (slots_.size() == 1) return;
   const std::lock_guard<std::mutex> lock(leases_mutex_);
   if (leases_.size() < kLastLeases) leases_.push_back({});
   lease_of_slot_[slot] = num_leases_;
-  leases_[num_leases_++ % kLastLeases] = {slot, variant, now(), 0};
+  leases_[num_leases_++ % kLastLeases] = {slot, training, now(), 0};
 }
 
 void SlotRing::end_lease(int slot) {

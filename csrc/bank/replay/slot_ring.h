@@ -119,10 +119,11 @@ class Slot {
   enum class Notice : uint8_t { kUnknown, kNo, kYes } notice_ = Notice::kUnknown;
 };
 
-// When a slot was leased, and when its last holder went: steady_clock's nanoseconds.
+// When a slot was leased, and when its last holder went: nanoseconds since 1970, so that processes
+// of several machines can be drawn side by side.
 struct Lease {
   int slot;
-  int variant;
+  bool training;
   int64_t begin;
   int64_t end;  // 0 while it is held
 };
@@ -150,7 +151,7 @@ class SlotRing {
   std::vector<Lease> last_leases() const;
 
  private:
-  void begin_lease(int slot, int variant);
+  void begin_lease(int slot, bool training);
   void end_lease(int slot);
 
   static constexpr size_t kLastLeases = 256;

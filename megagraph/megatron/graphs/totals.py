@@ -5,8 +5,11 @@ from collections import Counter
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.chain import Chain
+from megagraph.timeline import Lease
 
 __all__ = ["Totals"]
+
+_MOST_LEASES = 256
 
 
 class Totals:
@@ -16,12 +19,14 @@ class Totals:
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._most_in_flight = 0
+        self._leases: list[Lease] = []
 
     def add(self, bank: Bank, chain: Chain) -> None:
         """A bank that is about to be released, and its chain."""
         self._counts.update(bank.counters())
         self._seconds += bank.capture_seconds
         self._most_in_flight = self.most_in_flight(chain)
+        self._leases = self.last_leases(chain)
 
     def counters(self, bank: Bank) -> dict[str, int]:
         """Calls, replays and eager calls by reason.
@@ -42,3 +47,15 @@ class Totals:
             chain: of the present bank.
         """
         return max(self._most_in_flight, chain.core.most_in_flight)
+
+    def last_leases(self, chain: Chain) -> list[Lease]:
+        """When slots were last leased; none where there is only one.
+
+        Args:
+            chain: of the present bank.
+        """
+        present = [
+            Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
+            for slot, grad, begin, end in chain.core.last_leases()
+        ]
+        return [*self._leases, *present][-_MOST_LEASES:]
