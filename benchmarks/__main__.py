@@ -17,7 +17,7 @@ DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step"
 # These take longer.
 FURTHER = (
     *("main_job", "megatron_graphs", "right", "guarded", "groundwork", "scopes", "experts", "schedule"),
-    *("rope_mla", "dynamic_cp", "pipeline"),
+    *("rope_mla", "dynamic_cp", "pipeline", "chunk"),
 )
 NAMES = DEFAULT + FURTHER
 WITHOUT_GPU = {"schedule"}  # counts, and no times

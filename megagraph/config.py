@@ -58,7 +58,8 @@ class GraphConfig:
             chunk gets, and further micro-batches run eager.
         cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router`,
             `moe_preprocess` and `mamba`; none for whole layers, or for what the model's own config names.
-        cuda_graph_granularity: `layer`.
+        cuda_graph_granularity: `layer`, or `chunk`, where neighbouring whole layers have one graph for each
+            pass.
         verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
             of as many replayed micro-batches as a number says; `off` for never.
         tail: what canonical offsets say of the rows past a pack's end.
@@ -220,12 +221,10 @@ _NOT_OPTIONS = frozenset(
 )
 
 
-def _choice(*names: str, unsupported: str = "") -> Callable[[Any], str]:
-    expected = f"one of {', '.join(names)}" if len(names) > 1 else repr(names[0])
-
+def _choice(*names: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in names:
-            raise ValueError(f"expected {expected}, got {value!r}{unsupported}")
+            raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
         return str(value)
 
     return parse
@@ -341,7 +340,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "cuda_graph_max_states": partial(_integer, at_least=1),
     "cuda_graph_slots": _or_none(partial(_integer, at_least=1)),
     "cuda_graph_modules": graph_modules,
-    "cuda_graph_granularity": _choice("layer", unsupported=", which is not supported yet"),
+    "cuda_graph_granularity": _choice("layer", "chunk"),
     "verify": _verify,
     "tail": _tail,
     "progress": _boolean,

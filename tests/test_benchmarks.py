@@ -97,6 +97,9 @@ ANSWERS |= {
     for sizes in (every, every[-1:])
 }
 WORK = {"eager": 9.0, "graphed": 8.0, "pairs": 100}
+CHUNK_STEPS = {"graphed": [2.0, 2.5], "eager": [3.0, 4.0], "host": [900.0, 950.0], "launches": 48}
+CHUNK_STEPS |= {"reserved": 104 * MIB, "graphs": 48, "sites": 24, "pools": MIB, "executables": MIB}
+ANSWERS |= {kind: {**CHUNK_STEPS, "capture_seconds": 0.3} for kind in ("layer", "chunk")}
 SHARED_STEPS = {"eager": [3.0, 4.0], "graphed": [2.0, 2.5]}
 TRAINED = {**SHARED_STEPS, "tokens": [60, 70], "rows": [80, 80], "capture_seconds": 0.3}
 ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.TRAININGS, TRAINED)}

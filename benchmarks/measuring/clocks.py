@@ -146,6 +146,15 @@ def device_work(call: Call, *, repeats: int, warm_up: int = 3, cold: bool = Fals
     ]
 
 
+def graph_launches(call: Call) -> int:
+    """How many graphs a call launches."""
+    _start_profiler()
+    with profile(activities=ACTIVITIES, acc_events=True) as trace:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.name == "cudaGraphLaunch" for event in trace.events())
+
+
 def kernel_us(call: Call, *, repeats: int = 10) -> float:
     """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`."""
     work = device_work(call, repeats=repeats)

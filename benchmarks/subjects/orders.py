@@ -8,10 +8,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.profiler import profile
 
 from benchmarks.measuring.children import Answer
-from benchmarks.measuring.clocks import ACTIVITIES, host_seconds
+from benchmarks.measuring.clocks import graph_launches, host_seconds
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.packs import a_pack
 from benchmarks.subjects.stages import (
@@ -29,7 +28,6 @@ from megagraph.decide.in_flight import Pass, StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.patch.installation import installed_plugin
 
-LAUNCH = "cudaGraphLaunch"
 WARM_UP, SAMPLES = 10, 150
 MICRO_BATCHES = 8  # of a timed step: the launch queue has room for it
 IN_THE_MIDDLE = StageSchedule(stages=18, stage=1)  # needs 17 slots, of which it gets as many as it is told
@@ -46,7 +44,9 @@ def measure_slots(model: ModelOptions, numbers: Sequence[int]) -> Answer:
     """
     install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     steps = {slots: _step_in(slots, model) for slots in numbers}
-    found: Answer = {str(slots): {"host": [], "launches": _launches(step)} for slots, step in steps.items()}
+    found: Answer = {
+        str(slots): {"host": [], "launches": graph_launches(step)} for slots, step in steps.items()
+    }
     with without_collection():
         for _ in range(WARM_UP + SAMPLES):
             for slots, step in steps.items():
@@ -73,13 +73,6 @@ def _step_in(slots: int, model: ModelOptions) -> Callable[[], object]:
         step()
         step()
     return step
-
-
-def _launches(step: Callable[[], object]) -> int:
-    with profile(activities=ACTIVITIES) as trace:
-        step()
-        torch.cuda.synchronize()
-    return sum(event.name == LAUNCH for event in trace.events())
 
 
 def measure_memory(model: ModelOptions, schedule: StageSchedule, *, graphs: bool) -> Answer:

@@ -130,6 +130,8 @@ class Bank:
             what = f"{len(steps)} parts that stay eager" if steps else "none"
             raise ValueError(f"expected at least one module, got {what}")
         core = self.core.add_chain(num_sites)
+        for index, site in enumerate(step for step in steps if isinstance(step, SiteSpec)):
+            core.set_site_calls(index, site.calls)
         pools = self.backend.add_pools(num_slots)
         core.set_slots(num_slots, pools, self._poison, holds_collectives)
         self.chains.append(Chain(core, steps, self._num_pools, holds_collectives))

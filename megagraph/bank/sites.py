@@ -20,6 +20,7 @@ __all__ = [
     "CaptureError",
     "ChainShape",
     "EagerPart",
+    "JoinedSites",
     "MetadataSpec",
     "Outputs",
     "SiteSpec",
@@ -65,6 +66,11 @@ class _OfModule:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self._module = weakref.ref(module)
+
+    @property
+    def short_name(self) -> str:
+        """The name without what it says in brackets."""
+        return self.name.partition(" (")[0]
 
     @property
     def module(self) -> nn.Module:
@@ -127,6 +133,7 @@ class SiteSpec(_OfModule):
         self.bypassed = tuple(bypassed)
         self.transient = frozenset(transient)
         self.state = state
+        self.calls = 1  # as many one of this site counts as
 
     def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
         """Runs the module eagerly."""
@@ -184,6 +191,53 @@ class SiteSpec(_OfModule):
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get a gradient, each once."""
         return [param for param in self.parameters() if param.requires_grad]
+
+
+class JoinedSites(SiteSpec):
+    """Neighbouring sites as one, which a single graph runs one after the other in each pass.
+
+    Args:
+        name: for reports.
+        sites: in execution order; each but the last hands hidden states to the next one.
+    """
+
+    def __init__(self, *, name: str, sites: Sequence[SiteSpec]) -> None:
+        super().__init__(
+            name=name,
+            module=sites[0].module,
+            transient=sites[-1].transient,
+            state=lambda _module: [*{id(it): it for site in sites for it in site.further_state()}.values()],
+        )
+        self.sites = tuple(sites)
+        self.calls = sum(site.calls for site in sites)
+
+    def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
+        out: Any = hidden
+        for site in self.sites:
+            out = site.call(out, **arguments)
+        outputs: Outputs = out
+        return outputs
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for site in self.sites:
+            for name, module in site.named_modules():
+                yield ".".join(filter(None, (site.short_name, name))), module
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = (
+            (f"{site.short_name}.{name}", param)
+            for site in self.sites
+            for name, param in site.named_parameters()
+        )
+        return [*{id(param): (name, param) for name, param in named}.values()]
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        named = (
+            (f"{site.short_name}.{name}", buffer)
+            for site in self.sites
+            for name, buffer in site.named_buffers()
+        )
+        return [*{id(buffer): (name, buffer) for name, buffer in named}.values()]
 
 
 @dataclass(frozen=True, kw_only=True)

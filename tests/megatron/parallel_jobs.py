@@ -302,11 +302,11 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
         yield
 
 
-def disagree(*, how: str, transformer: dict[str, Any], evaluate_at: Collection[int] = ()) -> dict[str, Any]:
-    """As `train_pair()`, while something happens to rank 0 alone."""
+def disagree(*, how: str, **given: Any) -> dict[str, Any]:
+    """As `train_pair()`, which takes what else is given, while something happens to rank 0 alone."""
     empty_rows = capture.CapturePlan._empty_rows
     try:
-        return train_pair(transformer=transformer, around=partial(_tamper, how), evaluate_at=evaluate_at)
+        return train_pair(around=partial(_tamper, how), **given)
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
 

@@ -55,6 +55,7 @@ class Trainer(PipelineTrainer):
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []
         self.reduced: list[tuple[int, int]] = []  # buckets of chunks, in the order of their reductions
+        self.at_reduction: Callable[[], None] = lambda: None  # called before each
         for index, chunk in enumerate(self.chunks):
             for number, bucket in enumerate(chunk.bucket_groups):
                 bucket.start_grad_sync = self._noted((index, number), bucket.start_grad_sync)
@@ -62,6 +63,7 @@ class Trainer(PipelineTrainer):
     def _noted(self, which: tuple[int, int], start: Callable[..., None]) -> Callable[..., None]:
         def noted(*args: Any, **kwargs: Any) -> None:
             self.reduced.append(which)
+            self.at_reduction()
             start(*args, **kwargs)
 
         return noted
@@ -205,6 +207,25 @@ def train_pair(
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return reports
+
+
+def reduce_in_backward(*, plugin: dict[str, Any], layers: int, ddp: dict[str, Any]) -> list[bool]:
+    """Of each reduction in replayed steps of one micro-batch, whether the first layer had gradients then."""
+    cut = Cut(stages=1)
+    cut.start()
+    megagraph.install(rig.graph_config(**plugin))
+    trainer = Trainer(cut, dataclasses.replace(rig.OPTIONS, layers=layers, heads=4), ddp=ddp)
+    first: Any = next(trainer.models[0].decoder.layers[0].parameters())
+    had: list[bool] = []
+    trainer.train([rig.Micro(lengths=(9, 20))], eager=False)
+    trainer.at_reduction = lambda: had.append(bool(first.main_grad.any()))
+    for seed in range(2):
+        trainer.train([rig.Micro(lengths=(9, 20), seed=seed)], eager=False)
+    (report,) = megagraph.reports()
+    assert report["replays"] == 2 * layers
+    megagraph.uninstall()
+    distributed.barrier()
+    return had
 
 
 def without_us(*, cut: Cut) -> None:

@@ -6,7 +6,7 @@ Does not decide which micro-batch replays, nor when to capture.
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.block_layers import BlockLayers
+from megagraph.megatron.graphs.joining import Joining, Why
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, Overriding
 from megagraph.megatron.graphs.loops import Key, Loops
@@ -49,6 +50,7 @@ class BlockBank:
         config: the plugin's options.
         progress: shown while capturing.
         overriding: as `LayerArguments` takes it.
+        may_join: as `Joining` takes it.
 
     Attributes:
         chain: of the present bank.
@@ -67,13 +69,14 @@ class BlockBank:
         config: GraphConfig,
         progress: Progress | None,
         overriding: Overriding,
+        may_join: Callable[[], bool],
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor, self._context, self._view = peers, peers.tensor, peers.context, peers.view
         self._config, self._progress = config, progress
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self.layers = BlockLayers(self._model, self.scopes, peers.groups)
-        self.num_sites = len(self.layers.specs)
+        self._joining = Joining(self.layers, may_join) if config.cuda_graph_granularity == "chunk" else None
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -139,7 +142,7 @@ class BlockBank:
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
         """Counts what runs eager: a call of every site, or of some."""
-        self._bank.count_eager(reason, self.num_sites if sites is None else sites)
+        self._bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
 
     def why_left_eager(self, key: Key) -> EagerReason | None:
         """Why a variant has no graph of any layer and will get none, or None."""
@@ -201,7 +204,7 @@ class BlockBank:
         )
         variants = [self._variant(key, block) for key in keys]
         try:
-            self._capture_and_verify(variants)
+            has_kept = self._capture_and_verify(variants) and has_kept
         except GroupGaveUp as error:
             log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
@@ -222,19 +225,36 @@ class BlockBank:
         )
         return has_kept
 
-    def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
-        """Captures, and again without the layers whose graphs turn out to be wrong."""
-        keys = [variant.key for variant in variants]
+    def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> bool:
+        """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined.
+
+        Returns:
+            False where what was captured before had to be dropped.
+        """
+        keys, has_kept = [variant.key for variant in variants], True
         while True:
             self._bank.capture({self.chain: variants}, self._progress)
             self._agree_on_variants()
-            failing = self._find_failing(keys)
-            if not failing:
-                return
-            self._leave_eager(failing)
-            self._bank.drop(self.chain, keys)
+            failing: Mapping[int, Why] = {
+                error.index: (error.reason, error.detail) for error in self._bank.failures
+            }
+            if not self._joins_otherwise(failing):
+                failing = self._find_failing(keys)
+                if not failing:
+                    return has_kept
+                if not self._joins_otherwise(failing):
+                    self._leave_eager(failing)
+                    self._bank.drop(self.chain, keys)
+                    continue
+            has_kept = has_kept and {*self.chain.variants} <= {*keys}
+            self.reset()
+            self._prepare()
+            self._peers.hold(self.layers.specs)
 
-    def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, tuple[EagerReason, str]]:
+    def _joins_otherwise(self, failing: Mapping[int, Why]) -> bool:
+        return self._joining is not None and self._joining.hear(failing)
+
+    def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
             return self.verifier.failing(self._bank, self.chain, keys)
 
@@ -242,7 +262,9 @@ class BlockBank:
         """Verifies a variant that is due; drops every graph where that of a layer is wrong."""
         key, self.verifier.pending = self.verifier.pending, None
         failing = self._find_failing([key]) if key is not None and key in self.chain.variants else {}
-        if failing:
+        if self._joins_otherwise(failing):
+            self.reset()
+        elif failing:
             self._leave_eager(failing)
             self._drop([*self.chain.variants])
         return not failing
@@ -254,14 +276,25 @@ class BlockBank:
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
+        if self._joining is not None:
+            self._joining.join(self._ddp(), self._peers.exchange)
+            if not self._has_sites_of_now():
+                self.reset()
         self.watch.expect_modules(self.layers.find_ineligible(self._ddp()))
         self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.exchange))
+        if self._joining is not None:
+            self._leave_eager(self._joining.at_fault())
         self.failures += map(warned, self.layers.notes)
 
-    def _leave_eager(self, layers: Mapping[int, tuple[EagerReason, str]]) -> None:
+    def _has_sites_of_now(self) -> bool:
+        """Whether the chain is of the sites that the layers have now."""
+        return [*self.chain.specs] == [*self.layers.specs]
+
+    def _leave_eager(self, layers: Mapping[int, Why]) -> None:
         for index, (reason, what) in layers.items():
-            where = self.chain.specs[index].name
-            self.failures.append(warned(f"{where} stays eager ({reason.name}): {what}"))
+            sentence = f"{self.chain.specs[index].name} stays eager ({reason.name}): {what}"
+            if sentence not in self.failures:  # as it was of the bank before
+                self.failures.append(warned(sentence))
             self.chain.keep_eager(index, reason)
 
     def _agree_on_variants(self) -> None:
@@ -299,8 +332,11 @@ class BlockBank:
         self.have_only_gradients_moved = False
         if self._bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
+        if self._joining is not None and self._joining.is_outdated:
+            return EagerReason.PARAMETERS_CHANGED
         if self.layers.follow():
-            self.num_sites = len(self.layers.specs)
+            if self._joining is not None:
+                self._joining.forget()
             self._set_ddp(self._ddp())
             self.watch = self.layers.new_watch()
             return EagerReason.PARAMETERS_CHANGED
@@ -315,7 +351,9 @@ class BlockBank:
         self._peers.let_go()
         self.constants.clear()
         self._latent_tables.clear()
-        self.watch = self.layers.new_watch(self.watch.stay_eager)
+        stay_eager = self.watch.stay_eager if self._has_sites_of_now() else ()
+        self.watch = self.layers.new_watch(stay_eager)
+        self._set_ddp(self._ddp())
         self._bank, self.chain, self._loops = self._new_bank()
 
     def drop_gradients(self) -> None:
@@ -343,16 +381,14 @@ class BlockBank:
         return int(self._valid_tokens.item())
 
     def leases(self) -> list[Lease]:
-        """When slots of the present bank were last leased; none where it has only one."""
-        return [
-            Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
-            for slot, grad, begin, end in self.chain.last_leases()
-        ]
+        """When slots were last leased; none where there is only one."""
+        return self._totals.last_leases(self.chain)
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
         return {
-            "layers": self.num_sites,
+            "layers": self.layers.num_sites,
+            "sites": len(self.chain.specs),
             "graphs": self._bank.num_graphs,
             "slots": self.chain.num_slots,
             "most_in_flight": self._totals.most_in_flight(self.chain),

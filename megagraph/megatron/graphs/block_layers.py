@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of one model's block: their steps, what is watched of them, and which no graph can replace."""
 
+import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 
 from megagraph.bank.agreement import Exchange
 from megagraph.bank.eligibility import ineligible_sites
-from megagraph.bank.sites import SiteSpec
+from megagraph.bank.sites import JoinedSites, SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
@@ -32,10 +33,12 @@ class BlockLayers:
         groups: the model's process groups.
 
     Attributes:
-        plan: the steps of the layers.
+        plan: the steps of the layers, of which several whole ones may be joined.
+        num_sites: how many sites there are while none are joined.
     """
 
     plan: BlockPlan
+    num_sites: int
 
     def __init__(self, model: weakref.ref[nn.Module], scopes: Collection[str], groups: ModelGroups) -> None:
         self._model = model
@@ -63,8 +66,29 @@ class BlockLayers:
         if now == self._seen:
             return False
         self._seen = now
-        self.plan = BlockPlan(list(block.layers), self._scopes, block_context(block))
+        self._each = self.plan = BlockPlan(list(block.layers), self._scopes, block_context(block))
+        self.num_sites = len(self.plan.specs)
         return True
+
+    def part(self) -> None:
+        """Makes each layer a step of its own again."""
+        self.plan = self._each
+
+    def join(self, borders: Collection[int], alone: Collection[int]) -> None:
+        """Makes one site of neighbouring whole layers, as `BlockPlan.joined()` does."""
+        self.plan = self._each.joined(borders, alone)
+
+    @property
+    def are_joined(self) -> bool:
+        """Whether some site is of several layers."""
+        return self.plan is not self._each
+
+    @property
+    def places(self) -> list[range]:
+        """Of each site those that it is made of, as they count while none are joined."""
+        sizes = (len(spec.sites) if isinstance(spec, JoinedSites) else 1 for spec in self.specs)
+        ends = [*itertools.accumulate(sizes, initial=0)]
+        return [range(*pair) for pair in itertools.pairwise(ends)]
 
     @property
     def specs(self) -> Sequence[SiteSpec]:

@@ -75,7 +75,15 @@ class ModelGraphs:
         self.peers = Peers(model, config.cp_sizes, LEFT_OUT)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self._capacities = Capacities(config, context.size, context.sizes)
-        self.block = BlockBank(model, ddp, self.peers, config, progress, lambda: self.entries.overriding)
+        self.block = BlockBank(
+            model,
+            ddp,
+            self.peers,
+            config,
+            progress,
+            lambda: self.entries.overriding,
+            may_join=lambda: self.entries.are_megatrons,
+        )
         constants = self.block.constants
         self._tables = OwnTables(model, constants.make)
         self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)

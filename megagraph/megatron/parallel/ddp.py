@@ -14,7 +14,7 @@ from torch import nn
 from megagraph.bank.chain import Chain
 from megagraph.bank.sites import SiteSpec
 
-__all__ = ["ParamSyncs", "accumulator_hooks", "find_ddp", "is_ddp_hook", "listen"]
+__all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_hook", "listen"]
 
 
 def find_ddp(models: Sequence[nn.Module], chunk: nn.Module) -> nn.Module | None:
@@ -74,6 +74,27 @@ def listen(chain: Chain, ddp: nn.Module | None) -> None:
                 group.register_grad_ready(param, force_all_reduce)
 
     chain.listen(wants, done, sorted(set(groups.values())))
+
+
+def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
+    """Sites, by index, after whose backward a bucket of gradients is complete, or with which it is gathered.
+
+    None where DDP neither reduces gradients in the backward pass nor gathers parameters in the forward pass.
+
+    Args:
+        ddp: Megatron's DDP, or None.
+        sites: in execution order.
+    """
+    ddp_config: Any = getattr(ddp, "ddp_config", None)
+    if ddp is None or not (ddp_config.overlap_grad_reduce or ddp_config.overlap_param_gather):
+        return set()
+    group_of: Any = ddp.param_to_bucket_group
+    first: dict[int, int] = {}
+    for index, site in enumerate(sites):
+        for param in site.parameters():
+            if param in group_of:
+                first.setdefault(id(group_of[param]), index)
+    return set(first.values())
 
 
 class ParamSyncs:

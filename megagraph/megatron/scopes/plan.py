@@ -2,6 +2,7 @@
 """What of each layer is graphed, and what stays eager: the steps of a block, from the names of scopes."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.sites import EagerPart, Outputs, SiteSpec
+from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.attn import ATTENTION
 from megagraph.megatron.scopes.halves import Half
@@ -37,19 +38,21 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
-    """One step of a layer.
+    """One step of a layer, or of several whole layers.
 
     Args:
         step: as a chain takes it.
-        layer: its place in the block.
+        layer: the place in the block of its layer, or the first one of them.
         run: runs it eager, inside of the block.
         is_whole: it is all of the layer.
+        num_layers: how many it is of.
     """
 
     step: SiteSpec | EagerPart
     layer: int
     run: Run
     is_whole: bool
+    num_layers: int = 1
 
     @property
     def is_site(self) -> bool:
@@ -113,11 +116,12 @@ class BlockPlan:
             eager_sites: those without graphs, by index. A hook of their layer may be the reason.
         """
         found = []
-        for layer in range(len(self._layers)):
+        for layer in dict.fromkeys(step.layer for step in self.steps):
             steps = self.steps_of(layer)
             sites = [step for index, step in steps if index >= 0]
             if sites and all(index in eager_sites for index, _step in steps if index >= 0):
-                found += [dataclasses.replace(step, run=run_layer, is_whole=True) for step in sites[:1]]
+                run = sites[0].run if sites[0].num_layers > 1 else run_layer
+                found += [dataclasses.replace(step, run=run, is_whole=True) for step in sites[:1]]
             else:
                 found += [step for _index, step in steps]
         return found
@@ -172,9 +176,34 @@ class BlockPlan:
         found, site = [], -1
         for step in self.steps:
             site += step.is_site
-            if step.layer == layer:
+            if step.layer <= layer < step.layer + step.num_layers:
                 found.append((site if step.is_site else -1, step))
         return found
+
+    def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
+        """The plan in which neighbouring whole layers are one site.
+
+        Args:
+            borders: sites, by index, with which another one begins.
+            alone: sites, by index, that stay as they are.
+        """
+        plan = copy.copy(self)
+        plan.steps, plan._refused = [], {}
+        site = -1
+        groups: list[tuple[bool, list[LayerStep]]] = []  # whether others may follow in the same site
+        for step in self.steps:
+            site += step.is_site
+            may_join = step.is_site and step.is_whole and site not in alone
+            if may_join and groups and groups[-1][0] and site not in borders:
+                groups[-1][1].append(step)
+            else:
+                groups.append((may_join, [step]))
+            if step.is_site and site in self._refused:
+                refused = sum(steps[0].is_site for _may_join, steps in groups) - 1
+                plan._refused[refused] = self._refused[site]
+        plan.steps = [_joined(steps) for _may_join, steps in groups]
+        plan.specs = [step.step for step in plan.steps if isinstance(step.step, SiteSpec)]
+        return plan
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         halves = [half for half in HALVES if half.is_in(layer)]
@@ -260,6 +289,23 @@ class BlockPlan:
                 return run(layer, before, arguments)
 
         return forward
+
+
+def _joined(steps: Sequence[LayerStep]) -> LayerStep:
+    """Some whole layers as one step."""
+    if len(steps) == 1:
+        return steps[0]
+
+    def run(_layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
+        for step in steps:
+            before = step.run(step.step.module, before, arguments)
+        out: Outputs = before
+        return out
+
+    sites = [step.step for step in steps if isinstance(step.step, SiteSpec)]
+    first, last = steps[0].layer, steps[-1].layer
+    site = JoinedSites(name=f"layers {first} to {last}", sites=sites)
+    return LayerStep(step=site, layer=first, run=run, is_whole=True, num_layers=last - first + 1)
 
 
 def _no_state(layer: Any) -> Sequence[Tensor]:

@@ -108,7 +108,7 @@ class LayerWatch:
     def state_items(self) -> list[tuple[str, int, str]]:
         """Every value of the state: its name, its hash, and what it is in words."""
         names = [
-            f"{spec.name.partition(' (')[0]}{f'.{name}' if name else ''}"
+            f"{spec.short_name}{f'.{name}' if name else ''}"
             for index, spec in enumerate(self._specs)
             if index not in self.stay_eager
             for name, _module in spec.named_modules()

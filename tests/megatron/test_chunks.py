@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbouring layers in one graph for each pass: the bits of eager, cut where needed and nowhere else."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import moe_rig
+import parallel_jobs
+import pipeline_jobs
+import pytest
+from megatron_rig import HybridTrainer, Micro, Pair, step
+from moe_cases import GROUPED
+from torch import Tensor, nn
+from worlds import World
+
+import megagraph
+from benchmarks.subjects.pipelines import Cut
+from megagraph.bank.backends import CudaBackend, HostBackend
+from megagraph.bank.capture import CapturePlan
+from megagraph.config import GraphConfig
+from megagraph.megatron.patch.installation import installed_plugin
+from megagraph.megatron.specs import with_grouped_experts
+
+pytestmark = pytest.mark.megatron
+
+LAYERS = 6
+ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
+FULL = Micro(lengths=(64,), seed=2)
+CHUNK = "chunk"
+Install = Callable[..., GraphConfig]
+
+
+@pytest.fixture
+def pair(install: Install) -> Pair:
+    """One runs eager, the other in chunks."""
+    install(cuda_graph_granularity=CHUNK)
+    return Pair(layers=LAYERS)
+
+
+def sites(pair: Pair) -> list[str]:
+    """The names of the sites that have graphs, as present."""
+    plugin = installed_plugin()
+    assert plugin is not None
+    chain = plugin.graphs_of_model(pair.graphed.chunk).block.chain
+    return [spec.short_name for index, spec in enumerate(chain.specs) if index not in chain.eager_sites]
+
+
+def test_all_layers_have_one_graph_for_each_pass(pair: Pair) -> None:
+    for _ in range(4):
+        pair.step(ONE, TWO, FULL)
+    pair.evaluate(ONE, FULL)
+    pair.evaluate(TWO, ONE)
+    report = pair.report()
+    assert sites(pair) == ["layers 0 to 5"]
+    assert (report["layers"], report["sites"], report["graphs"]) == (LAYERS, 1, 3)
+    # Calls are those of layers, also where one graph makes them.
+    assert report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS} and report["failures"] == []
+    assert report["replays"] == (3 * 3 + 2) * LAYERS
+    assert report["verification"]["verified"] == 2
+
+
+def test_every_slot_has_its_graphs(install: Install) -> None:
+    install(cuda_graph_granularity=CHUNK, cuda_graph_slots=3)
+    pair = Pair(layers=LAYERS)
+    pair.step(ONE, TWO, times=3)
+    assert pair.report()["graphs"] == 3 * 2
+
+
+def _is_capturing() -> bool:
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return is_graph_capturing()
+
+
+def _layer(pair: Pair, index: int) -> Any:
+    return pair.graphed.chunk.decoder.layers[index]
+
+
+def _hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_args: None)
+
+
+def _uncapturable(mlp: Any) -> None:
+    forward = mlp.forward
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        if _is_capturing():
+            raise ArithmeticError("an injected failure")
+        return forward(*args, **kwargs)
+
+    mlp.forward = raising
+
+
+def _baked(mlp: Any) -> None:
+    forward = mlp.forward
+
+    def baked(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, bias = forward(*args, **kwargs)
+        return out * (1.5 if _is_capturing() else 1.0), bias
+
+    mlp.forward = baked
+
+
+FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": _uncapturable, "VERIFY_FAILED": _baked}
+
+
+@pytest.mark.parametrize("reason", FAULTS)
+def test_a_layer_at_fault_is_named_and_cut_out(
+    pair: Pair, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    FAULTS[reason](_layer(pair, 2).mlp)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.step(ONE, TWO, times=4)
+    report = pair.report()
+    assert sites(pair) == ["layers 0 to 1", "layers 3 to 5"]
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, reason: 3 * 2}
+    assert report["replays"] == 3 * 2 * (LAYERS - 1)
+    (failure,) = report["failures"]
+    assert failure.startswith("layer 2 (TransformerLayer)") and reason in failure
+
+
+def test_several_layers_at_fault_are_each_cut_out(pair: Pair) -> None:
+    _hooked(_layer(pair, 1))
+    _uncapturable(_layer(pair, 3).mlp)
+    _baked(_layer(pair, 4).mlp)
+    pair.step(ONE, TWO, times=4)
+    report = pair.report()
+    assert sites(pair) == ["layer 0", "layer 2", "layer 5"]
+    reasons = {"FOREIGN_HOOK": 6, "CAPTURE_FAILED": 6, "VERIFY_FAILED": 6}
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **reasons}
+    assert len(report["failures"]) == 3
+
+
+def test_layers_that_fail_only_together_stay_apart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
+    for backend in (HostBackend, CudaBackend):
+        _note_passes(backend, passed, monkeypatch)
+    warm_up = CapturePlan._run_once
+    monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (passed.clear(), warm_up(*args))[1])
+
+    def at_most_two(index: int) -> None:
+        mlp = _layer(pair, index).mlp
+        forward = mlp.forward
+
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            if _is_capturing():
+                passed.append(index)
+                if len(passed) > 2:
+                    raise ArithmeticError("too many layers in one graph")
+            return forward(*args, **kwargs)
+
+        mlp.forward = limited
+
+    for index in range(LAYERS):
+        at_most_two(index)
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
+    assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
+
+
+def _note_passes(backend: Any, passed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empties the list where a graph begins."""
+    original = backend.record
+
+    def record(self: Any, pool: int, body: Callable[[], None], memory: Any = None) -> Any:
+        return original(self, pool, lambda: (passed.clear(), body())[1], memory)
+
+    monkeypatch.setattr(backend, "record", record)
+
+
+def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: Pair) -> None:
+    pair.step(ONE, TWO, times=3)
+    assert sites(pair) == ["layers 0 to 5"]
+    handle = _layer(pair, 3).register_forward_hook(lambda *_args: None)
+    pair.step(ONE, TWO, times=3)
+    assert sites(pair) == ["layers 0 to 2", "layers 4 to 5"]
+    handle.remove()
+    pair.step(ONE, TWO, times=3)
+    assert sites(pair) == ["layers 0 to 5"]
+    assert pair.report()["eager"]["FOREIGN_HOOK"] > 0
+
+
+def test_other_layers_are_joined_anew(pair: Pair) -> None:
+    pair.step(ONE, times=3)
+    decoders = [trainer.chunk.decoder for trainer in pair.both]
+    gone = [decoder.layers[5] for decoder in decoders]
+    for decoder in decoders:
+        del decoder.layers[5]
+    pair.step(TWO, times=3)
+    assert sites(pair) == ["layers 0 to 4"] and len(gone) == 2
+
+
+def test_memory_that_moves_is_captured_again_as_one(pair: Pair) -> None:
+    pair.step(ONE, times=3)
+    weight = _layer(pair, 4).mlp.linear_fc1.weight
+    weight.data = weight.data.clone()
+    pair.step(ONE, TWO, times=2)
+    report = pair.report()
+    assert sites(pair) == ["layers 0 to 5"] and report["failures"] == []
+    assert set(report["eager"]) <= {"WARMING_UP", "ADDRESS_MOVED"}
+
+
+@pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
+def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
+    install: Install, caplog: pytest.LogCaptureFixture, scopes: tuple[str, ...]
+) -> None:
+    install(cuda_graph_granularity=CHUNK, cuda_graph_modules=scopes)
+    pair = Pair(layers=3)
+    with caplog.at_level(logging.WARNING, logger="megagraph"):
+        pair.step(ONE, TWO, times=3)
+    assert pair.report()["sites"] == 3
+    assert "cuda_graph_granularity='chunk' joins no layers: cuda_graph_modules leaves" in caplog.text
+
+
+def test_a_hybrid_model_is_one_chunk(install: Install) -> None:
+    install(cuda_graph_granularity=CHUNK)
+    trainers = [HybridTrainer() for _ in range(2)]
+    for index in range(3):
+        for trainer in trainers:
+            step(trainer, [ONE, TWO], eager=trainer is trainers[0])
+        assert megagraph.reports()[-1]["calls"] == (index + 1) * 2 * 4
+    assert megagraph.reports()[-1]["sites"] == 1
+
+
+BUCKETS: dict[str, dict[str, Any]] = {
+    "gradients reduced in the backward": {"overlap_grad_reduce": True},
+    "parameters gathered in the forward": {
+        **{"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True}
+    },
+}
+
+
+@pytest.mark.parametrize("option", BUCKETS)
+def test_chunks_end_where_buckets_do(world2: World, option: str) -> None:
+    """They are reduced in the order of eager, and while the backward goes on."""
+    reports = world2.run(
+        pipeline_jobs.train_pair,
+        cut=Cut(stages=1),
+        layers=LAYERS,
+        ddp={**BUCKETS[option], "bucket_size": 20_000},
+        plugin={"cuda_graph_granularity": CHUNK},
+    )
+    for (report,) in reports:
+        assert 1 < report["sites"] < LAYERS
+        assert report["eager"] == {"WARMING_UP": report["first"] * LAYERS} and report["failures"] == []
+
+
+def test_buckets_are_reduced_while_the_backward_goes_on(world2: World) -> None:
+    """That of the last layers before the graph of the first ones is launched."""
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 20_000}
+    plugin = {"cuda_graph_granularity": CHUNK}
+    for had in world2.run(pipeline_jobs.reduce_in_backward, layers=LAYERS, ddp=ddp, plugin=plugin):
+        assert not had[0] and had[-1]
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(chunks=2)], ids=str)
+def test_pipelines(world2: World, cut: Cut) -> None:
+    plugin = {"cuda_graph_granularity": CHUNK}
+    reports = world2.run(pipeline_jobs.train_pair, cut=cut, layers=3, plugin=plugin)
+    for of_rank in reports:
+        for report in of_rank:
+            assert (report["layers"], report["sites"]) == (3, 1)
+            assert report["eager"] == {"WARMING_UP": report["first"] * 3}
+
+
+@pytest.mark.parametrize("how", ["capture", "hook"])
+def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
+    """Rank 0 alone is at fault in layer 1 of two."""
+    reports = world2.run(
+        parallel_jobs.disagree,
+        tensor_parallel=2,
+        how=how,
+        transformer={"tensor_model_parallel_size": 2},
+        config={"cuda_graph_granularity": CHUNK},
+    )
+    for report in reports:
+        assert (report["layers"], report["sites"]) == (2, 2)
+        assert report["replays"] > 0 and len(report["failures"]) == 1
+
+
+def test_layers_of_grouped_experts_are_joined(install: Install) -> None:
+    moe_rig.forget_metrics()
+    with moe_rig.experts_on_cpu():
+        install(cuda_graph_granularity=CHUNK)
+        spec = with_grouped_experts(moe_rig.block_spec("E-E"))
+        trainers = [moe_rig.ExpertTrainer("E-E", spec=spec, **GROUPED["swiglu"]) for _ in range(2)]
+        moe_rig.compare_steps(trainers, moe_rig.steps_of(4, masks=True))
+    report = megagraph.reports()[-1]
+    assert (report["layers"], report["sites"]) == (3, 1) and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * 3}
