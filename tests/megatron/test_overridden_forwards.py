@@ -294,8 +294,10 @@ def test_a_forward_on_the_instance_replays_and_is_put_back(install: Install) -> 
     assert vars(pair.graphed.chunk)["forward"] is given
 
 
-def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(install: Install) -> None:
-    install()
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_a_forward_that_comes_and_goes_on_the_instance_is_noticed(install: Install, granularity: str) -> None:
+    """Bug: layers in chunks stayed joined, and the model eager for as long as it was there."""
+    install(cuda_graph_granularity=granularity)
     pair = HostPair()
     pair.step(ONE, times=3)
     before = pair.report()["replays"]

@@ -284,7 +284,7 @@ class BlockBank:
         self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.exchange))
         if self._joining is not None:
             self._leave_eager(self._joining.at_fault())
-        self.failures += map(warned, self.layers.notes)
+        self.failures += [warned(note) for note in self.layers.notes if note not in self.failures]
 
     def _has_sites_of_now(self) -> bool:
         """Whether the chain is of the sites that the layers have now."""
@@ -332,11 +332,12 @@ class BlockBank:
         self.have_only_gradients_moved = False
         if self._bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
-        if self._joining is not None and self._joining.is_outdated:
-            return EagerReason.PARAMETERS_CHANGED
-        if self.layers.follow():
-            if self._joining is not None:
+        are_others = self.layers.follow()
+        if self._joining is not None:
+            if are_others:
                 self._joining.forget()
+            are_others = self._joining.part_where_needed() or are_others
+        if are_others:
             self._set_ddp(self._ddp())
             self.watch = self.layers.new_watch()
             return EagerReason.PARAMETERS_CHANGED

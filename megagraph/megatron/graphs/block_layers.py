@@ -81,7 +81,7 @@ class BlockLayers:
     @property
     def are_joined(self) -> bool:
         """Whether some site is of several layers."""
-        return self.plan is not self._each
+        return len(self.specs) < self.num_sites
 
     @property
     def places(self) -> list[range]:

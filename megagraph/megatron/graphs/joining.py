@@ -40,10 +40,13 @@ class Joining:
         self._wrong: dict[int, Why] = {}  # those of them that were at fault
         self._has_said_why = False
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether layers are joined that must not be any more."""
-        return self._layers.are_joined and not self._may_join()
+    def part_where_needed(self) -> bool:
+        """Parts layers that must not be joined any more. Returns whether there were such."""
+        layers = self._layers
+        if not layers.are_joined or self._may_join():
+            return False
+        layers.part()
+        return True
 
     def forget(self) -> None:
         """Other layers have come: nothing is known of them."""
