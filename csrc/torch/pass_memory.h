@@ -8,8 +8,8 @@
 // replay reads it later, and no two graphs of a device run at the same time
 // (csrc/bank/replay/launch.h, Note [One stream after another]). So a pass is captured once to see
 // which of its allocations are gone at its end (PassMemory), and then once for each slot, where
-// these come from a pool that all slots share. Kept memory is thus paid for each slot, and
-// temporary memory once.
+// these come from a pool that all slots of all banks of the device share. Kept memory is thus paid
+// for each slot, and temporary memory once.
 //
 // Kept memory is taken as one block before the first pass (reserve()). Block by block torch would
 // take segments of 20 MiB for what is smaller than 10 MiB, of which the rest of each would be lost

@@ -8,9 +8,10 @@ from __future__ import annotations  # a CPU-only build has no PoolHold
 
 import contextlib
 import gc
-from collections import defaultdict
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class Backend(Protocol):
         ...
 
     def pool_bytes(self) -> int:
-        """Device memory that all pools hold."""
+        """Device memory that all pools hold, and an equal share of what is shared with others."""
         ...
 
 
@@ -162,10 +163,32 @@ class HostBackend:
         return 0
 
 
+class _Scratch:
+    """A pool of a device for what is temporary in the passes of all that have several slots.
+
+    See csrc/torch/pass_memory.h, Note [Scratch].
+    """
+
+    _by_device: ClassVar[weakref.WeakValueDictionary[int, _Scratch]] = weakref.WeakValueDictionary()
+
+    def __init__(self, index: int) -> None:
+        self.hold = _C.PoolHold(index, torch.cuda.graph_pool_handle())
+        self.users: weakref.WeakSet[CudaBackend] = weakref.WeakSet()
+
+    @classmethod
+    def used_by(cls, backend: CudaBackend) -> _Scratch:
+        """That of the backend's device, which is gone with its last user and the graphs over it."""
+        scratch = cls._by_device.get(backend.device.index)
+        if scratch is None:
+            scratch = cls._by_device[backend.device.index] = cls(backend.device.index)
+        scratch.users.add(backend)
+        return scratch
+
+
 class CudaBackend:
     """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
 
-    Where there are several slots they share a further one, for what is temporary (csrc/torch/pass_memory.h).
+    Where there are several slots what is temporary comes from a pool that all backends of the device share.
 
     Args:
         device: the CUDA device.
@@ -186,11 +209,11 @@ class CudaBackend:
         self._generators = generators
         self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
         self._pools: list[tuple[int, int]] = []
-        self._scratch: _C.PoolHold | None = None
+        self._scratch: _Scratch | None = None
 
     def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
         if num_slots > 1 and self._scratch is None:
-            self._scratch = _C.PoolHold(self.device.index, torch.cuda.graph_pool_handle())
+            self._scratch = _Scratch.used_by(self)
         pools = [torch.cuda.graph_pool_handle() for _ in range(num_slots)]
         self._pools += pools
         return [_C.PoolHold(self.device.index, pool) for pool in pools]
@@ -224,7 +247,7 @@ class CudaBackend:
     def record(
         self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
-        scratch = None if memory is None else self._scratch
+        scratch = None if memory is None or self._scratch is None else self._scratch.hold
         capture = _C.CudaCapture(self._pools[slot_pool], self._generators(), scratch, memory)
         try:
             capture.begin()
@@ -248,7 +271,7 @@ class CudaBackend:
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> Iterator[Lent]:
         pool = self._pools[slot_pool]
         if self._scratch is not None and note is not None:  # the slot's own has no room for what is temporary
-            pool = self._scratch.pool
+            pool = self._scratch.hold.pool
             note = _C.take_note(self.device.index, pool)
         loan = None if note is None else _C.PoolLoan(self.device.index, pool, note)
         if loan is None or not loan.is_open:
@@ -283,9 +306,13 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        pools = [*self._pools, *([] if self._scratch is None else [self._scratch.pool])]
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
+        held: Counter[tuple[int, int]] = Counter()
+        for segment in torch.cuda.memory_snapshot():
+            held[tuple(segment["segment_pool_id"])] += segment["total_size"]
+        own = sum(held[pool] for pool in self._pools)
+        return (
+            own if self._scratch is None else own + held[self._scratch.hold.pool] // len(self._scratch.users)
+        )
 
 
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:

@@ -52,6 +52,31 @@ def test_temporary_memory_is_paid_once_for_all_slots() -> None:
     assert four < 2 * one, f"{four} bytes of four slots, {one} of one"
 
 
+def test_banks_of_a_device_share_it() -> None:
+    banks = [new_bank("cuda") for _ in range(2)]
+    alone = pool_bytes(4)
+    for bank in banks:
+        bank.capture({bank.add_chain([Wide().cuda(), Wide().cuda()], num_slots=4): [variant(rows=ROWS)]})
+    together = sum(bank.pool_bytes() for bank in banks)
+    assert together < alone * 2 - ROWS * WIDTH * COPIES * 4, f"{together} bytes of two banks, {alone} of one"
+    for bank in banks:
+        bank.release()
+
+
+def test_micro_batches_of_several_banks_in_flight_have_the_bits_of_eager() -> None:
+    pairs = [Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=2, main_grad=True) for _ in range(2)]
+    for pair in pairs:
+        pair.capture(variant())
+    flying = [pair.forward(pair.input()) for pair in pairs * 2]
+    for micro_batch in (flying[1], flying[0], flying[2], flying[3]):
+        assert micro_batch.reason is None
+        micro_batch.check_outputs()
+        micro_batch.backward()
+    del flying, micro_batch
+    for pair in pairs:
+        pair.check_state()
+
+
 def test_micro_batches_in_flight_have_the_bits_of_eager() -> None:
     pair = Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=4, main_grad=True)
     pair.capture(variant(), variant("smaller", rows=4))
@@ -118,7 +143,7 @@ def test_a_pass_that_allocates_otherwise_than_the_first_one_shares_no_more() -> 
         scratch = backend._scratch
         assert scratch is not None
         segments = torch.cuda.memory_snapshot()
-        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.pool)
+        return sum(it["total_size"] for it in segments if tuple(it["segment_pool_id"]) == scratch.hold.pool)
 
     with backend.recording():
         executables = [backend.record(0, lambda: allocate(32, 64), memory)]
