@@ -97,6 +97,22 @@ def test_halves_of_layers(install: Install, scopes: tuple[str, ...], overlap: bo
     assert report["graphs"] == 3 * LAYERS  # of each half, or of layers: forwards, and backwards of training
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_in_one_graph(install: Install, overlap: bool) -> None:
+    install(cuda_graph_granularity="chunk", cuda_graph_slots=2)
+    config = {"apply_rope_fusion": True, "normalization": "RMSNorm"}
+    pair = Pair(layers=4, spec=te_layer_spec(), config=config, ddp={"overlap_grad_reduce": overlap})
+    for index in range(100):
+        pair.step(*packs(index))
+        if index % 40 == 10:
+            pair.evaluate(*packs(index))
+    report = pair.report()
+    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+    assert report["replays"] >= 0.95 * report["calls"]
+    assert (report["layers"], report["sites"]) == (4, 1)
+    assert report["graphs"] == 3 * 2  # forwards, and backwards of training, in each slot
+
+
 def test_padding_between_documents(install: Install) -> None:
     install()
     pair = Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
