@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = ["Lease", "draw_timeline"]
 
 # Of each chunk: more are thinner than a line.
-_MOST_LEASES = 64
+_MOST_LEASES = 32
 _COLOURS = {True: "#1b6ca8", False: "#d98324"}
 
 

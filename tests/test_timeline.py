@@ -80,9 +80,9 @@ def test_what_all_chunks_have_recorded_is_drawn(tmp_path: Path, monkeypatch: pyt
 def test_the_last_leases_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bars = Bars(monkeypatch)
     draw_timeline(LEASES, tmp_path / "slots.png")
-    # Those of 37 to 100, of which the last one has no end, and has not begun before the others' end.
+    # Those of 69 to 100, of which the last one has no end, and has not begun before the others' end.
     drawn = sorted(bar for some in bars.drawn for bar in some)
-    assert drawn == [*((place, 1.5) for place in range(63)), (63.0, 0.5)]
+    assert drawn == [*((place, 1.5) for place in range(31)), (31.0, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["slots.png", "slots.docx"])
