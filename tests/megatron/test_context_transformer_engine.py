@@ -40,7 +40,12 @@ def test_packs_of_one_size(world2: World, name: str, tail: str) -> None:
     model, config = MODELS[name]
     plugin = {"tail": tail, "cuda_graph_max_packed_seqs": (6,), **_plugin(model)}
     reports = world2.run(
-        context_jobs.train_shared, cp_size=2, model={"engine": True, **model}, plugin=plugin, **config
+        context_jobs.train_shared,
+        cp_size=2,
+        num_steps=10,
+        model={"engine": True, **model},
+        plugin=plugin,
+        **config,
     )
     for report in reports:
         assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
