@@ -59,7 +59,7 @@ $(VENV)/.built: $(CORE_SOURCES) | $(VENV)/.torch
 	    $(BIN)/python setup.py --quiet build_ext --inplace; \
 	else \
 	    $(PIP) install megatron-core==$(CORE) && \
-	    $(PIP) install --no-build-isolation -e ".[megatron,parquet]" && \
+	    $(PIP) install --no-build-isolation -e ".[megatron]" && \
 	    touch $(VENV)/.installed; \
 	fi
 	@touch $@

@@ -22,7 +22,7 @@ from benchmarks.subjects.hosts import answer_ours, answer_rival, check_replays, 
 from benchmarks.subjects.hosts import prepare_megatrons_graphs as prepare
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, model_options
 from megagraph import megatron
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 
 TIMED_STEPS, WARM_UP_STEPS = 20, 6

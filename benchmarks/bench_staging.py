@@ -16,8 +16,9 @@ from benchmarks.measuring.clocks import Work, device_work, times_of
 from benchmarks.measuring.figures import Measurement, timed
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
-from megagraph import _C, Bank, VariantSpec
-from megagraph.bank.sites import MetadataSpec
+from megagraph import _C
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import MetadataSpec, VariantSpec
 
 DEVICE = "cuda"
 TOKENS = 8192  # of the packs whose metadata alone are staged

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megagraph.bank.bank import Bank as Bank
-    from megagraph.bank.sites import EagerPart as EagerPart
-    from megagraph.bank.sites import SiteSpec as SiteSpec
-    from megagraph.bank.sites import VariantSpec as VariantSpec
     from megagraph.config import GraphConfig as GraphConfig
     from megagraph.decide.dispatch import Capacity as Capacity
     from megagraph.decide.reasons import EagerReason as EagerReason
@@ -39,13 +35,9 @@ if TYPE_CHECKING:
     from megagraph.megatron.watch.keys import watch as watch
 
 _HOME = {
-    "Bank": "megagraph.bank.bank",
     "GraphConfig": "megagraph.config",
     "Capacity": "megagraph.decide.dispatch",
     "EagerReason": "megagraph.decide.reasons",
-    "EagerPart": "megagraph.bank.sites",
-    "SiteSpec": "megagraph.bank.sites",
-    "VariantSpec": "megagraph.bank.sites",
     "context_groups": "megagraph.megatron",
     "disable_cuda_graphs_this_step": "megagraph.megatron",
     "get_gpt_block_varlen_spec": "megagraph.megatron",

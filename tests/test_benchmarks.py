@@ -29,7 +29,7 @@ from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
 from megagraph.demo.cpu import megatron_on_cpu  # noqa: E402
-from megagraph.demo.packers import Pack  # noqa: E402
+from megagraph.demo.packs import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")

@@ -2,10 +2,7 @@
 """The documentation is true where a program can tell: examples run, lists are whole, links lead."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,34 +45,6 @@ def anchors(path: Path) -> set[str]:
 
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-GENERIC = ROOT / "docs" / "generic.md"
-EXAMPLES = blocks(GENERIC, "python")
-
-
-def test_the_generic_page_has_examples() -> None:
-    assert len(EXAMPLES) >= 1
-
-
-@pytest.mark.parametrize("index", range(len(EXAMPLES)))
-def test_an_example_of_the_generic_page_runs_by_itself(index: int, tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(EXAMPLES[index], encoding="utf-8")
-    environment = {
-        **os.environ,
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", DOCS, ids=named)

@@ -20,7 +20,7 @@ from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.layers import TOKENS, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
 from megagraph import megatron
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer, packed_seq_params
 
 LAYERS, HIDDEN = 2, 256

@@ -16,7 +16,7 @@ from benchmarks.measuring.clocks import host_seconds
 from benchmarks.measuring.figures import differences
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import hidden_states, variant_of
-from megagraph import Bank
+from megagraph.bank.bank import Bank
 
 # Name to (variants, slots).
 BANKS = {"1 variant": (1, 1), "4 variants": (4, 1), "64 variants": (64, 1), "16 slots": (1, 16)}

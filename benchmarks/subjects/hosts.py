@@ -14,7 +14,7 @@ from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import time_steps
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer, process_groups
 
 

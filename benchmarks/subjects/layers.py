@@ -23,7 +23,7 @@ from benchmarks.subjects.hosts import install_for, on_side_stream, prepare_megat
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph import megatron
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import disable_cuda_graphs_this_step
 

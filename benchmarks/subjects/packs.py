@@ -2,18 +2,17 @@
 """The models and packs that benchmarks measure."""
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megagraph import VariantSpec
+from megagraph.bank.sites import VariantSpec
 from megagraph.demo.documents import Document, load_documents
 from megagraph.demo.lengths import lognormal_lengths
-from megagraph.demo.packers import Pack, stream_packs
-from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions
 
 MICRO_BATCHES = 4
@@ -40,10 +39,10 @@ class Case:
         packs = stream_packs(self._documents(), self.model.max_tokens)
         return [list(itertools.islice(packs, MICRO_BATCHES)) for _ in range(count)]
 
-    def _documents(self) -> Iterator[Document]:
+    def _documents(self) -> Iterable[Document]:
         if self.mean_length is None:
             limit = self.model.max_tokens
-            return split_at_blank_lines(load_documents(None), min_length=2, max_length=limit)
+            return load_documents(None, min_length=2, max_length=limit)
         generator = torch.Generator().manual_seed(11)
         return (
             Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))

@@ -19,7 +19,7 @@ from benchmarks.subjects.hosts import install, install_for, seed_streams
 from benchmarks.subjects.packs import MICRO_BATCHES, model_options
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
 STEPS = 60

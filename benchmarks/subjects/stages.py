@@ -18,7 +18,7 @@ from benchmarks.subjects.packs import filled
 from megagraph.decide.in_flight import Pass, StageSchedule
 from megagraph.demo.documents import Document
 from megagraph.demo.lengths import lognormal_lengths
-from megagraph.demo.packers import Pack, stream_packs
+from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import (
     ModelOptions,
     gpt_model,

@@ -31,7 +31,7 @@ from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.packers import Pack, next_token_labels, position_ids
+from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.megatron import disable_cuda_graphs_this_step
 

@@ -13,8 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from megagraph.demo.documents import load_documents
-from megagraph.demo.packers import Pack, next_token_labels, position_ids, stream_packs
-from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.packs import Pack, next_token_labels, position_ids, stream_packs
 
 # Of every so many packs one is kept for validation, and one for the test.
 HELD_OUT_EVERY = 20
@@ -24,21 +23,15 @@ def read_packs(documents: Path | None, tokens: int, max_num_seqs: int | None) ->
     """Packs the documents, in their order; the same arguments give the same packs.
 
     Args:
-        documents: a folder of text files, cut at their blank lines; a table (.jsonl, .parquet), whose
-            rows are documents as they are; or None for the text of Python's own library.
+        documents: a .jsonl, whose rows are documents, or None for the text of Python's own library.
         tokens: the most tokens of a pack.
         max_num_seqs: the most documents of a pack, or None.
 
     Raises:
         DocumentError: for a document that cannot be used.
     """
-    if documents is not None and documents.is_file():
-        rows = load_documents(documents, min_length=2, max_length=tokens)
-        return list(stream_packs(rows, tokens, max_num_seqs))
-    files = load_documents(documents)
-    return list(
-        stream_packs(split_at_blank_lines(files, min_length=2, max_length=tokens), tokens, max_num_seqs)
-    )
+    rows = load_documents(documents, min_length=2, max_length=tokens)
+    return list(stream_packs(rows, tokens, max_num_seqs))
 
 
 def split_packs(packs: Sequence[Pack]) -> tuple[list[Pack], list[Pack], list[Pack]]:

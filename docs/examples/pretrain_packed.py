@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--documents",
         type=Path,
-        help="folder, .jsonl or .parquet; the text of Python's own library by default",
+        help=".jsonl; the text of Python's own library by default",
     )
     group.add_argument(
         "--pack-canonical",

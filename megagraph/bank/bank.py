@@ -2,7 +2,7 @@
 """The graphs of one model and their life: warm-up, capture, sealed, suspended, released.
 
 Generic: any chain of `nn.Module`s that map one tensor to one tensor of as many rows. Knows nothing
-of Megatron, of packs, or of when to capture. docs/generic.md has an example that runs.
+of Megatron, of packs, or of when to capture.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
@@ -25,9 +25,8 @@ from rich.table import Table
 from megagraph.cli.exit_code import ExitCode
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
-from megagraph.demo.documents import Document, DocumentError, load_documents
-from megagraph.demo.packers import PACKERS, Pack
-from megagraph.demo.paragraphs import split_at_blank_lines
+from megagraph.demo.documents import load_documents
+from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
 from megagraph.report import check_target, report_table, write_report
@@ -44,9 +43,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog="Exit codes: 0 bit-equal; 1 bits differ; 2 bad input; 3 nothing was replayed; 70 a crash.",
     )
     data = parser.add_argument_group("documents")
-    data.add_argument("--data", type=Path, help="folder, .jsonl or .parquet; default: Python's own files")
-    data.add_argument("--column", choices=("text", "tokens", "length"), help="column of .jsonl and .parquet")
-    data.add_argument("--packer", choices=sorted(PACKERS), default="streaming")
+    data.add_argument(
+        "--data", type=Path, help=".jsonl with a column text, tokens or length; default: Python's own files"
+    )
     data.add_argument("--max-document", type=int, help="longest document in tokens; default: a pack")
     shape = parser.add_argument_group("model and packs")
     shape.add_argument("--layers", type=int, default=4)
@@ -115,21 +114,12 @@ def _execute(options: argparse.Namespace, config: GraphConfig, packs: Sequence[S
 
 def _packs(options: argparse.Namespace) -> list[list[Pack]]:
     """The packs of each step."""
-    documents = _documents(options, options.max_document or options.pack_tokens)
-    if not documents:
-        raise DocumentError(f"{options.data}: expected at least one document of 2 tokens or more, found none")
-    # Documents one after another, again from the start where they run out.
-    packs: Iterator[Pack] = PACKERS[options.packer](itertools.cycle(documents), options.pack_tokens)
+    limit = options.max_document or options.pack_tokens
+    documents = load_documents(options.data, min_length=2, max_length=limit)
+    # One after another, again from the start where they run out.
+    packs = stream_packs(itertools.cycle(documents), options.pack_tokens)
     steps = options.steps + (options.timed_steps if torch.cuda.is_available() else 0)
     return [list(itertools.islice(packs, options.micro_batches)) for _ in range(steps)]
-
-
-def _documents(options: argparse.Namespace, limit: int) -> list[Document]:
-    """Rows of a table are documents as they are; text files are cut at their blank lines."""
-    if options.data is not None and options.data.is_file():
-        return load_documents(options.data, column=options.column, min_length=2, max_length=limit)
-    files = load_documents(options.data, column=options.column)
-    return list(split_at_blank_lines(files, min_length=2, max_length=limit))
 
 
 def quiet_megatron() -> None:

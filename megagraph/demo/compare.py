@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import disable_cuda_graphs_this_step
 

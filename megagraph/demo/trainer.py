@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.demo.packers import Pack, next_token_labels, position_ids
+from megagraph.demo.packs import Pack, next_token_labels, position_ids
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 __all__ = [

@@ -23,7 +23,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.demo.documents import Document
-from megagraph.demo.packers import stream_packs
+from megagraph.demo.packs import stream_packs
 from megagraph.demo.cpu import megatron_on_cpu
 
 def train(steps):

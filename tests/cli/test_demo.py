@@ -14,7 +14,7 @@ import torch
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
 from megagraph.cli.exit_code import ExitCode
-from megagraph.demo.packers import PACKERS, Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.report import read_report
@@ -28,27 +28,17 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what ha
 
 
 def source(kind: str, folder: Path) -> list[str]:
-    """The options that name documents of a kind, written to `folder`."""
+    """The options that name documents with a column of that name, written to `folder`."""
     if kind == "default":
         return []
-    if kind == "folder":
-        (folder / "docs" / "more").mkdir(parents=True)
-        (folder / "docs" / "a.txt").write_text("\n\n".join(TEXTS[:8]))
-        (folder / "docs" / "more" / "b.md").write_text("\n\n".join(TEXTS[8:]))
-        return ["--data", str(folder / "docs")]
-    form, column = kind.split(", ")
     values: dict[str, list[Any]] = {
         "text": TEXTS,
         "tokens": [list(text.encode()) for text in TEXTS],
         "length": [len(text) for text in TEXTS],
     }
-    path = folder / f"docs{form}"
-    if form == ".jsonl":
-        path.write_text("".join(json.dumps({column: value}) + "\n" for value in values[column]))
-    else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.table({column: values[column]}), path)
-    return ["--data", str(path), "--column", column]
+    path = folder / "docs.jsonl"
+    path.write_text("".join(json.dumps({kind: value}) + "\n" for value in values[kind]))
+    return ["--data", str(path)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +87,12 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Train
 # -- what it trains on ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packer", sorted(PACKERS))
-@pytest.mark.parametrize(
-    "kind", ["default", "folder", ".jsonl, text", ".jsonl, tokens", ".jsonl, length", ".parquet, text"]
-)
+@pytest.mark.parametrize("kind", ["default", "text", "tokens", "length"])
 def test_documents_of_every_kind_train_bit_equal_through_replays(
-    demo: Callable[..., int], tmp_path: Path, kind: str, packer: str
+    demo: Callable[..., int], tmp_path: Path, kind: str
 ) -> None:
     result = tmp_path / "result.json"
-    options = source(kind, tmp_path)
-    assert demo(*options, "--max-packed-seqs", "8", "32", "--json", result, packer=packer) == 0
+    assert demo(*source(kind, tmp_path), "--max-packed-seqs", "8", "32", "--json", result) == 0
     comparison = compared(result)
     assert comparison.bitwise_equal
     assert (comparison.steps, comparison.calls) == (STEPS, CALLS)
@@ -118,7 +104,7 @@ def test_without_capacities_they_are_learned_in_the_warm_up(
     demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "result.json"
-    assert demo(*source(".jsonl, text", tmp_path), "--json", result, warmup_steps="3") == 0
+    assert demo(*source("text", tmp_path), "--json", result, warmup_steps="3") == 0
     comparison = compared(result)
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS
@@ -141,7 +127,7 @@ def test_a_pack_over_the_capacity_runs_eager_and_is_counted(
 
 
 def test_the_same_command_reports_the_same_but_for_time(demo: Callable[..., int], tmp_path: Path) -> None:
-    options, read = source(".jsonl, text", tmp_path), []
+    options, read = source("text", tmp_path), []
     for name in ("one.json", "two.json"):
         assert demo(*options, "--max-packed-seqs", "8", "--json", tmp_path / name) == 0
         document = json.loads((tmp_path / name).read_text())
@@ -156,7 +142,7 @@ def test_the_file_of_the_demo_is_a_report_with_its_losses_and_where_it_ran(
 ) -> None:
     """`megagraph report` could not read what `megagraph demo --json` wrote."""
     result = tmp_path / "result.json"
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
     capsys.readouterr()
     assert main(["report", str(result)]) == 0
     assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
@@ -177,7 +163,7 @@ def test_a_run_that_ends_in_its_warm_up_ends_with_3_and_says_what_to_change(
 ) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
     result = tmp_path / "result.json"
-    arguments = [*source("folder", tmp_path), "--json", result]
+    arguments = [*source("text", tmp_path), "--json", result]
     assert demo(*arguments, steps=steps, warmup_steps=warm_up) == ExitCode.NOTHING_REPLAYED == 3
     out = capsys.readouterr().out
     assert (
@@ -209,14 +195,14 @@ def test_a_crash_has_an_exit_code_of_its_own(
         raise RuntimeError("out of luck")
 
     second_trainer(fail)
-    assert demo(*source("folder", tmp_path)) == ExitCode.CRASHED == 70
+    assert demo(*source("text", tmp_path)) == ExitCode.CRASHED == 70
     assert "RuntimeError: out of luck" in capsys.readouterr().err
 
 
 def test_it_prints_the_counts_the_loss_and_that_the_bits_are_equal(
     demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 0
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 0
     out = capsys.readouterr().out
     assert re.search(rf"layer calls\W+{CALLS}\b", out)
     assert re.search(r"eager: WARMING_UP\W+2 \(16\.7%\)", out)
@@ -230,7 +216,7 @@ def test_without_a_gpu_it_says_so_and_records_no_speed(
     demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "result.json"
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
     out = capsys.readouterr().out
     assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
     assert "forward and backward" not in out
@@ -251,7 +237,7 @@ def test_other_weights_are_found_in_the_first_step_and_end_with_1(
 
     second_trainer(perturb)
     result = tmp_path / "result.json"
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result) == 1
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 1
     out = capsys.readouterr().out
     assert "NOT bit-equal:" in out and "bit-equal: every" not in out
     assert re.search(r"step 0, micro-batch 0: loss \d\.\d+ eager, \d\.\d+ graphed", out)
@@ -272,7 +258,7 @@ def test_an_update_that_is_left_out_is_found_in_the_step_after_it(
         trainer.update = lambda: None if next(calls) == 2 else update()  # type: ignore[method-assign]
 
     second_trainer(skip_the_third_update)
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 1
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 1
     steps = re.findall(r"^  step (\d)", capsys.readouterr().out, re.MULTILINE)
     assert steps and steps[0] == "3"
 
@@ -298,7 +284,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
         trainer.forward_backward = flipped  # type: ignore[assignment, method-assign]
 
     second_trainer(flip_a_bit_in_the_last_step)
-    assert demo(*source("folder", tmp_path), "--max-packed-seqs", "8") == 1
+    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 1
     _, _, differences = capsys.readouterr().out.partition("NOT bit-equal:")
     assert differences.split("\n")[1:] == [f"  step {STEPS - 1}: gradient of {name}", ""]
 
@@ -317,7 +303,7 @@ def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
     flag, cuda = torch.are_deterministic_algorithms_enabled(), torch.cuda.current_device
     had_group = torch.distributed.is_initialized()
     result = tmp_path / "result.json"
-    arguments = [*source("folder", tmp_path), "--max-packed-seqs", "8", "--json", result]
+    arguments = [*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result]
     try:
         torch.use_deterministic_algorithms(outer)
         if end == "well":

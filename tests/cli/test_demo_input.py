@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megagraph demo` on input that it cannot use: exit code 2, a sentence, and nothing left behind."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -91,15 +90,6 @@ def test_bad_tokens_are_named_with_their_place(
     assert refused("--data", path) == f"{path}:2: {message}"
 
 
-def test_a_bad_row_of_a_parquet_file_is_named_with_its_number(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "docs.parquet"
-    parquet.write_table(arrow.table({"length": [9, -9]}), path)
-    assert refused("--data", path).startswith(f"{path}:row 2: expected a length in [1, ")
-
-
 def test_a_limit_of_its_own_is_the_one_that_is_checked(
     refused: Callable[..., str], jsonl: Callable[..., Path]
 ) -> None:
@@ -125,39 +115,17 @@ def test_an_empty_file_is_named(refused: Callable[..., str], jsonl: Callable[...
     assert refused("--data", path) == f"{path}: expected at least one document, got an empty file"
 
 
-def test_an_empty_folder_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    expected = f"{tmp_path / 'docs'}: expected at least one text file of 1 bytes or more, found none"
-    assert refused("--data", tmp_path / "docs") == expected
-
-
 def test_a_missing_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "gone.jsonl"
-    assert refused("--data", path) == f"{path}: expected a folder or a file, found nothing there"
+    assert refused("--data", path) == f"{path}: expected a .jsonl file, found nothing there"
 
 
-def test_a_file_of_another_kind_is_named_with_the_kinds_there_are(
+def test_a_file_of_another_kind_is_named_with_the_kind_that_it_should_be(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = tmp_path / "docs.csv"
     path.write_text("length\n9\n")
-    assert refused("--data", path) == (
-        f"{path}: expected a folder, a .jsonl or a .parquet file, got 'docs.csv'"
-    )
-
-
-def test_a_column_that_the_file_lacks_is_named_with_those_it_has(
-    refused: Callable[..., str], jsonl: Callable[..., Path]
-) -> None:
-    path = jsonl(GOOD)
-    message = refused("--data", path, "--column", "tokens")
-    assert message == f"{path}:1: expected the column tokens; found length"
-
-
-def test_a_column_of_text_files_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    message = refused("--data", tmp_path / "docs", "--column", "text")
-    assert message == "expected no column for text files, got 'text'"
+    assert refused("--data", path) == (f"{path}: expected a .jsonl file, found 'docs.csv'")
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -190,8 +158,6 @@ def test_an_option_of_the_graphs_is_refused_with_its_value(
     ("arguments", "message"),
     [
         (["--steps", "few"], "argument --steps: invalid int value: 'few'"),
-        (["--packer", "best"], "argument --packer: invalid choice: 'best'"),
-        (["--column", "words"], "argument --column: invalid choice: 'words'"),
         (["--max-packed-seqs"], "argument --max-packed-seqs: expected at least one argument"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
@@ -208,24 +174,11 @@ def test_an_option_that_cannot_be_parsed_is_named(
 @pytest.mark.megatron
 @pytest.mark.parametrize("value", ["0", "-3", "1"])
 def test_a_longest_document_that_holds_none_is_refused(
-    refused: Callable[..., str], tmp_path: Path, value: str
+    refused: Callable[..., str], jsonl: Callable[..., Path], value: str
 ) -> None:
     """0 counted as not given; -3 and 1 left no document and ended in a StopIteration."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.txt").write_text("some words\n\nand more\n")
-    message = refused("--data", tmp_path / "docs", "--max-document", value)
-    assert re.search(rf"--max-document: expected at least 2, got {value}", message)
-
-
-@pytest.mark.megatron
-def test_a_folder_without_a_document_of_two_tokens_is_refused(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
-    """A folder of one-byte files ended in a StopIteration of Megatron's schedule."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.txt").write_text("a")
-    message = refused("--data", tmp_path / "docs")
-    assert message.startswith(f"{tmp_path / 'docs'}: expected at least one document of 2 tokens")
+    message = refused("--data", jsonl(GOOD), "--max-document", value)
+    assert message == f"--max-document: expected at least 2, got {value}"
 
 
 @pytest.mark.megatron

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import json
 import re
 import sys
 import typing
@@ -38,15 +39,15 @@ LINES = ("def", "return", "import torch", "for row in rows:", "assert one == oth
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with paragraphs of many lengths, enough for some sixty packs."""
-    folder = tmp_path_factory.mktemp("documents")
-    for file in range(3):
-        paragraphs = (
-            "\n".join(LINES[(file + place + line) % len(LINES)] for line in range(1 + place % 4))
-            for place in range(60)
-        )
-        (folder / f"{file}.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
-    return folder
+    """Paragraphs of many lengths, enough for some sixty packs."""
+    path = tmp_path_factory.mktemp("documents") / "paragraphs.jsonl"
+    texts = (
+        "\n".join(LINES[(file + place + line) % len(LINES)] for line in range(1 + place % 4))[:TOKENS]
+        for file in range(3)
+        for place in range(60)
+    )
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case, model_options
 from megagraph import megatron
 from megagraph.demo.compare import compare_steps
-from megagraph.demo.packers import Pack
+from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
