@@ -64,7 +64,7 @@ PYTHON = [
     "state_watch",
     "values",
 ]
-DECIDE = ["balance", "dispatch", "document_costs", "pack_schedule", "placement"]
+DECIDE = ["dispatch", "document_costs", "pack_schedule", "placement"]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),

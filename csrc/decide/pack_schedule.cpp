@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "csrc/decide/balance.h"
 #include "csrc/decide/document_costs.h"
 #include "csrc/decide/placement.h"
 
@@ -19,9 +18,7 @@ namespace {
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 // What a document may cost a rank, of the mean of all ranks.
-constexpr double kLimits[] = {kNoLimit, 1.5, 1.0, 0.75, 0.5, 0.25};
-// Possibilities that the search for a better balance looks at, for all candidates together.
-constexpr int64_t kBudget = 400'000;
+constexpr double kLimits[] = {1.5, 1.0, 0.75, 0.5, 0.25};
 constexpr double kGoodEnough = 1.02;  // of that mean: no other candidate is made
 // Places of single ranks that documents are raised by: where there are few, and for more
 // candidates.
@@ -29,7 +26,7 @@ constexpr int64_t kMostRaised = 256, kRaisedCandidates = 24;
 constexpr int64_t kAllRaised = std::numeric_limits<int64_t>::max();
 constexpr int kFew = 64;
 constexpr int64_t kInTurn = 16;     // numbers of micro-batches that are tried without a gap
-constexpr int kFewDocuments = 512;  // of which every candidate is worth balancing
+constexpr int kFewDocuments = 512;  // of which further candidates are worth their time
 
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
@@ -147,47 +144,33 @@ class Scheduler {
 
   std::optional<Placement> any(int64_t number) const {
     bool is_short = false;
-    auto found = candidate(number, {kNoLimit, true, false}, &is_short);
-    if (!found) found = candidate(number, {kNoLimit, true, true}, &is_short);
+    auto found = candidate(number, {kNoLimit}, &is_short);
+    if (!found) found = candidate(number, {kNoLimit, 0, true}, &is_short);
     if (found || !is_short) return found;
     // Too few documents for packs of single ranks: they have to be on more of these.
     const int64_t places = number * limits_.multiple * limits_.ranks;
     const bool is_few = costs_.num_documents() <= kFew;
     for (int64_t less = 0; !found && less < (is_few ? std::min(places, kMostRaised) : 1); ++less) {
-      found = candidate(number, {kNoLimit, true, false, places - less});
+      found = candidate(number, {kNoLimit, places - less});
     }
     // Without a limit to spare packs for, each document opens one where it can.
-    return found ? std::move(found) : candidate(number, {0.0, true, false, kAllRaised});
+    return found ? std::move(found) : candidate(number, {0.0, kAllRaised});
   }
 
+  // Of several candidates the one whose costliest rank costs least.
   Placement best(int64_t number, Placement best) const {
     const bool is_small = costs_.num_documents() <= kFewDocuments;
-    const std::vector<Policy> policies = policies_for(is_small);
-    const int64_t budget = kBudget / static_cast<int64_t>(policies.size());
-    if (is_small) balance(best, budget);
+    std::vector<Policy> policies;
+    for (const double limit : kLimits) policies.push_back({limit * mean_});
+    for (int64_t more = 1; is_small && more <= kRaisedCandidates; ++more) {
+      policies.push_back({kNoLimit, places_ + more});
+    }
     for (const Policy& policy : policies) {
       if (best.largest_load() <= kGoodEnough * (is_small ? mean_ : mean_load(best))) break;
       auto made = candidate(number, policy);
-      if (!made) continue;
-      if (is_small) balance(*made, budget);
-      if (made->largest_load() < best.largest_load()) best = *std::move(made);
+      if (made && made->largest_load() < best.largest_load()) best = *std::move(made);
     }
-    balance(best, kBudget);
     return best;
-  }
-
-  std::vector<Policy> policies_for(bool is_small) const {
-    std::vector<Policy> policies;
-    for (const double limit : kLimits) {
-      for (const bool prefers_fullest : {false, true}) {
-        policies.push_back({limit * mean_, false, prefers_fullest});
-        policies.push_back({limit * mean_, true, prefers_fullest});
-      }
-    }
-    for (int64_t more = 1; is_small && more <= kRaisedCandidates; ++more) {
-      policies.push_back({kNoLimit, false, false, places_ + more});
-    }
-    return policies;
   }
 
   const ScheduleLimits& limits_;

@@ -12,7 +12,7 @@
 //
 // The largest documents are placed first, each into the group with the least cost so far; a
 // document that would cost a rank too much alone is given to more ranks. Several limits of "too
-// much" are tried. Then documents of the costliest rank are moved or exchanged while that helps.
+// much" are tried, and the schedule whose costliest rank costs least is taken.
 // Nothing but the arguments enters, and the arithmetic is exact or rounds alike on every machine:
 // ranks that see the same lengths schedule alike.
 #pragma once

@@ -137,9 +137,7 @@ bool Placement::place(int document, int level, const Policy& policy) {
       least_with_free = load;
     }
   }
-  const bool opens = with_free >= 0 &&
-                     (with_room < 0 || (policy.spares_packs ? least_with_room + cost > policy.limit
-                                                            : least_with_free < least_with_room));
+  const bool opens = with_free >= 0 && (with_room < 0 || least_with_room + cost > policy.limit);
   if (opens) {
     add(open(level, with_free), document);
     set_room(level, with_free);

@@ -20,10 +20,9 @@ struct OpenPack {
 enum class Filling { kDone, kNoRoom, kEmptyPack };
 
 struct Policy {
-  double limit;          // a document that costs a rank more is given to more ranks
-  bool spares_packs;     // of several ranks: fills those there are before another one is opened
-  bool prefers_fullest;  // of a group's packs with room, else the emptiest
-  int64_t places = 0;    // at least so many packs of single ranks: else the longest documents go up
+  double limit;        // a document that costs a rank more is given to more ranks
+  int64_t places = 0;  // at least so many packs of single ranks: else the longest documents go up
+  bool prefers_fullest = false;  // of a group's packs with room, else the emptiest
 };
 
 // Every rank has `num_micro_batches` packs in the end, those of its groups included.
@@ -42,12 +41,10 @@ class Placement {
   // Of the ranks of a group, the largest.
   double load(int level, int64_t group) const;
   bool fits(int document, const OpenPack& pack) const;
-  bool has_rows(const OpenPack& pack, int64_t more) const {
-    return pack.rows + more <= limits_->max_tokens;
-  }
   // For one more document, of so many rows.
   bool has_room(const OpenPack& pack, int64_t rows) const {
-    return has_rows(pack, rows) && static_cast<int64_t>(pack.documents.size()) < limits_->max_seqs;
+    return pack.rows + rows <= limits_->max_tokens &&
+           static_cast<int64_t>(pack.documents.size()) < limits_->max_seqs;
   }
   // By index in `packs()`; keeps loads and rows.
   void add(int pack, int document);
