@@ -23,7 +23,6 @@ enum class EagerReason : uint8_t {
   kRecomputing,
   kCaptureFailed,
   kAddressMoved,
-  kOverBudget,
   kGroupDisagreed,
   kNesting,
   kNumericsChanged,
@@ -37,7 +36,7 @@ enum class EagerReason : uint8_t {
   kVerifyFailed,
 };
 
-inline constexpr std::array<const char*, 25> kEagerReasonNames = {
+inline constexpr std::array<const char*, 24> kEagerReasonNames = {
     "DISABLED",
     "WARMING_UP",
     "NO_PACK_METADATA",
@@ -51,7 +50,6 @@ inline constexpr std::array<const char*, 25> kEagerReasonNames = {
     "RECOMPUTING",
     "CAPTURE_FAILED",
     "ADDRESS_MOVED",
-    "OVER_BUDGET",
     "GROUP_DISAGREED",
     "NESTING",
     "NUMERICS_CHANGED",
