@@ -17,17 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.agreement import Exchange, alone
-from megagraph.bank.arguments import arguments_of, tensors_in
-from megagraph.bank.attributes import plain_tensors
 from megagraph.bank.backends import Backend, Notes, PassMemories, backend_for
-from megagraph.bank.capture import CapturePlan, Conditions, Guard
+from megagraph.bank.bits import MOST_FURTHER
+from megagraph.bank.capture import CapturePlan, Conditions, Exchange, Guard, alone
 from megagraph.bank.chain import CapturedVariant, Chain
-from megagraph.bank.differences import MOST_FURTHER
-from megagraph.bank.restore import main_grad_of
+from megagraph.bank.edges import Saves
+from megagraph.bank.restore import main_grad_of, plain_tensors
 from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
-from megagraph.bank.saved import Saves
-from megagraph.bank.sites import CaptureError, EagerPart, SiteSpec, VariantSpec
+from megagraph.bank.sites import CaptureError, EagerPart, SiteSpec, VariantSpec, arguments_of, tensors_in
 from megagraph.bank.verify import Example, Verification
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log

@@ -11,9 +11,13 @@ site's input, and the gradient of that input *is* the output's gradient: no copi
 Where something eager lies between two sites, it is passed over: each site takes hidden states of the
 variant's shape. What crosses such a gap is written right before the pass that reads it. So the gradients on
 both sides of it go back to the pool as soon as their pass is captured, and so do outputs that are transient.
+
+What one of the ranks that share communicators cannot capture, none does. No process group is known here:
+whoever makes a bank hands over the exchange.
 """
 
 import contextlib
+import enum
 import pathlib
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,17 +30,39 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
-from megagraph.bank.accumulators import swap_of, swapped
-from megagraph.bank.agreement import Exchange, GroupGaveUp, Verdict
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.edges import Edges
+from megagraph.bank.edges import Edges, Saves, saved_tensors, swap_of, swapped
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.bank.rng import RngSources, Snapshot
-from megagraph.bank.saved import Saves, saved_tensors
 from megagraph.bank.sites import CaptureError, ChainShape, SiteSpec, VariantSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["CapturePlan", "Conditions", "Guard"]
+__all__ = ["CapturePlan", "Conditions", "Exchange", "GroupGaveUp", "Guard", "Verdict", "alone"]
+
+
+# From this rank's values to the largest of each over the group. Every rank calls it equally often.
+Exchange = Callable[[Sequence[int]], list[int]]
+
+
+def alone(values: Sequence[int]) -> list[int]:
+    """The exchange of a rank that shares no communicator."""
+    return list(values)
+
+
+class Verdict(enum.IntEnum):
+    """How one part of a capture went; the worst one counts for the group."""
+
+    FINE = 0
+    FAILED = 1
+    GAVE_UP = 2
+
+
+class GroupGaveUp(RuntimeError):
+    """Another rank of the group has given the whole capture up."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank of the group gave this capture up")
+
 
 # Entered around everything that runs in a capture, and around replays of the host backend.
 Guard = Callable[[], contextlib.AbstractContextManager[None]]

@@ -1,22 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static tensors between the sites of one variant and slot, while it is captured.
+"""Where autograd meets a site that is warmed up or captured.
 
-Which of them is which, and from when on their memory serves others: Note [Capture plan] in
-megagraph/bank/capture.py.
+The static tensors between the sites of one variant and slot (which of them is which, and from when on their
+memory serves others: Note [Capture plan] in megagraph/bank/capture.py); our gradient accumulators in place of
+torch's (csrc/bank/capture/main_grad_node.h, Note [Accumulator swap]); and what of a call's input and output
+its backward pass reads, where they lie: nobody would notice that a graph's were written meanwhile, as
+autograd does by the tensors that eager saves.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.backends import Backend
-from megagraph.bank.restore import unfilled
+from megagraph.bank.restore import main_grad_of, unfilled
 from megagraph.bank.sites import ChainShape, SiteSpec
 
-__all__ = ["Edges"]
+__all__ = ["Edges", "SavedTensors", "Saves", "saved_tensors", "swap_of", "swapped"]
+
+
+def _already_added(param: Tensor) -> Callable[[], bool] | None:
+    """Asks, at the gradient's turn, whether a layer with fused accumulation has added it itself."""
+    if main_grad_of(param) is None or not hasattr(param, "grad_added_to_main_grad"):
+        return None
+    return lambda: bool(param.grad_added_to_main_grad) and not getattr(param, "zero_out_wgrad", False)
+
+
+def swap_of(
+    site: SiteSpec, training: bool, reached: dict[nn.Parameter, None] | None = None
+) -> _C.AccumulatorSwap:
+    """Accumulators of ours; `reached` takes the parameters in the order of their gradients."""
+    params = site.trainable() if training else []
+
+    def asked(param: nn.Parameter) -> Callable[[], bool] | None:
+        check = _already_added(param)
+        if reached is None:
+            return check
+
+        def note() -> bool:
+            reached.setdefault(param)
+            return check is not None and check()
+
+        return note
+
+    return _C.AccumulatorSwap([(param, main_grad_of(param), asked(param)) for param in params])
+
+
+@contextlib.contextmanager
+def swapped(swap: _C.AccumulatorSwap) -> Iterator[None]:
+    """Puts ours in their place for a while."""
+    swap.install()
+    try:
+        yield
+        swap.join()
+    finally:
+        swap.restore()
+
+
+class Saves(NamedTuple):
+    """Whether a backward pass reads the call's input, and each of its outputs."""
+
+    input: bool
+    outputs: tuple[bool, ...]
+
+
+class SavedTensors:
+    """The memory of what autograd saved."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Takes note of a tensor that is being saved, and hands it on."""
+        if tensor.layout is torch.strided:
+            self._storages.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def of(self, given: Tensor, outputs: Sequence[Tensor]) -> Saves:
+        """What of a call was saved."""
+        return Saves(self._has(given), tuple(map(self._has, outputs)))
+
+    def _has(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[SavedTensors]:
+    """Notes what autograd saves inside."""
+    saved = SavedTensors()
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        yield saved
 
 
 class Edges:

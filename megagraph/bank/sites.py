@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names what can be graphed: a site (a call of a module, or of parts of it), and a variant.
 
-Sites are captured for variants, and what lies between two sites stays eager. Holds no graph.
+Sites are captured for variants, and what lies between two sites stays eager. Beside the hidden states a
+variant's calls are given constants and buffers of metadata, which staging fills
+(csrc/bank/staging/staging.h). Holds no graph.
+
+Note [Arguments of a variant]
+`VariantSpec.arguments` runs at the capture, and no replay runs it again. What it hands on of the buffers
+(themselves, or views) follows each micro-batch; everything else keeps the value that it had at the capture,
+and lives as long as the graphs. So a value that was computed from a buffer's content would stay the
+example's: it is an error. It is found by asking again while the buffers hold something else.
 """
 
 import contextlib
@@ -13,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.metadata import MetadataSpec
+from megagraph import _C
 from megagraph.decide.reasons import EagerReason
 
 __all__ = [
@@ -25,8 +33,97 @@ __all__ = [
     "Outputs",
     "SiteSpec",
     "VariantSpec",
+    "arguments_of",
     "as_tuple",
+    "mask_content",
+    "tensors_in",
 ]
+
+
+_Kind = _C.SegmentKind
+
+
+def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor:
+    """What staging writes into a mask, bool [rows]. Never waits for the device.
+
+    Args:
+        rows: of the buffer.
+        given: bool, as many entries or fewer; rows past them are masked. None masks by the end alone.
+        end: the pack's physical end, of one entry: rows at or past it are masked.
+    """
+    out = torch.arange(rows, device=end.device) >= end
+    if given is not None:
+        out[: given.numel()] |= given
+        out[given.numel() :] = True
+    return out
+
+
+class MetadataSpec(_C.MetadataSpec):
+    """A small buffer that graphs read and that staging refills for each micro-batch.
+
+    Args:
+        kind: how staging fills it (csrc/bank/staging/staging.h).
+        example: its content during warm-up and capture, [entries].
+        source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
+            and any other buffer is constant.
+        fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
+        extend_last: whether the last given offset, too, becomes `fill`.
+        shared: one buffer for all slots, the example itself (a counter).
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: _C.SegmentKind,
+        example: Tensor,
+        source: int = -1,
+        fill: int = -1,
+        extend_last: bool = False,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(
+            kind=kind, example=example, source=source, fill=fill, extend_last=extend_last, shared=shared
+        )
+        self._kind, self._source = kind, source
+        self._fill, self._extend_last = fill, extend_last
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its content differs from micro-batch to micro-batch."""
+        return self._source >= 0 or self._kind == _Kind.MASK
+
+    def content(self, buffer: Tensor, sources: Sequence[Tensor], end: Tensor | None) -> Tensor:
+        """What staging would write for a micro-batch, in memory of its own.
+
+        A call that runs eager may need it in its backward pass, when `buffer` holds another micro-batch's.
+        Counters and constants are `buffer` itself. Never waits for the device.
+
+        Args:
+            buffer: the slot's.
+            sources: what the micro-batch handed over.
+            end: the pack's physical end, of one entry; a mask needs it.
+        """
+        if not self.is_staged or self._kind == _Kind.COUNT:
+            return buffer
+        source = None if self._source < 0 else sources[self._source].flatten()
+        if self._kind == _Kind.MASK:
+            assert end is not None
+            return mask_content(buffer.numel(), source, end).view(buffer.shape)
+        assert source is not None
+        if self._kind == _Kind.OFFSETS:
+            return self._offsets(buffer, source)
+        out = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
+        out.view(-1)[: source.numel()] = source
+        return out
+
+    def _offsets(self, buffer: Tensor, source: Tensor) -> Tensor:
+        given = source[:-1] if self._extend_last and source.numel() > 1 else source
+        out = source[-1:].expand(buffer.numel()).clone()
+        if self._fill >= 0:
+            out.fill_(self._fill)
+        out[: given.numel()] = given
+        return out.view(buffer.shape)
+
 
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
@@ -289,7 +386,7 @@ class VariantSpec:
         fewer_rows: the chain's input may have fewer rows than `rows`.
         arguments: keyword arguments of every site's call, from the slot's metadata buffers: these
             themselves or views of them, and constants. Asked at the capture and again where a call runs
-            eager; never in a replay: megagraph/bank/arguments.py, Note [Arguments of a variant].
+            eager; never in a replay: megagraph/bank/sites.py, Note [Arguments of a variant].
         name: for progress and profilers; by default the key's.
         context: entered around the variant's warm-up and capture: the mode of its modules, say.
     """
@@ -309,3 +406,91 @@ class VariantSpec:
 
     def __str__(self) -> str:
         return self.name or str(self.key)
+
+
+_DEPTH = 4
+
+
+def _values_in(value: Any, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values, by where they are."""
+    if isinstance(value, (Tensor, bool, int, float, str)):
+        yield path, value
+    elif depth == 0 or isinstance(value, (nn.Module, type)):
+        return
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _values_in(item, f"{path}[{index}]", depth - 1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _values_in(item, f"{path}[{key!r}]", depth - 1)
+    else:
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield from _values_in(item, f"{path}.{name}", depth - 1)
+
+
+def _all_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for name, given in arguments.items() for path, value in _values_in(given, name)}
+
+
+def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor of a call's arguments, also those inside containers and plain objects."""
+    return [value for value in _all_values(arguments).values() if isinstance(value, Tensor)]
+
+
+@contextlib.contextmanager
+def _other_contents(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """The buffers that staging refills hold something else than their examples."""
+    staged = [buffers[name] for name, spec in variant.metadata.items() if spec.is_staged]
+    before = [buffer.clone() for buffer in staged]
+    for buffer in staged:
+        buffer.fill_(not bool(buffer.any()))  # zeros, or ones in place of zeros: offsets stay offsets
+    try:
+        yield
+    finally:
+        for buffer, content in zip(staged, before, strict=True):
+            buffer.copy_(content)
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return type(value) is type(other) and bool(value == other)
+    if value.shape != other.shape or value.dtype != other.dtype or value.device != other.device:
+        return False
+    if value.device.type == "meta":
+        return True
+    both_nan = (value != value) & (other != other)
+    return bool(((value == other) | both_nan).all())
+
+
+def arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    """A variant's arguments over the metadata buffers of a slot, filled with their examples.
+
+    Raises:
+        ValueError: naming an argument that was computed from the content of a buffer: Note [Arguments of a
+            variant].
+    """
+    arguments = variant.arguments(buffers)
+    with _other_contents(variant, buffers):
+        try:
+            others = _all_values(variant.arguments(buffers))
+        except Exception as error:
+            raise ValueError(
+                f"variant {variant}: its arguments depend on the content of the metadata buffers, which no "
+                f"replay would see; asked with other contents they raise {type(error).__name__}: {error}"
+            ) from error
+    ours = {_storage(buffer) for buffer in buffers.values()} - {0}
+    for path, value in _all_values(arguments).items():
+        if isinstance(value, Tensor) and _storage(value) in ours:
+            continue
+        if path not in others or not _is_same(value, others[path]):
+            raise ValueError(
+                f"variant {variant}: argument {path} is computed from the content of a metadata buffer and "
+                "would keep the example's; hand the buffer on, or a view of it, and compute in the module"
+            )
+    return arguments

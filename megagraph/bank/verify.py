@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megagraph.bank.accumulators import swap_of, swapped
-from megagraph.bank.agreement import Exchange
 from megagraph.bank.backends import Backend, Lent
-from megagraph.bank.bits import Misfit, Range, Results, have_same_bits
+from megagraph.bank.bits import Difference, Misfit, Range, Results, have_same_bits
+from megagraph.bank.capture import Exchange
 from megagraph.bank.chain import CapturedVariant, Chain
-from megagraph.bank.differences import Difference
-from megagraph.bank.kept import KeptGradients, KeptState
+from megagraph.bank.edges import swap_of, swapped
+from megagraph.bank.restore import KeptGradients, KeptState
 from megagraph.bank.rng import RngSources, Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason

@@ -11,7 +11,7 @@ from test_bank_rng import step_both_under_one_seed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megagraph.bank.rewinds import Rewinds, rewinds_of_default_generator
+from megagraph.bank.rng import Rewinds, rewinds_of_default_generator
 from megagraph.decide.reasons import EagerReason
 
 

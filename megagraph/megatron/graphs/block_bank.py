@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.agreement import GroupGaveUp, Verdict
 from megagraph.bank.bank import Bank, Progress
+from megagraph.bank.capture import GroupGaveUp, Verdict
 from megagraph.bank.chain import Chain
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank.agreement import Exchange
+from megagraph.bank.capture import Exchange
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import JoinedSites, SiteSpec
 from megagraph.decide.reasons import EagerReason

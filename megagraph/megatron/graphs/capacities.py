@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megagraph.bank.agreement import Exchange
+from megagraph.bank.capture import Exchange
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of

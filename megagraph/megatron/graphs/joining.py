@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from megagraph.bank.agreement import Exchange
+from megagraph.bank.capture import Exchange
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_layers import BlockLayers

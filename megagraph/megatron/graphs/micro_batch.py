@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megagraph.bank.metadata import mask_content
+from megagraph.bank.sites import mask_content
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.pack_fields import (

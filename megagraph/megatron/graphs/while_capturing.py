@@ -127,7 +127,7 @@ def _fixed_streams() -> Iterator[None]:
 
     Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
     draws from a swapped stream, a named one or one that recomputing sets back, was found in its warm-up and
-    is not captured (megagraph/bank/rewinds.py); for the others, the swap is without effect.
+    is not captured (megagraph/bank/rng.py); for the others, the swap is without effect.
     """
     from megatron.core.tensor_parallel import random as streams
 
