@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 import megagraph
 from megagraph.bank.capture import CapturePlan
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.parallel.rows import shared_anew
+from megagraph.megatron.parallel.tensor import shared_anew
 
 PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the second fills its capacity
 LOPSIDED = rig.Micro(lengths=(33, 9), seed=2)  # of the capacity's rows, both ranks have some of its own

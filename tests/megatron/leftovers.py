@@ -17,7 +17,7 @@ import torch
 
 from megagraph.bank.bank import Bank
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
-from megagraph.megatron.scopes.leftovers import drop_history, forget_calls
+from megagraph.megatron.scopes.moe import drop_history, forget_calls
 
 __all__ = ["forget_loss_scale", "free_models", "models_in_memory"]
 

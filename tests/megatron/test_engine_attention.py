@@ -9,7 +9,7 @@ import torch
 from test_rope_in_place import NAN, Rank, canonical
 from torch import Tensor
 
-from megagraph.megatron.patch.engine_attention import wrap_engine_attention
+from megagraph.megatron.patch.inside_layers import wrap_engine_attention
 
 RANKS, ROWS, END = 2, 8, 6  # of a rank, the last two behind the pack's end
 WIDTH = 4

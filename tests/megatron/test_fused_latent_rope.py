@@ -21,7 +21,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.positions import with_positions
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
+from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
 from megagraph.packs.latent_rope import Rotation, rope_mla
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]

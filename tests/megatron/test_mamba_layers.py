@@ -16,7 +16,7 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.positions import remember_positions
-from megagraph.megatron.patch.documents import documents_of_rows, wrap_documents
+from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 pytestmark = pytest.mark.megatron
 

@@ -18,7 +18,7 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.parallel.experts import need_equal_rows
+from megagraph.megatron.parallel.sharing import need_equal_rows
 
 pytestmark = pytest.mark.megatron
 

@@ -19,8 +19,8 @@ from worlds import World
 
 import megagraph
 from megagraph.config import GraphConfig
+from megagraph.megatron.scopes.moe import ROUTER
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
-from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.seams import permutation_sorts
 
 pytestmark = [

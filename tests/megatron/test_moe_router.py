@@ -31,7 +31,7 @@ from worlds import World, Worlds
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
-from megagraph.megatron.scopes.moe_router import ROUTER
+from megagraph.megatron.scopes.moe import ROUTER
 
 pytestmark = [
     pytest.mark.megatron,
@@ -182,7 +182,7 @@ def test_metrics_that_are_watched_keep_their_memory(install: Install) -> None:
 
 def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Install) -> None:
     """Bug that might be: what the warm-up of a capture records would be in the first log."""
-    from megagraph.megatron.scopes.metrics import new_metrics_are_empty, read_by_routers
+    from megagraph.megatron.scopes.moe import new_metrics_are_empty, read_by_routers
 
     trainer = ExpertTrainer(**ROUTED["several losses"])
     moe_rig.forget_metrics()

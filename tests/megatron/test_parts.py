@@ -14,9 +14,8 @@ from worlds import World
 import megagraph
 from megagraph.config import MODULES, GraphConfig
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.scopes.moe import MOE
+from megagraph.megatron.scopes.moe import MOE, ROUTER
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
-from megagraph.megatron.scopes.moe_router import ROUTER
 from megagraph.megatron.scopes.plan import HALVES
 
 pytestmark = pytest.mark.megatron

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph.megatron.graphs.positions import remember_positions
-from megagraph.megatron.patch.rope import wrap_rope
+from megagraph.megatron.patch.inside_layers import wrap_rope
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
 

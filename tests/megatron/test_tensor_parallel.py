@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from worlds import World
 
 from megagraph.decide.dispatch import Capacity
-from megagraph.megatron.parallel.rows import splits
+from megagraph.megatron.parallel.tensor import splits
 
 pytestmark = pytest.mark.megatron
 

@@ -34,7 +34,7 @@ from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import slots_of
-from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.timeline import Lease
 
 __all__ = ["BlockBank"]

@@ -15,7 +15,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
 from megagraph.megatron.parallel.groups import ModelGroups
-from megagraph.megatron.scopes.leftovers import forget_calls
+from megagraph.megatron.scopes.moe import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.keys import keys_of
 from megagraph.megatron.watch.layers import LayerWatch

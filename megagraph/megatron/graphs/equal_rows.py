@@ -24,9 +24,9 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.positions import OwnTables
-from megagraph.megatron.parallel.experts import need_equal_rows
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.peers import AskingRanks
+from megagraph.megatron.parallel.sharing import need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of
 from megagraph.megatron.scopes.moe_preprocess import most_routed
 from megagraph.packs.packing import TailConvention, pack_shape

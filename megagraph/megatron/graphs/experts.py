@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
-from megagraph.megatron.parallel.experts import has_experts, need_equal_rows
+from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of, is_told, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.preprocess import layer_constants
-from megagraph.megatron.scopes.arguments import Constants
+from megagraph.megatron.scopes.walk import Constants
 
 __all__ = ["LayerArguments", "Overriding"]
 

@@ -10,8 +10,8 @@ from megagraph.bank.chain import Chain
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.micro_batch import Kind
-from megagraph.megatron.scopes.loop import LayerLoop
 from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.megatron.scopes.walk import LayerLoop
 
 __all__ = ["Key", "Loops"]
 

@@ -25,10 +25,10 @@ from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
-from megagraph.megatron.parallel.experts import has_experts
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import hands_on
-from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.megatron.parallel.sharing import has_experts
+from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.megatron.watch.states import LEFT_OUT
 

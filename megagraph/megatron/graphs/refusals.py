@@ -12,8 +12,8 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.experts import why_not_experts
 from megagraph.megatron.parallel.sharing import why_not_shared
-from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
 from megagraph.megatron.scopes.moe import EXPERTS
+from megagraph.megatron.scopes.parts import MAMBA, is_mamba
 from megagraph.megatron.scopes.rules import Asked, broken_rule
 from megagraph.megatron.seams import (
     ATTENTION_ROPE,

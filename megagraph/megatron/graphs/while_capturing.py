@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.megatron.scopes.metrics import make_scale, new_metrics_are_empty
+from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
 
 __all__ = ["block_context", "capturing", "held_workspaces", "rng_tracker_source", "step_kept"]
 

@@ -24,8 +24,7 @@ from megagraph import _C
 from megagraph.log import log
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import COLLECTIONS
-from megagraph.megatron.parallel.shared_metrics import counted_as_shared_by
-from megagraph.megatron.parallel.sharing import why_not_shared_by_any_number
+from megagraph.megatron.parallel.sharing import counted_as_shared_by, why_not_shared_by_any_number
 from megagraph.megatron.seams import router_losses_count_ranks
 
 __all__ = ["ContextView"]

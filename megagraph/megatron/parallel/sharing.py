@@ -1,16 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context-parallel ranks cannot share packs in, by name. Reads a model's config and modules."""
+"""What context-parallel ranks cannot share packs in, by name, and metrics of packs that they share.
 
-from collections.abc import Collection
+Every rank that shares a pack records its part of a router's loss. At the end of a step Megatron adds the
+parts up over one group, and takes the mean over all others. That is right for packs which the ranks of that
+group share; a part of any other pack would count too little, or too often. So metrics of packs that other
+ranks share than the model's own are counted as if those had shared them.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
-from megagraph.megatron.parallel.experts import has_experts, need_equal_rows
-from megagraph.megatron.seams import ENGINE_ATTENTION, PACKED_SEQ_PARAMS, is_engine_attention, is_replaced
+from megagraph.megatron.seams import (
+    ENGINE_ATTENTION,
+    PACKED_SEQ_PARAMS,
+    is_engine_attention,
+    is_replaced,
+    metric_group,
+    moe_metrics,
+    set_metric_group,
+)
 from megagraph.modules import VarlenAttention
 
-__all__ = ["why_not_shared", "why_not_shared_by_any_number"]
+__all__ = [
+    "counted_as_shared_by",
+    "has_experts",
+    "need_equal_rows",
+    "why_not_shared",
+    "why_not_shared_by_any_number",
+]
+
+
+# Over several ranks: what takes as many rows from each of them.
+_NEED_EQUAL_ROWS = (
+    ("moe_token_dispatcher_type", "allgather"),
+    ("moe_pad_expert_input_to_capacity", True),
+)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model's config asks for experts in some layer."""
+    return getattr(config, "num_moe_experts", None) is not None
+
+
+def need_equal_rows(config: Any) -> bool:
+    """Whether a model's experts are spread over ranks from each of which they take as many rows."""
+    is_spread = has_experts(config) and config.expert_model_parallel_size > 1
+    return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
+
 
 _HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them
 
@@ -67,3 +106,26 @@ def _losses_of_routers(config: Any) -> Collection[str]:
 def _is_known(core: nn.Module) -> bool:
     is_engines = is_engine_attention(core) and not is_replaced(core, ENGINE_ATTENTION)
     return isinstance(core, VarlenAttention) or is_engines
+
+
+@contextlib.contextmanager
+def counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
+    """Around what runs a pack.
+
+    Args:
+        own: the group over which metrics are added up.
+        shown: the one that routers see meanwhile.
+        times: how many ranks share the pack, for each rank of `own`.
+    """
+    before = {} if times == 1 else {name: values.clone() for name, values in moe_metrics().items()}
+    try:
+        yield
+    finally:
+        for name, values in moe_metrics().items():
+            group = metric_group(name)
+            if group is not own and group is not shown:
+                continue  # a mean of its own, or over all ranks
+            set_metric_group(name, own)
+            if times != 1:
+                earlier = before.get(name, 0)
+                values.sub_(earlier).mul_(times).add_(earlier)

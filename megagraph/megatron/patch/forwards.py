@@ -2,12 +2,18 @@
 """What runs in place of the forward of a GPTModel or HybridModel, and of its block of layers.
 
 The model's forward takes the decision, once a micro-batch; the block's forward pads, replays or runs
-the layers, and cuts.
+the layers, and cuts. What a caller has in place of the output layer sees the pack and the rows that were
+given.
+
+Layers of multi-token prediction get the pack as it was given. They run eager behind the block, on the rows
+that it has left, and roll tokens and labels by the pack's offsets. Only the rotary table that they are handed
+is the capacity's.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +25,82 @@ from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.graphs.one_document import as_pack
+from megagraph.megatron.graphs.positions import with_positions
 from megagraph.megatron.parallel.tensor import TensorRanks
-from megagraph.megatron.patch.output_processor import ROW_LISTS, OnGivenRows
-from megagraph.megatron.patch.stages import standing_in
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped, key_of
-from megagraph.megatron.scopes.loop import LayerLoop
+from megagraph.megatron.scopes.walk import LayerLoop
 
-__all__ = ["Arguments", "ForwardWrappers", "decided_as_given", "places_of"]
+__all__ = [
+    "ROW_LISTS",
+    "Arguments",
+    "ForwardWrappers",
+    "OnGivenRows",
+    "decided_as_given",
+    "places_of",
+    "standing_in",
+    "wrap_prediction",
+]
+
+
+@contextlib.contextmanager
+def standing_in(block: Any, hidden_states: Tensor) -> Iterator[None]:
+    """While inside, a block that takes what was set runs on these hidden states."""
+    before = block.input_tensor
+    block.input_tensor = hidden_states
+    try:
+        yield
+    finally:
+        block.input_tensor = before
+
+
+# The row lists among a model's arguments, [1, T] each, beside its padding mask.
+ROW_LISTS = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+class OnGivenRows:
+    """An output processor that is handed what it would be handed without the plugin.
+
+    What it returns is of the rows that were given, whatever that is.
+
+    Args:
+        processor: the caller's.
+        given: arguments of the model as its caller passed them, by name.
+        tokens: rows of the pack.
+        cut: makes this rank's rows of hidden states those that it has of the pack as it was given, moving
+            rows between ranks; None where they are.
+
+    Attributes:
+        passed: what the model's forward was called with in place of `given`. What the model has made of that
+            stays what it is, less the rows that were added.
+    """
+
+    def __init__(
+        self,
+        processor: Callable[..., Any],
+        given: Mapping[str, Any],
+        tokens: int,
+        cut: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._processor = processor
+        self._given = given
+        self._tokens = tokens
+        self._cut = cut
+        self.passed: Mapping[str, Any] = {}
+
+    def __call__(self, **handed: Any) -> Any:
+        """Calls the processor."""
+        if self._cut is not None:
+            handed["hidden_states"] = self._cut(handed["hidden_states"])
+        for name, value in handed.items():
+            if value is None or name not in self._given:
+                continue
+            if value is self.passed.get(name):
+                handed[name] = self._given[name]
+            elif self._cut is not None and name == "decoder_input":  # the embedding's, for one
+                handed[name] = self._cut(value)
+            elif self._cut is not None and name in ROW_LISTS:
+                handed[name] = value[:, : self._tokens]
+        return self._processor(**handed)
 
 
 class ForwardWrappers:
@@ -348,3 +423,32 @@ def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:
 def _cut_rows(out: Tensor, tokens: int) -> Tensor:
     """The first rows of losses [1, T] or logits [1, T, V]."""
     return out[:, :tokens]
+
+
+def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `MultiTokenPredictionBlock.forward`.
+
+    Args:
+        plugin: knows what each model runs just now.
+        original: the forward.
+    """
+    places = places_of(original)
+    graphs_of_block = plugin.graphs_of_block
+
+    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs = graphs_of_block(key_of(block))
+        batch = None if graphs is None else graphs.running
+        if isinstance(batch, MicroBatch):
+            given = Arguments(places, args, kwargs)
+            given.put("packed_seq_params", _params_behind(batch, given))
+            args, kwargs = given.args, given.kwargs
+        return original(block, *args, **kwargs)
+
+    return forward
+
+
+def _params_behind(batch: MicroBatch, given: Arguments) -> Any:
+    """The pack as it was given, whose offsets say where positions begin in the table that is handed on."""
+    if batch.reason is None:  # layers have replayed, so that the table is that of their capture
+        return with_positions(batch.params, batch.kind.rows_are_positions)
+    return batch.given_params(given.get("rotary_pos_emb"), given.get("hidden_states"))

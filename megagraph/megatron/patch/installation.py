@@ -14,14 +14,16 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
-from megagraph.megatron.patch.documents import wrap_documents
-from megagraph.megatron.patch.engine_attention import wrap_engine_attention
 from megagraph.megatron.patch.experts import ExpertWrappers
-from megagraph.megatron.patch.forwards import ForwardWrappers
-from megagraph.megatron.patch.latent_rope import wrap_key_rope, wrap_query_rope
+from megagraph.megatron.patch.forwards import ForwardWrappers, wrap_prediction
+from megagraph.megatron.patch.inside_layers import (
+    wrap_documents,
+    wrap_engine_attention,
+    wrap_key_rope,
+    wrap_query_rope,
+    wrap_rope,
+)
 from megagraph.megatron.patch.overrides import Overrides
-from megagraph.megatron.patch.prediction import wrap_prediction
-from megagraph.megatron.patch.rope import wrap_rope
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
 from megagraph.report import check_target, path_of_stage, report_text, write_report

@@ -19,7 +19,7 @@ from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.patch.forwards import Arguments, ForwardWrappers, decided_as_given, places_of
 from megagraph.megatron.plugin import Plugin, key_of
-from megagraph.megatron.scopes.one_by_one import LayersOneByOne
+from megagraph.megatron.scopes.walk import LayersOneByOne
 from megagraph.megatron.seams import Seam
 
 __all__ = ["Overrides"]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file for each scope: what enters a graph, what leaves it, what is restored."""
+"""Scopes: what enters a graph, what leaves it, what is restored, and how a block walks over them."""

@@ -1,44 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scope: the experts of a layer with their router, norm and residual.
+"""The scopes of a mixture of experts: `moe`, and `moe_router`, whose experts stay eager.
 
-| enters | runs | leaves |
-|---|---|---|
-| hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
+| scope | enters | runs | leaves |
+|---|---|---|---|
+| `moe` | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
+| `moe_router` | the same | norm, router, losses, counts, shared experts | see below |
+| behind `moe_router`, eager | what leaves it | dispatch, experts, combine, sums, residual | hidden states |
 
-They are in a graph, as scope `moe`, where each expert gets as many rows in each micro-batch, and where they
-do not wait for the device (megagraph/megatron/grouped_experts.py); else they stay eager. With `moe_router`
-(megagraph/megatron/scopes/moe_router.py) they are two, and the second stays eager:
+Experts are in a graph where each gets as many rows in each micro-batch, and where they do not wait for the
+device (megagraph/megatron/grouped_experts.py).
 
-| enters | runs | leaves |
-|---|---|---|
-| what leaves the router | dispatch, experts, combine, shared experts added, residual | hidden states |
+What leaves `moe_router` is, in this order: normed hidden states, probabilities [rows, experts], the routing
+map of their shape, the output of the shared experts if there are any, hidden states as they entered. Shared
+experts that overlap with the dispatch run there, and nothing of them leaves here. Where attention is graphed
+too, both are one site. Losses are added to Megatron's metrics, which no module owns.
+
+Layers of experts keep tensors of a call with their history beyond its end, and set them anew in the next one.
+Where a step raised its backward will not come, and such a tensor would keep a slot until then.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megagraph.bank.sites import Outputs
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.halves import Half
-from megagraph.megatron.scopes.metrics import read_by_routers
-from megagraph.megatron.scopes.mlp import run_mlp
-from megagraph.megatron.seams import ROUTING, is_replaced
+from megagraph.megatron.scopes.parts import Half, run_mlp
+from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD, ROUTING, is_replaced, moe_metrics
 
 __all__ = [
     "EXPERTS",
     "GROUPED",
     "MOE",
     "ROUTED",
+    "ROUTER",
+    "drop_history",
     "experts_of",
+    "forget_calls",
     "is_told",
+    "make_scale",
     "mark_unrouted",
     "may_have_unrouted",
+    "new_metrics_are_empty",
+    "read_by_routers",
     "recomputes_experts",
     "run_experts",
     "why_not_routed",
 ]
+
+
+def read_by_routers(layer: Any) -> Sequence[Tensor]:
+    """The tensors that graphs of a layer's router write and read; those of all routers."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    return [*moe_metrics().values(), *(() if scale is None else (scale,))]
+
+
+def make_scale(block: nn.Module) -> None:
+    """Sets the scale of routers' losses to one where nobody has, in the shape that schedules copy to it.
+
+    A backward would make one without dimensions, to which they cannot.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import Router
+
+    router: Any = next((module for module in block.modules() if isinstance(module, Router)), None)
+    if router is not None and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device=router.weight.device)
+
+
+@contextlib.contextmanager
+def new_metrics_are_empty() -> Iterator[None]:
+    """Around work that is to leave no trace: metrics that come up inside hold zeros afterwards."""
+    before = set(moe_metrics())
+    try:
+        yield
+    finally:
+        for name, values in moe_metrics().items():
+            if name not in before:
+                values.zero_()
+
 
 _MARK = "_megagraph_routes_fewer"  # of a map that routes some rows to no expert
 
@@ -195,3 +240,73 @@ ROUTED = Half(
     run=_run_routed,
     accepts=EXPERTS.accepts,
 )
+
+
+_SHARED = 3  # their place among what leaves
+# Of later releases: offloads the norm's input after the experts, which is refused. It would keep hidden
+# states of a graph, and with them its memory, until the next call.
+_OFFLOADS = "mlp_norm_manager"
+
+
+def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Outputs:
+    mixture, mask = layer.mlp, arguments.get("padding_mask")
+    normed, residual = layer._forward_pre_mlp_layernorm(hidden_states), hidden_states
+    if hasattr(layer, _OFFLOADS):
+        setattr(layer, _OFFLOADS, None)
+    if isinstance(normed, tuple):  # a norm that adds, too
+        normed, residual = normed
+    shared = mixture.shared_experts_compute(normed)
+    probs, routing_map = mixture.route(normed, None if mask is None else mask.transpose(0, 1))
+    leaving = (normed, probs, routing_map, shared, residual)
+    # The site's own input lies where the next micro-batch's will.
+    is_own = hidden_states.is_leaf
+    return [
+        tensor.clone() if is_own and tensor is hidden_states else tensor
+        for tensor in leaving
+        if tensor is not None
+    ]
+
+
+def _transient(layer: Any) -> Sequence[int]:
+    mixture = layer.mlp
+    return (_SHARED,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
+
+
+def _elsewhere(layer: Any) -> Sequence[str]:
+    return ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else ()
+
+
+ROUTER = Half(
+    name="moe_router",
+    core="mlp",
+    children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
+    run=_run,
+    elsewhere=_elsewhere,
+    bypassed=("mlp",),
+    in_parts={"": MLP_FORWARD, "mlp": EXPERT_FORWARD},
+    transient=_transient,
+    state=read_by_routers,
+    accepts=lambda layer: experts_of(layer) is not None,
+    why_not=why_not_routed,
+)
+
+
+_OF_LAYERS = "mlp_norm_manager"  # keeps hidden states from the norm of an MLP to its end; since 0.19
+
+
+def forget_calls(layers: Iterable[nn.Module]) -> None:
+    """Drops it. Call it where no backward is to come."""
+    for layer in layers:
+        if vars(layer).get(_OF_LAYERS) is not None:
+            setattr(layer, _OF_LAYERS, None)
+        dispatcher = getattr(experts_of(layer), "token_dispatcher", None)
+        if dispatcher is not None:
+            drop_history(dispatcher)
+
+
+def drop_history(owner: object) -> None:
+    """Sets attributes that are tensors with a history to None."""
+    attributes = vars(owner)
+    for name, value in attributes.items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            attributes[name] = None

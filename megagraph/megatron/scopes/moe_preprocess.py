@@ -26,8 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
-from megagraph.megatron.scopes.halves import Half
 from megagraph.megatron.scopes.moe import experts_of, run_experts
+from megagraph.megatron.scopes.parts import Half
 from megagraph.megatron.seams import (
     DISPATCH_PREPROCESS,
     EXPERT_PREPROCESS,

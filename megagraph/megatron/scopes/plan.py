@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.attn import ATTENTION
-from megagraph.megatron.scopes.halves import Half
-from megagraph.megatron.scopes.layer import run_layer
-from megagraph.megatron.scopes.mamba import MAMBA, is_mamba
-from megagraph.megatron.scopes.metrics import read_by_routers
-from megagraph.megatron.scopes.mlp import MLP
-from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, MOE, ROUTED, why_not_routed
+from megagraph.megatron.scopes.moe import (
+    EXPERTS,
+    GROUPED,
+    MOE,
+    ROUTED,
+    ROUTER,
+    read_by_routers,
+    why_not_routed,
+)
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
-from megagraph.megatron.scopes.moe_router import ROUTER
+from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, Half, is_mamba, run_layer
 from megagraph.megatron.seams import ROUTING
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]

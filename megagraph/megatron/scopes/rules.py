@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.mlp import MLP
 from megagraph.megatron.scopes.moe import EXPERTS, GROUPED
+from megagraph.megatron.scopes.parts import MLP
 from megagraph.megatron.seams import replaced_choice
 
 __all__ = ["OF_OTHER_GRAPHS", "RULES", "Asked", "Broken", "Rule", "broken_rule", "broken_rules"]

@@ -5,7 +5,6 @@ A seam is checked by its signature when the plugin is installed; what is missing
 then, not in the middle of a run.
 """
 
-from megagraph.megatron.seams.engine import ENGINE_ATTENTION, engine_seams, is_engine_attention
 from megagraph.megatron.seams.experts import (
     DISPATCH_PREPROCESS,
     EXPERT_BIAS,
@@ -25,33 +24,34 @@ from megagraph.megatron.seams.experts import (
     router_losses_count_ranks,
     set_metric_group,
 )
-from megagraph.megatron.seams.hybrid import (
-    HYBRID_FORWARD,
-    HYBRID_STACK_FORWARD,
-    MAMBA_FORWARD,
-    MAMBA_STACK_FORWARD,
-    MIXER_DOCUMENTS,
-    hybrid_seams,
-    packs_say_documents,
-)
 from megagraph.megatron.seams.models import (
     ATTENTION_ROPE,
     BLOCK_FORWARD,
     DATA_AND_CONTEXT_GROUP,
     DESTROY_MODEL_PARALLEL,
     DESTROY_PROCESS_GROUP,
+    ENGINE_ATTENTION,
     GPT_FORWARD,
+    HYBRID_FORWARD,
+    HYBRID_STACK_FORWARD,
     LATENT_ATTENTION,
     LATENT_KEY_ROPE,
     LATENT_QUERY_ROPE,
     LATENT_ROPE,
+    MAMBA_FORWARD,
+    MAMBA_STACK_FORWARD,
+    MIXER_DOCUMENTS,
     PACK_GROUPS,
     PACKED_SEQ_PARAMS,
     PREDICTION_FORWARD,
     SCHEDULES,
     STAGE_GROUP,
+    engine_seams,
     has_latent_attention,
     hybrid_groups,
+    hybrid_seams,
+    is_engine_attention,
+    packs_say_documents,
     replaced_latent_rope,
     replaced_rope,
     static_group,

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules, models, attention and process groups: what every release has."""
+"""Schedules, models, attention and process groups.
+
+Among them hybrid models, which releases call by other names, and modules of Transformer Engine, where it is
+installed.
+"""
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Collection, Mapping
+import importlib.util
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,23 +23,34 @@ __all__ = [
     "DATA_AND_CONTEXT_GROUP",
     "DESTROY_MODEL_PARALLEL",
     "DESTROY_PROCESS_GROUP",
+    "ENGINE_ATTENTION",
     "GPT_FORWARD",
+    "HYBRID_FORWARD",
+    "HYBRID_STACK_FORWARD",
     "LATENT_ATTENTION",
     "LATENT_KEY_ROPE",
     "LATENT_QUERY_ROPE",
     "LATENT_ROPE",
+    "MAMBA_FORWARD",
+    "MAMBA_STACK_FORWARD",
+    "MIXER_DOCUMENTS",
     "MODEL_SEAMS",
     "PACKED_SEQ_PARAMS",
     "PACK_GROUPS",
     "PREDICTION_FORWARD",
     "SCHEDULES",
     "STAGE_GROUP",
+    "engine_seams",
     "has_latent_attention",
     "hybrid_groups",
+    "hybrid_seams",
+    "is_engine_attention",
+    "packs_say_documents",
     "replaced_latent_rope",
     "replaced_rope",
     "static_group",
 ]
+
 
 _SCHEDULE_PARAMETERS = ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only")
 SCHEDULES = tuple(
@@ -219,3 +237,69 @@ def replaced_latent_rope() -> str | None:
         if getattr(function, "__globals__", None) is not own:
             return called_name(function)
     return None
+
+
+# Of releases since 0.18.
+HYBRID_FORWARD = Seam(
+    module="megatron.core.models.hybrid.hybrid_model",
+    path="HybridModel.forward",
+    parameters=GPT_FORWARD.parameters,
+)
+HYBRID_STACK_FORWARD = Seam(
+    module="megatron.core.models.hybrid.hybrid_block",
+    path="HybridStack.forward",
+    parameters=BLOCK_FORWARD.parameters,
+)
+# The same before 0.18; later releases derive these names from the others.
+MAMBA_FORWARD = Seam(
+    module="megatron.core.models.mamba.mamba_model",
+    path="MambaModel.forward",
+    parameters=GPT_FORWARD.parameters,
+)
+MAMBA_STACK_FORWARD = Seam(
+    module="megatron.core.ssm.mamba_block",
+    path="MambaStack.forward",
+    parameters=HYBRID_STACK_FORWARD.parameters,
+)
+# Where a pack has no `seq_idx` each mixer makes it.
+MIXER_DOCUMENTS = Seam(
+    module="megatron.core.ssm.mamba_mixer",
+    path="MambaMixer._create_packed_seq_idx",
+    parameters=("packed_seq_params", "total_tokens"),
+)
+
+
+def hybrid_seams() -> tuple[Seam, Seam] | None:
+    """The forwards of hybrid models and of their stacks of layers; None where neither can be imported."""
+    pairs = ((HYBRID_FORWARD, HYBRID_STACK_FORWARD), (MAMBA_FORWARD, MAMBA_STACK_FORWARD))
+    return next((pair for pair in pairs if pair[0].is_present()), None)
+
+
+def packs_say_documents() -> bool:
+    """Whether the release's packs have `seq_idx`, the document of each row."""
+    packs: Any = importlib.import_module("megatron.core.packed_seq_params")
+    return "seq_idx" in inspect.signature(packs.PackedSeqParams).parameters
+
+
+ENGINE_ATTENTION = Seam(
+    module="megatron.core.extensions.transformer_engine",
+    path="TEDotProductAttention.forward",
+    parameters=("query", "key", "value", "attention_mask", "packed_seq_params"),
+)
+
+
+@functools.cache
+def engine_seams() -> Sequence[Seam]:
+    """What is wrapped of it; nothing where it cannot be imported, and Megatron has stand-ins instead."""
+    try:
+        is_there = importlib.util.find_spec("transformer_engine") is not None
+    except ValueError:  # a host's stand-in, without a spec
+        is_there = False
+    if not is_there:
+        return ()
+    return (ENGINE_ATTENTION,) if importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE else ()
+
+
+def is_engine_attention(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's attention as Megatron wraps it, or derived from that."""
+    return any(isinstance(module, seam.owner()) for seam in engine_seams())

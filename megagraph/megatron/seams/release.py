@@ -4,10 +4,14 @@
 import importlib
 
 from megagraph.log import log
-from megagraph.megatron.seams.engine import engine_seams
 from megagraph.megatron.seams.experts import EXPERT_SEAMS
-from megagraph.megatron.seams.hybrid import MIXER_DOCUMENTS, hybrid_seams, packs_say_documents
-from megagraph.megatron.seams.models import MODEL_SEAMS
+from megagraph.megatron.seams.models import (
+    MIXER_DOCUMENTS,
+    MODEL_SEAMS,
+    engine_seams,
+    hybrid_seams,
+    packs_say_documents,
+)
 
 __all__ = ["SUPPORTED", "check_core"]
 

@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The halves of a transformer layer that may be graphed apart: their modules, and how one runs alone."""
+"""The dense scopes: which modules of a layer each takes into a graph, and how these run alone.
+
+| scope | enters | runs | leaves |
+|---|---|---|---|
+| whole layer | hidden states | everything; what else it is given is constant | hidden states |
+| `attn` | hidden states; the pack's offsets and tables | norm, attention, dropout, residual | hidden states |
+| `mlp` | hidden states after attention | norm, MLP, dropout, residual | hidden states |
+| `mamba` | hidden states; the document of each row | norm, mixer, dropout, residual | hidden states |
+
+What leaves `attn` is saved by the norm of the MLP, and stays until its backward. A Mamba layer has no halves,
+and is graphed whole or not at all. Its mixer carries a state from row to row. Where that begins anew is what
+the pack says: `seq_idx` of `PackedSeqParams`, or, in releases without that field, its offsets, of which each
+mixer makes the same.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +23,7 @@ from torch import Tensor, nn
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import Seam, is_replaced
 
-__all__ = ["Half"]
+__all__ = ["ATTENTION", "MAMBA", "MLP", "Half", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +95,90 @@ def _is_identity(module: Any) -> bool:
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
     return isinstance(module, IdentityOp | IdentityFuncOp)
+
+
+def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    out: Tensor
+    out, _context = layer._forward_attention(hidden_states=hidden_states, **arguments)
+    return out
+
+
+ATTENTION = Half(
+    name="attn",
+    core="self_attention",
+    children=(
+        "input_layernorm",
+        "self_attention",
+        "self_attn_bda",
+        "pre_cross_attn_layernorm",
+        "cross_attention",
+        "cross_attn_bda",
+    ),
+    run=_run,
+)
+
+
+def run_mlp(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """The second half of a layer, whatever its `mlp` is.
+
+    Args:
+        layer: a TransformerLayer.
+        hidden_states: [rows, 1, H], after attention.
+        arguments: of the layer.
+    """
+    out: Tensor = layer._forward_mlp(hidden_states, padding_mask=arguments.get("padding_mask"))
+    return out
+
+
+def _is_dense(layer: nn.Module) -> bool:
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    return not isinstance(getattr(layer, "mlp", None), BaseMoELayer)
+
+
+MLP = Half(
+    name="mlp",
+    core="mlp",
+    children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
+    run=run_mlp,
+    accepts=_is_dense,
+)
+
+
+def is_mamba(layer: nn.Module) -> bool:
+    """Whether it is a layer of Megatron's `MambaLayer`, or of a class derived from it."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+
+    return isinstance(layer, MambaLayer)
+
+
+# What a stack hands to such layers; rotary tables and masks are for the others.
+_GIVEN = frozenset({"attention_mask", "packed_seq_params"})
+
+
+def given_to_mamba(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a block's arguments those that a Mamba layer takes."""
+    return {name: value for name, value in arguments.items() if name in _GIVEN}
+
+
+def _run_mixer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    out: Tensor = layer(hidden_states=hidden_states, **given_to_mamba(arguments))
+    return out
+
+
+MAMBA = Half(
+    name="mamba",
+    core="mixer",
+    children=("norm", "mixer", "mamba_bda"),
+    run=_run_mixer,
+    accepts=is_mamba,
+)
+
+
+def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """The hidden states that a layer returns, alone or before the context of cross attention."""
+    if is_mamba(layer):
+        arguments = given_to_mamba(arguments)
+    out: Any = layer(hidden_states=hidden_states, **arguments)
+    hidden: Tensor = out[0] if isinstance(out, tuple) else out
+    return hidden

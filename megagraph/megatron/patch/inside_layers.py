@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in place of functions that Megatron's layers call, on canonical packs; others keep Megatron's.
+
+- RoPE inside attention: Megatron's own THD path reads the offsets on the host, which no graph can do, and
+  refuses rows past the last one.
+- Fused RoPE of multi-latent attention: Megatron's kernels are compiled at their first call, look for a row's
+  document from the first one on, and read the row before the table's first for rows past the last offset.
+  Ours has their bits on all other rows.
+- Transformer Engine's attention, of packs that ranks share: it asks each row for its document, and reads past
+  the offsets for rows behind the last one. So it is given one document more, of the rows behind the pack's
+  end, without a valid token. What it leaves in these rows, and in their gradients, depends on what the memory
+  held; here they become zero.
+- The document of each row, for Mamba's mixers in releases whose packs do not say it: such a mixer makes it of
+  the offsets in each call, by an op that waits for the device for its length.
+"""
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from megagraph.megatron.graphs.positions import rows_are_positions
+from megagraph.megatron.seams import LATENT_KEY_ROPE, LATENT_QUERY_ROPE, Seam
+from megagraph.modules import RotaryTables
+from megagraph.packs.latent_rope import Rotation, rope_mla
+from megagraph.packs.ops import RopeLayout
+
+__all__ = [
+    "documents_of_rows",
+    "end_of_rows",
+    "without_gradient_tail",
+    "without_tail",
+    "wrap_documents",
+    "wrap_engine_attention",
+    "wrap_key_rope",
+    "wrap_query_rope",
+    "wrap_rope",
+]
+
+
+class _Untailed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        torch.ops.megagraph.zero_tail_([grad], offsets)
+        return grad, None
+
+
+def end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+    """Offsets whose last one is where this rank's rows of a pack end, int32.
+
+    Args:
+        cu_seqlens: of the whole pack, int32 [N + 1].
+        cp_size: ranks that share its rows.
+    """
+    return cu_seqlens if cp_size == 1 else cu_seqlens[-1:] // cp_size
+
+
+def without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
+    """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
+    out: Tensor = _Untailed.apply(t, offsets)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+def without_tail(t: Tensor, offsets: Tensor) -> Tensor:
+    """The same rows [T, ...], contiguous, with zeros past the last offset.
+
+    In place, and in what a backward may have kept of them, which reads no such row.
+    """
+    torch.ops.megagraph.zero_tail_([t.data], offsets)
+    return t
+
+
+_INTERLEAVED = "mla_rotary_interleaved"
+
+
+def _as_one_document(cu_seqlens: Tensor) -> Tensor:
+    """Offsets of a pack whose positions go on from document to document, int32 [2]."""
+    return cu_seqlens[:: cu_seqlens.numel() - 1].contiguous()
+
+
+def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `apply_rotary_pos_emb` as a module of attention sees it."""
+    tables = RotaryTables()
+    # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
+    by_config = _INTERLEAVED not in inspect.signature(original).parameters
+
+    def layout_of(config: Any, is_latent: bool) -> RopeLayout:
+        if config.multi_latent_attention if by_config else is_latent:
+            return "mla_interleaved"
+        return "interleaved" if config.rotary_interleaved else "neox"
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **rest: Any,
+    ) -> Any:
+        are_rows = None if cu_seqlens is None else rows_are_positions(cu_seqlens)
+        further = {name for name, value in rest.items() if value}
+        if cu_seqlens is None or are_rows is None or not further <= {_INTERLEAVED}:
+            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
+        cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+        if config.apply_rope_fusion:
+            # The fused kernel leaves rows past the last offset as it finds them, there and back.
+            end = end_of_rows(cu_seqlens, cp_size)
+            rotated = original(without_gradient_tail(t, end), freqs, config, cu_seqlens, mscale, cp_group)
+            return without_tail(rotated, end)
+        return tables.rotate(
+            t,
+            freqs,
+            _as_one_document(cu_seqlens) if are_rows else cu_seqlens,
+            layout=layout_of(config, _INTERLEAVED in further),
+            mscale=mscale,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
+
+    return apply_rotary_pos_emb
+
+
+_Arguments = Mapping[str, Any]
+
+
+def _rotation(arguments: _Arguments, seam: Seam) -> Rotation | None:
+    """Of a canonical pack, of which nothing further is asked; None for whatever Megatron has to rotate.
+
+    Fused positions begin anew in each document, whatever the pack declares.
+    """
+    cu_seqlens = arguments[next(name for name in seam.parameters if name.startswith("cu_seqlens"))]
+    asks_more = any(value for name, value in arguments.items() if name not in seam.parameters)
+    if cu_seqlens is None or rows_are_positions(cu_seqlens) is None or asks_more:
+        return None
+    return Rotation(
+        cos=arguments["cos"].flatten(1),
+        sin=arguments["sin"].flatten(1),
+        cu_seqlens_padded=cu_seqlens,
+        fused=True,
+        cp_size=arguments["cp_size"],
+        cp_rank=arguments["cp_rank"],
+    )
+
+
+def _wrap(
+    original: Callable[..., Any], seam: Seam, ours: Callable[[_Arguments, Rotation], Any]
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rotate(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named)
+        given.apply_defaults()
+        how = _rotation(given.arguments, seam)
+        return original(*args, **named) if how is None else ours(given.arguments, how)
+
+    return rotate
+
+
+def _query(arguments: _Arguments, how: Rotation) -> Tensor:
+    (query,) = rope_mla(arguments["t"], None, None, how)
+    return query
+
+
+def _key_and_value(arguments: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
+    return rope_mla(None, arguments["kv"], arguments["k_pos_emb"], how, v_dim=arguments["v_dim"])
+
+
+def wrap_query_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `fused_apply_mla_rope_for_q` as multi-latent attention sees it."""
+    return _wrap(original, LATENT_QUERY_ROPE, _query)
+
+
+def wrap_key_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
+    return _wrap(original, LATENT_KEY_ROPE, _key_and_value)
+
+
+_ROWS = ("query", "key", "value")
+_PACK, _BETWEEN = "packed_seq_params", "pad_between_seqs"
+
+
+def wrap_engine_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TEDotProductAttention.forward`."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
+        cp_size = _num_ranks(attention.cp_group)
+        if cp_size == 1:
+            return original(attention, *args, **kwargs)
+        given = signature.bind(attention, *args, **kwargs)
+        pack: Any = given.arguments.get(_PACK)
+        rows = given.arguments["query"].size(0)
+        says_padding = hasattr(pack, _BETWEEN)  # or such a model stays eager, as before megatron-core 0.17
+        is_canonical = says_padding and rows_are_positions(pack.cu_seqlens_q) is not None
+        if not is_canonical or rows % 2:  # of each document two parts
+            return original(attention, *args, **kwargs)
+        physical = pack.cu_seqlens_q if pack.cu_seqlens_q_padded is None else pack.cu_seqlens_q_padded
+        end = end_of_rows(physical, cp_size)
+        given.arguments[_PACK] = _with_tail_as_document(pack, cp_size * rows)
+        for name in _ROWS:
+            given.arguments[name] = without_gradient_tail(given.arguments[name], end)
+        out: Tensor = original(*given.args, **given.kwargs)
+        return without_tail(out.contiguous(), end)
+
+    return forward
+
+
+def _num_ranks(groups: Any) -> int:
+    """Of Transformer Engine's group, or of its two nested ones; one without any."""
+    if isinstance(groups, distributed.ProcessGroup):
+        return groups.size()
+    return math.prod(group.size() for group in groups or ())
+
+
+def _with_tail_as_document(pack: Any, rows: int) -> Any:
+    """The pack with one more document, of all rows past its end and of no valid token.
+
+    Args:
+        pack: a canonical one.
+        rows: of all ranks together.
+    """
+    actual, padded = pack.cu_seqlens_q, pack.cu_seqlens_q_padded
+    other = copy.copy(pack)
+    # Unset, it follows from the offsets: whether they are two tensors.
+    if pack.pad_between_seqs is None:
+        other.pad_between_seqs = padded is not None and padded is not actual
+    other.cu_seqlens_q = other.cu_seqlens_kv = torch.cat([actual, actual[-1:]])
+    of_rows = actual if padded is None else padded
+    last = torch.full_like(of_rows[-1:], rows)
+    other.cu_seqlens_q_padded = other.cu_seqlens_kv_padded = torch.cat([of_rows, last])
+    return other
+
+
+def documents_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The document of each row, int32 [1, rows]; rows past the last offset have the number after the last.
+
+    Never waits for the device, and has the values of Megatron's.
+
+    Args:
+        offsets: int32 [documents + 1], the first of them 0.
+        rows: physical ones of the pack.
+    """
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)[None]
+
+
+def wrap_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps what a mixer asks for the documents of a pack's rows."""
+
+    @functools.wraps(original)
+    def create_packed_seq_idx(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Tensor:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+        if rows_are_positions(offsets) is None:  # the mark of a canonical pack
+            return original(mixer, packed_seq_params, total_tokens)
+        return documents_of_rows(offsets, total_tokens)
+
+    return create_packed_seq_idx
