@@ -94,8 +94,21 @@ def test_the_toml_examples_are_accepted(tmp_path: Path) -> None:
         assert GraphConfig.from_toml(file).all_capacities()
 
 
-def test_the_readme_explains_every_eager_reason_in_order() -> None:
-    assert list(rows_of(ROOT / "README.md", "reason")) == [reason.name for reason in EagerReason]
+def test_every_eager_reason_has_its_heading_in_order() -> None:
+    headings = re.findall(r"^## `(\w+)`$", read(ROOT / "docs" / "reasons.md"), re.MULTILINE)
+    assert headings == [reason.name for reason in EagerReason]
+
+
+def test_the_readme_is_read_to_its_end() -> None:
+    text = read(ROOT / "README.md")
+    assert len(text) <= 8000 and max(map(len, text.splitlines())) <= 200
+    cells = [
+        cell.strip()
+        for line in prose(ROOT / "README.md").splitlines()
+        if "|" in line
+        for cell in line.split("|")
+    ]
+    assert max(map(len, cells)) <= 120
 
 
 SCOPES = ROOT / "docs" / "scopes.md"

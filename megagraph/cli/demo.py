@@ -203,7 +203,7 @@ def _why_nothing_replayed(report: dict[str, Any], config: GraphConfig, steps: in
         return "packs hold more documents than --max-packed-seqs. Raise it, or leave it out."
     if report["failures"]:
         return f"{reason}. The row 'stays eager' of the table says what was found."
-    return f"{reason}. 'Reading the report' in the README says what to do about each reason."
+    return f"{reason}. docs/reasons.md says what to do about it."
 
 
 def _time_table(times: tuple[StepTimes, StepTimes], report: dict[str, Any]) -> Table:
