@@ -92,7 +92,7 @@ SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNE
 SCOPES |= {"graphed_share": 0.5, "host_us": 80.0}
 ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
 ANSWERS |= {
-    bench_dynamic_cp.in_words(sizes): MEMORY
+    bench_dynamic_cp.describe(sizes): MEMORY
     for every in bench_dynamic_cp.SETS
     for sizes in (every, every[-1:])
 }

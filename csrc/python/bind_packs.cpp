@@ -57,7 +57,7 @@ void bind_packs(py::module_& m) {
       .def("set_capacities", &Decider::set_capacities, py::arg("by_cp_size"))
       .def("set_groups", &Decider::set_groups, py::arg("by_cp_size"))
       .def("refuse", &Decider::refuse, py::arg("reason"))
-      .def("why_not", &Decider::why_not, py::arg("params"), py::arg("tokens"),
+      .def("eager_reason", &Decider::eager_reason, py::arg("params"), py::arg("tokens"),
            py::arg("cp_size") = 1)
       .def("decide", &Decider::decide, py::arg("params"), py::arg("tokens"), py::arg("has_mask"),
            py::arg("state_of_call"), py::arg("cp_size") = 1);

@@ -61,7 +61,7 @@ Decider::Found Decider::find(const py::object& params, int64_t tokens, int64_t c
   return Found{py::none(), std::move(capacity), *shape, std::move(*form)};
 }
 
-py::object Decider::why_not(const py::object& params, int64_t tokens, int64_t cp_size) {
+py::object Decider::eager_reason(const py::object& params, int64_t tokens, int64_t cp_size) {
   return find(params, tokens, cp_size).reason;
 }
 

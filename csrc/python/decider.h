@@ -45,7 +45,7 @@ class Decider {
 
   // Why no graph of the model could take a pack of `tokens` rows, whatever state the layers are in;
   // None where one could. `cp_size`: of packs that do not say their own.
-  pybind11::object why_not(const pybind11::object& params, int64_t tokens, int64_t cp_size);
+  pybind11::object eager_reason(const pybind11::object& params, int64_t tokens, int64_t cp_size);
 
   // The name of the variant, whose capacity is None while capacities are still to be learned; or
   // the reason. `state_of_call`: numbers the state that the layers are in.

@@ -194,7 +194,7 @@ size_t summand(const StateItem& item) {
   return hash.value();
 }
 
-std::string in_words(const StateItem& item) {
+std::string describe(const StateItem& item) {
   if (item.value == nullptr) return "others";
   const py::handle value(item.value);
   if (!is_plain(item.value)) {

@@ -41,6 +41,6 @@ std::vector<PyObject*> global_hook_tables();
 // Of an item, and in which order they come does not matter.
 size_t summand(const StateItem& item);
 // A value in a few words, for people.
-std::string in_words(const StateItem& item);
+std::string describe(const StateItem& item);
 
 }  // namespace megagraph

@@ -299,7 +299,7 @@ py::list StateWatch::items() {
   py::list found;
   const auto append = [&](size_t module, const std::string& before, const StateItem& item) {
     const auto name = before + py::str(py::handle(item.name)).cast<std::string>();
-    found.append(py::make_tuple(module, name, item.hash, in_words(item)));
+    found.append(py::make_tuple(module, name, item.hash, describe(item)));
   };
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
@@ -321,7 +321,7 @@ py::list StateWatch::items() {
     const py::object value = key();
     const auto name = "watch() of " + py::repr(key).cast<std::string>();
     const StateItem item{key.ptr(), value.ptr(), ValueHasher()(value.ptr())};
-    found.append(py::make_tuple(owners_.size() - 1, name, item.hash, in_words(item)));
+    found.append(py::make_tuple(owners_.size() - 1, name, item.hash, describe(item)));
   }
   return found;
 }

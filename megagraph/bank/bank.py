@@ -328,7 +328,7 @@ class Bank:
         how = self._conditions.exchange, self.core.counters
         verification = Verification(chain, key, self.backend, self.rng, example, *how)
         try:
-            with chain.unheard(), self.backend.recording():
+            with chain.without_listener(), self.backend.recording():
                 for _slot in range(chain.num_slots):  # which take turns
                     if (reason := verification.run()) is not None:
                         raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")

@@ -156,7 +156,7 @@ class Chain:
         self.core.set_listener(*self._listener)
 
     @contextlib.contextmanager
-    def unheard(self) -> Iterator[None]:
+    def without_listener(self) -> Iterator[None]:
         """Around backward passes that nobody is told of."""
         if self._listener is None:
             yield

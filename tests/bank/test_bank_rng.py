@@ -284,11 +284,11 @@ class DrawsMoreInEager(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.is_told = Block(), False
+        self.inner, self.has_forced_routing = Block(), False
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = functional.dropout(self.inner(hidden), 0.3)
-        return hidden if self.is_told else functional.dropout(hidden, 0.3)
+        return hidden if self.has_forced_routing else functional.dropout(hidden, 0.3)
 
 
 def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
@@ -296,11 +296,11 @@ def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
 
     @contextlib.contextmanager
     def told() -> Iterator[None]:
-        layer.is_told = True
+        layer.has_forced_routing = True
         try:
             yield
         finally:
-            layer.is_told = False
+            layer.has_forced_routing = False
 
     bank = Bank(device, guard=told)
     chain = bank.add_chain([layer, after])

@@ -40,7 +40,7 @@ def decide(
         longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
         pack = SimpleNamespace(qkv_format="thd", **dict.fromkeys(names, offsets), **longest)
         found = decider.decide(pack, shape.tokens, False, lambda: 0, shape.cp_size)
-        reason = decider.why_not(pack, shape.tokens, shape.cp_size)
+        reason = decider.eager_reason(pack, shape.tokens, shape.cp_size)
         assert reason is (found if isinstance(found, EagerReason) else None)
     decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found[0]
     return decision

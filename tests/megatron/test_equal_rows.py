@@ -18,7 +18,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.equal_rows import NEEDS_MEGATRONS, EqualRows
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
-from megagraph.megatron.parallel.peers import AskingRanks
+from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.packs.packing import TailConvention
 
@@ -143,7 +143,7 @@ def vote(graphs: ModelGraphs, micro: Micro, others: Sequence[int], rows: int) ->
     def exchange(values: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(values, (*others, rows, -rows), strict=True)]
 
-    ranks = cast(AskingRanks, SimpleNamespace(exchange=exchange))
+    ranks = cast(HostGroup, SimpleNamespace(exchange=exchange))
     of_rows = EqualRows(ranks, lambda rows: rows, graphs._capacities, TailConvention.HIDDEN, graphs._tables)
     params = micro.params(graphs.block.device)
     batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)

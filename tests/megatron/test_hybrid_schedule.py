@@ -69,7 +69,7 @@ def test_four_ranks(world4: World) -> None:
 
 
 def test_beside_tensor_parallelism(world4: World) -> None:
-    """Half of the ranks get no data from the scheduler."""
+    """LayerPart of the ranks get no data from the scheduler."""
     lengths = [[[120, 8, 16], [64, 32]], [[40], [128, 128, 8]]] * 3
     parallel = {"tensor_parallel": 2, "sequence_parallel": True}
     runs = world4.run(hybrid_jobs.train, lengths=lengths, cp_sizes=(1, 2), **parallel)

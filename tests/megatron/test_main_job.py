@@ -53,7 +53,7 @@ def _job(steps: int = STEPS, *, seed: int = 0, misfits: float = 0.3) -> list[lis
     ]
 
 
-def _why_not(micro: Micro) -> str | None:
+def _eager_reason(micro: Micro) -> str | None:
     """By hand: why a pack does not fit `CAPACITY`."""
     if micro.physical > 64:
         return "TOO_MANY_TOKENS"
@@ -95,7 +95,7 @@ def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: R
     expected: Counter[str] = Counter()
     for index, micros in enumerate(_job()):
         for micro in micros:
-            why = _why_not(micro) or ("WARMING_UP" if index < WARM_UP else "replays")
+            why = _eager_reason(micro) or ("WARMING_UP" if index < WARM_UP else "replays")
             expected[why] += LAYERS
     replays = expected.pop("replays")
     assert graphed.report["calls"] == STEPS * MICROS * LAYERS
@@ -105,7 +105,7 @@ def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: R
 
 
 def test_padding_share_is_that_of_a_hand_count(graphed: Run) -> None:
-    replayed = [m for micros in _job()[WARM_UP:] for m in micros if _why_not(m) is None]
+    replayed = [m for micros in _job()[WARM_UP:] for m in micros if _eager_reason(m) is None]
     valid = sum(sum(micro.lengths) for micro in replayed)
     assert graphed.report["padding_share"] == pytest.approx(1 - valid / (64 * len(replayed)), abs=1e-12)
 

@@ -132,9 +132,9 @@ UNBUILT: dict[str, Any] = {
 def test_an_option_is_refused_by_name(option: str) -> None:
     trainer = ExpertTrainer(**PERMUTED["drop and pad"])
     layer = trainer.chunk.decoder.layers[0]
-    assert PREPROCESS.why_not_of(layer) is None
+    assert PREPROCESS.unsupported(layer) is None
     with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
-        why = PREPROCESS.why_not_of(layer)
+        why = PREPROCESS.unsupported(layer)
     assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
 
 
@@ -144,9 +144,9 @@ def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_nam
 
     overlapped = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
     layer = ExpertTrainer(**PERMUTED["drop and pad"], **overlapped).chunk.decoder.layers[0]
-    assert PREPROCESS.why_not_of(layer) is None
+    assert PREPROCESS.unsupported(layer) is None
     layer.pre_mlp_layernorm = IdentityOp()
-    assert "without a norm before them are not supported yet" in str(PREPROCESS.why_not_of(layer))
+    assert "without a norm before them are not supported yet" in str(PREPROCESS.unsupported(layer))
 
 
 def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
@@ -157,4 +157,4 @@ def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
         return type(dispatcher).dispatch_preprocess(dispatcher, *args)
 
     dispatcher.dispatch_preprocess = dispatch_preprocess
-    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.why_not_of(layer))
+    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.unsupported(layer))

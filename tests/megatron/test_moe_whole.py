@@ -86,7 +86,7 @@ def test_a_dispatcher_keeps_nothing_of_a_capture(install: Install) -> None:
 def test_what_waits_or_forks_is_refused_by_name(install: Install, changes: Config, words: str) -> None:
     install(cuda_graph_modules=BOTH)
     trainer = ExpertTrainer(**{**PADDED, **changes})
-    assert words in str(MOE.why_not_of(trainer.chunk.decoder.layers[0]))
+    assert words in str(MOE.unsupported(trainer.chunk.decoder.layers[0]))
     for micros in steps_of(2):
         step(trainer, micros)
     (report,) = megagraph.reports()

@@ -182,4 +182,4 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 
 def test_every_option_has_a_half() -> None:
     halves = (*HALVES, MOE, ROUTER, PREPROCESS)
-    assert {half.name for half in halves if half.why_eager is None} == set(MODULES)
+    assert {half.name for half in halves if half.always_eager is None} == set(MODULES)

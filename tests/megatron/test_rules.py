@@ -368,7 +368,7 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
     """Megatron checks it nowhere, and fails in the capture."""
     model = models["E-"]
     (broken,) = broken_rules(Asked(config=model.config, scopes=(), layers=model.decoder.layers))
-    assert broken.rule.name == "R13" and broken.sentence == f"{EXPERTS.why_eager} (R13)"
+    assert broken.rule.name == "R13" and broken.sentence == f"{EXPERTS.always_eager} (R13)"
     assert broken_rules(Asked(config=model.config, scopes=("attn",), layers=model.decoder.layers)) == []
     assert refusal_of(model, None) is None
     with_graphs((), moe_rig.BASE)  # raises nothing
@@ -380,7 +380,7 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
     (report,) = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
     (failure,) = report["failures"]
-    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS.why_eager}"
+    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS.always_eager}"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

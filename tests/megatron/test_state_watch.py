@@ -366,7 +366,7 @@ def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
         (7, 1, 0, False),
         (7, 2, 2, True),
     ):
-        assert states.hear(states.say(fingerprint, settings))
+        assert states.agree(states.local_state(fingerprint, settings))
         assert (states.current, states.is_new) == (number, is_new)
     assert states.of_call(8) == 3  # under the settings of now
     assert states.under(1) == 1
@@ -379,9 +379,9 @@ def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
     ranks = [States(lambda: 0, 2), States(lambda: 1, 2)]
 
     def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
-        said = [rank.say(value, 1) for rank, value in zip(ranks, fingerprints, strict=True)]
+        said = [rank.local_state(value, 1) for rank, value in zip(ranks, fingerprints, strict=True)]
         largest = [max(values) for values in zip(*said, strict=True)]
-        agreed = [rank.hear(largest) for rank in ranks]
+        agreed = [rank.agree(largest) for rank in ranks]
         return [rank.current for rank in ranks], agreed
 
     assert meet(10, 20) == ([0, 0], [True, True])
@@ -403,13 +403,13 @@ def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not
     states = States(lambda: 0, 1)
     gone: set[int] = set()
     for fingerprint in range(200):
-        states.hear(states.say(fingerprint, 1))
+        states.agree(states.local_state(fingerprint, 1))
         if states.has_many():
             gone |= states.forget_oldest(keep={0})
     assert len(states.oldest_first()) == 64 and gone == set(range(1, 137))
-    states.hear(states.say(1, 1))
+    states.agree(states.local_state(1, 1))
     assert states.is_new
-    states.hear(states.say(0, 1))
+    states.agree(states.local_state(0, 1))
     assert not states.is_new and states.current == 0
 
 
@@ -417,10 +417,10 @@ def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
     """It is the oldest one without graphs, and the step that begins is in it."""
     states = States(lambda: 0, 1)
     for fingerprint in range(65):
-        states.hear(states.say(fingerprint, 1))
+        states.agree(states.local_state(fingerprint, 1))
     assert states.has_many() and states.forget_oldest(keep=range(64)) == set()
     states.add_name(100)
-    states.hear(states.say(100, 1))
+    states.agree(states.local_state(100, 1))
     assert not states.is_new and states.current == 64
 
 
@@ -429,6 +429,6 @@ def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike:
     """But ranks of other packs call in another order, and have to forget the same ones."""
     states = States(lambda: 0, size, run_alike=run_alike)
     for fingerprint in (7, 8):
-        states.hear(states.say(fingerprint, 1))
+        states.agree(states.local_state(fingerprint, 1))
     assert states.of_call(7) == 0
     assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])

@@ -37,7 +37,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   const bool training = variants_[variant].training;
   const auto graphs = graphs_[variant][slot->index()];
   const SiteGraph* entry = graphs->sites[first].get();
-  if (const auto reason = sites_[first]->why_eager(entry, training, inputs)) return reason;
+  if (const auto reason = sites_[first]->eager_reason(entry, training, inputs)) return reason;
   if (training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
   // Staging another tensor into a chained input would overwrite the previous site's output, which
   // its backward or its reader may still need.

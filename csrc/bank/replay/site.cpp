@@ -61,7 +61,7 @@ void Site::release() {
   graphs_.clear();
 }
 
-std::optional<EagerReason> Site::why_eager(const SiteGraph* graph, bool training,
+std::optional<EagerReason> Site::eager_reason(const SiteGraph* graph, bool training,
                                            const std::vector<at::Tensor>& inputs) const {
   if (graph == nullptr) return eager_reason_;
   if (training != at::GradMode::is_enabled() || inputs.size() != graph->accepts.size()) {

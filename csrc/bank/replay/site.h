@@ -87,7 +87,7 @@ class Site {
   void release();
 
   // Why a call cannot replay a graph of this site; null is no graph.
-  std::optional<EagerReason> why_eager(const SiteGraph* graph, bool training,
+  std::optional<EagerReason> eager_reason(const SiteGraph* graph, bool training,
                                        const std::vector<at::Tensor>& inputs) const;
 
  private:

@@ -144,7 +144,7 @@ class BlockBank:
         """Counts what runs eager: a call of every site, or of some."""
         self._bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
 
-    def why_left_eager(self, key: Key) -> EagerReason | None:
+    def eager_reason(self, key: Key) -> EagerReason | None:
         """Why a variant has no graph of any layer and will get none, or None."""
         chain = self.chain
         return None if key in chain.variants else chain.eager_variants.get(key)
@@ -252,7 +252,7 @@ class BlockBank:
             self._peers.hold(self.layers.specs)
 
     def _joins_otherwise(self, failing: Mapping[int, Why]) -> bool:
-        return self._joining is not None and self._joining.hear(failing)
+        return self._joining is not None and self._joining.agree(failing)
 
     def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():

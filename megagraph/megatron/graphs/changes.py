@@ -66,7 +66,7 @@ class Changes:
         """Whether the step that begins replays no training graph."""
         return self.is_suspended or self.reason is not None or self.gradients_reason is not None
 
-    def why_not(self, *, grad: bool) -> EagerReason | None:
+    def eager_reason(self, *, grad: bool) -> EagerReason | None:
         """Why a micro-batch of the running step runs eager, or None.
 
         Args:
@@ -90,10 +90,10 @@ class Changes:
         watch = self._block.watch
         changed = None if runs_eager else self._block.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
-        said = self._states.say(has_changed=changed is not None)
+        said = self._states.local_state(has_changed=changed is not None)
         if changed is None and not is_away and self._peers.size == 1:  # as in nearly every step and bare call
             if said:
-                self._states.hear(said)
+                self._states.agree(said)
             self.reason = self.gradients_reason = None
             return
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
@@ -107,7 +107,7 @@ class Changes:
             [*map(int, flags), *said]
         )
         if said:
-            self._states.hear(heard)
+            self._states.agree(heard)
         if is_eager_anywhere and not is_eager:
             self.reason = _DISAGREED
         if is_without_anywhere and self.gradients_reason is None:

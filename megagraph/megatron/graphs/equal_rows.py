@@ -25,7 +25,7 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.peers import AskingRanks
+from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.megatron.parallel.sharing import need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of
 from megagraph.megatron.scopes.moe_preprocess import most_routed
@@ -53,7 +53,7 @@ class EqualRows:
 
     def __init__(
         self,
-        ranks: AskingRanks,
+        ranks: HostGroup,
         taken: Callable[[int], int],
         capacities: Capacities,
         tail: TailConvention,
@@ -134,7 +134,7 @@ def equal_rows_of(
     dispatcher = mixture.token_dispatcher
     # In all layers; looked up once, since other ranks would have other experts.
     spread_over = ranks_of(dispatcher.tp_ep_group)
-    ranks = AskingRanks(lambda: spread_over, "share the experts")
+    ranks = HostGroup(lambda: spread_over, "share the experts")
     return EqualRows(ranks, _taken_by(dispatcher), capacities, tail, tables)
 
 

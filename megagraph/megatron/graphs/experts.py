@@ -7,10 +7,10 @@ from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows
-from megagraph.megatron.scopes.moe import experts_of, is_told, recomputes_experts
+from megagraph.megatron.scopes.moe import experts_of, has_forced_routing, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
-__all__ = ["rows_are_samples", "why_not_experts"]
+__all__ = ["rows_are_samples", "unsupported_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
@@ -27,7 +27,7 @@ def rows_are_samples(params: Any) -> bool:
     return getattr(params, "tokens_per_sample", None) is not None
 
 
-def why_not_experts(config: Any, block: Any) -> str | None:
+def unsupported_experts(config: Any, block: Any) -> str | None:
     """What of a model's experts is not supported yet, in words; None where all is.
 
     Args:
@@ -49,10 +49,10 @@ def why_not_experts(config: Any, block: Any) -> str | None:
     layers = [found for layer in block.layers if (found := experts_of(layer)) is not None]
     if not layers:
         return _in_words("in layers of a foreign kind", "num_moe_experts", config)
-    return next((why for layer in layers if (why := _why_not_layer(layer, config)) is not None), None)
+    return next((why for layer in layers if (why := _unsupported_layer(layer, config)) is not None), None)
 
 
-def _why_not_layer(layer: Any, config: Any) -> str | None:
+def _unsupported_layer(layer: Any, config: Any) -> str | None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
@@ -64,7 +64,7 @@ def _why_not_layer(layer: Any, config: Any) -> str | None:
     known = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, SortingDispatcher)
     if type(layer.token_dispatcher) not in known:
         return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
-    if not is_told(layer.router):
+    if not has_forced_routing(layer.router):
         return None
     if recomputes_experts(config):  # in the backward pass nobody knows how many rows were given
         return _in_words("whose routing is replayed or a host's, and recomputed", "recompute_modules", config)

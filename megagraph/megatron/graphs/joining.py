@@ -67,9 +67,9 @@ class Joining:
             layers.join(borders_of(ddp, layers.specs), {*left, *self._apart, *self._wrong})
         if len(layers.specs) == layers.num_sites > 1 and not self._has_said_why:
             self._has_said_why = True
-            log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_not())
+            log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._unsupported())
 
-    def _why_not(self) -> str:
+    def _unsupported(self) -> str:
         if not self._may_join():
             return "a forward that overrides Megatron's calls them one by one"
         plan = self._layers.plan
@@ -86,7 +86,7 @@ class Joining:
             if place.start in self._wrong
         }
 
-    def hear(self, failed: Mapping[int, Why]) -> bool:
+    def agree(self, failed: Mapping[int, Why]) -> bool:
         """Learns which of the present sites failed, by index, and why.
 
         Returns:

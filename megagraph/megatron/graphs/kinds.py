@@ -77,7 +77,7 @@ class Kinds(DueKinds[Kind]):
             self.note(kind._replace(state=self._states.under_settings_of_now()))
         others = [other.state for other in self.captured_of_family(kind)]
         if others and reason is EagerReason.WARMING_UP and kind not in self.captured:
-            reason = self._states.why_not(kind.state, others)
+            reason = self._states.eager_reason(kind.state, others)
         self.count(kind, reason)
         return reason
 

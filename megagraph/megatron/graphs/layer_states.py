@@ -55,7 +55,7 @@ class LayerStates:
 
     # -- between steps ---------------------------------------------------------------------------
 
-    def say(self, *, has_changed: bool) -> Sequence[int]:
+    def local_state(self, *, has_changed: bool) -> Sequence[int]:
         """What this rank tells the others of its group of its state.
 
         Args:
@@ -73,9 +73,9 @@ class LayerStates:
             self._call = met[0], self.current
             return ()
         self._met = met
-        return self._numbers.say(*met)
+        return self._numbers.local_state(*met)
 
-    def hear(self, largest: Sequence[int]) -> None:
+    def agree(self, largest: Sequence[int]) -> None:
         """Learns the group's state.
 
         Args:
@@ -86,7 +86,7 @@ class LayerStates:
                 nothing has been captured: no rank can have replayed.
         """
         chain = self._block.chain
-        if not self._numbers.hear(largest) and chain.variants:
+        if not self._numbers.agree(largest) and chain.variants:
             self._raise_for_ranks()
         self.current, self._call = self._numbers.current, (self._met[0], self._numbers.current)
         self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
@@ -170,7 +170,7 @@ class LayerStates:
         if self._unguarded:
             log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
 
-    def why_not(self, number: int, captured: Collection[int]) -> EagerReason:
+    def eager_reason(self, number: int, captured: Collection[int]) -> EagerReason:
         """Why none of the states that have graphs serves another one: the least that differs.
 
         Args:
@@ -215,7 +215,7 @@ class LayerStates:
 
     # -- figures ---------------------------------------------------------------------------------
 
-    def in_words(self, captured: Collection[int]) -> str:
+    def describe(self, captured: Collection[int]) -> str:
         """How many states have graphs, and what is no part of a state, for the log."""
         left_out = f", {_count(len(self._unguarded), 'name')} left out" if self._unguarded else ""
         return f"{_count(len(captured), 'state')} captured{left_out}"

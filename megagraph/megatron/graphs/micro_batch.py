@@ -64,7 +64,7 @@ class Kind(NamedTuple):
         """What it has in common with the kinds that differ in their state alone."""
         return self.form, self.grad, self.rows_are_positions, self.has_mask, self.cp_size
 
-    def in_words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """What sets its graphs apart from those of plain training packs."""
         return [
             *(() if self.grad else ("forward only",)),

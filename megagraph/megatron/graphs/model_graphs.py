@@ -30,7 +30,7 @@ from megagraph.megatron.parallel.pipeline import hands_on
 from megagraph.megatron.parallel.sharing import has_experts
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.megatron.watch.states import LEFT_OUT
+from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
 
 __all__ = ["ModelGraphs"]
 
@@ -72,7 +72,7 @@ class ModelGraphs:
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.hands_on = hands_on(model)
-        self.peers = Peers(model, config.cp_sizes, LEFT_OUT)
+        self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self._capacities = Capacities(config, context.size, context.sizes)
         self.block = BlockBank(
@@ -105,7 +105,7 @@ class ModelGraphs:
         self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
         self.changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self.refusal is None and config.mode == "graph":
-            self._states.hear(self.peers.exchange(self._states.say(has_changed=False)))
+            self._states.agree(self.peers.exchange(self._states.local_state(has_changed=False)))
         self._replayed_tokens = 0
         self.running: MicroBatch | EagerReason | None = None  # padded, or as given: what its forward runs now
 
@@ -117,14 +117,14 @@ class ModelGraphs:
             self.decider.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
 
-    def why_not(self, params: Any, tokens: int) -> EagerReason | None:
+    def eager_reason(self, params: Any, tokens: int) -> EagerReason | None:
         """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
         if self.peers.run_other_packs:
             return EagerReason.GROUP_DISAGREED  # others may call the model less often
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
         if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
-        reason: EagerReason | None = self.decider.why_not(params, tokens, self._capacities.cp_size)
+        reason: EagerReason | None = self.decider.eager_reason(params, tokens, self._capacities.cp_size)
         return reason
 
     def decide(
@@ -163,11 +163,11 @@ class ModelGraphs:
             return EagerReason.WARMING_UP
         in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
         is_off = is_skipped or in_mode_eager
-        reason = EagerReason.DISABLED if is_off else self.changes.why_not(grad=kind.grad)
+        reason = EagerReason.DISABLED if is_off else self.changes.eager_reason(grad=kind.grad)
         batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
         # These are on canonical packs throughout; but of several ranks one alone may skip graphs.
         is_reference = in_mode_eager or self.equal_rows is not None or (is_skipped and self.peers.size == 1)
-        left_eager = None if is_reference else self.block.why_left_eager(key)
+        left_eager = None if is_reference else self.block.eager_reason(key)
         if left_eager is not None:
             why = EagerReason.DISABLED if is_off else left_eager
             return batch.as_given(why) if entries.are_megatrons else why
@@ -341,7 +341,7 @@ class ModelGraphs:
 
     def guards(self) -> str:
         """What is guarded and what was verified so far, in words."""
-        return f"{self._states.in_words(self._kinds.states_with_graphs())}; {self.verifier.in_words()}"
+        return f"{self._states.describe(self._kinds.states_with_graphs())}; {self.verifier.describe()}"
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""

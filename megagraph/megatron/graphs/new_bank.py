@@ -9,7 +9,7 @@ from megagraph.config import GraphConfig
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.plan import BlockPlan
-from megagraph.megatron.watch.states import LEFT_OUT
+from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
 
 __all__ = ["new_bank"]
 
@@ -33,7 +33,7 @@ def new_bank(
         guard=while_capturing.capturing,
         exchange=peers.exchange,
         annotate=config.cuda_graph_nvtx,
-        left_out=LEFT_OUT,
+        left_out=IGNORED_ATTRIBUTES,
     )
     chain = bank.add_chain(plan.chain_steps(), num_slots=num_slots, holds_collectives=peers.size > 1)
     return bank, chain

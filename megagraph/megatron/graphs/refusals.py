@@ -10,8 +10,8 @@ from torch import nn
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.experts import why_not_experts
-from megagraph.megatron.parallel.sharing import why_not_shared
+from megagraph.megatron.graphs.experts import unsupported_experts
+from megagraph.megatron.parallel.sharing import unsupported_sharing
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.parts import MAMBA, is_mamba
 from megagraph.megatron.scopes.rules import Asked, broken_rule
@@ -142,7 +142,7 @@ def refusal_of(
     refusal = refusal or _refusal_of_context(model, options.tail) or _refusal_of_pipeline(model)
     if refusal is not None:
         return refusal
-    experts = why_not_experts(config, block)
+    experts = unsupported_experts(config, block)
     if experts is not None:
         return _not_supported(experts)
     broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
@@ -176,7 +176,7 @@ def _refusal_of_context(model: Any, tail: TailConvention) -> Refusal | None:
     size = model.config.context_parallel_size
     if size == 1:
         return None
-    why = why_not_shared(model)
+    why = unsupported_sharing(model)
     if why is None and tail is TailConvention.EXTEND_LAST:
         why = f"tail={tail.value!r}"  # of a longer document a rank has other rows
     if why is None:

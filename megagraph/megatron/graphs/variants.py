@@ -145,7 +145,7 @@ def variant_spec(
 
     return VariantSpec(
         key=key,
-        name=", ".join([block.mode, *kind.in_words(), str(capacity)]),
+        name=", ".join([block.mode, *kind.describe(), str(capacity)]),
         training=kind.grad,
         rows=rows,
         row_shape=block.row_shape,

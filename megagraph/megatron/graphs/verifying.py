@@ -258,7 +258,7 @@ class Verifier:
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] in families}
         self.pending = None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """How many variants were verified, and what that cost, for the log."""
         unverified = f", {len(self._unverified)} could not be" if self._unverified else ""
         return f"{self._verified} verified in {self._seconds:.2f} s{unverified}"

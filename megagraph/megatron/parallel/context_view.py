@@ -24,7 +24,7 @@ from megagraph import _C
 from megagraph.log import log
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import COLLECTIONS
-from megagraph.megatron.parallel.sharing import counted_as_shared_by, why_not_shared_by_any_number
+from megagraph.megatron.parallel.sharing import counted_as_shared_by, unsupported_dynamic_sharing
 from megagraph.megatron.seams import router_losses_count_ranks
 
 __all__ = ["ContextView"]
@@ -58,7 +58,7 @@ class ContextView:
         self._watch: _C.StateWatch | None = None
         self._state = 0
         self._places: Sequence[tuple[Any, str]] = ()
-        self._why_not: str | None = None
+        self._unsupported: str | None = None
         self._stream: torch.cuda.Stream | None = None
         self.follow()
         config: Any = model.config
@@ -87,14 +87,14 @@ class ContextView:
         block = weakref.ref(model.decoder)
         watch = _C.StateWatch(modules, block, self._left_out, lambda _hook: True, [])
         self._places = list(_places_in(model))
-        self._why_not = why_not_shared_by_any_number(model)
+        self._unsupported = unsupported_dynamic_sharing(model)
         self._watch, self._state = watch, watch.now(True)
 
     def _check(self) -> None:
-        if self._why_not is not None:
+        if self._unsupported is not None:
             raise ValueError(
                 "cp_sizes: expected a model that can run packs of several context-parallel sizes, got "
-                f"{self._why_not}"
+                f"{self._unsupported}"
             )
 
     def refuse(self, what: str) -> None:

@@ -24,7 +24,7 @@ from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
 from megagraph.megatron.parallel.tensor import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
-__all__ = ["AskingRanks", "Peers"]
+__all__ = ["HostGroup", "Peers"]
 
 
 # For all models, by their ranks: the group and the store of the world that it is in. It stays as long as that
@@ -57,7 +57,7 @@ def _ranks_of_stage() -> Ranks:
     return ranks_of(STAGE_GROUP.function()(check_initialized=False, with_context_parallel=True))
 
 
-class AskingRanks:
+class HostGroup:
     """Ranks that ask each other for a few integers.
 
     Args:
@@ -91,7 +91,7 @@ class AskingRanks:
         return _gloo_group(ranks)
 
 
-class Peers(AskingRanks):
+class Peers(HostGroup):
     """The ranks that run, or may run, the same packs of a model: all that share communicators of its graphs.
 
     Args:

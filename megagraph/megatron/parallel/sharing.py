@@ -28,8 +28,8 @@ __all__ = [
     "counted_as_shared_by",
     "has_experts",
     "need_equal_rows",
-    "why_not_shared",
-    "why_not_shared_by_any_number",
+    "unsupported_dynamic_sharing",
+    "unsupported_sharing",
 ]
 
 
@@ -54,7 +54,7 @@ def need_equal_rows(config: Any) -> bool:
 _HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them
 
 
-def why_not_shared(model: Any) -> str | None:
+def unsupported_sharing(model: Any) -> str | None:
     """The first thing in a model that ranks cannot share packs in, in words; None where they can.
 
     Args:
@@ -81,7 +81,7 @@ def why_not_shared(model: Any) -> str | None:
     return next((name for name, is_there in found.items() if is_there), None)
 
 
-def why_not_shared_by_any_number(model: Any) -> str | None:
+def unsupported_dynamic_sharing(model: Any) -> str | None:
     """The same where each pack says by how many ranks it is shared.
 
     What runs in the backward does not see them. A router's losses are summed over one group of tensor- and
@@ -95,7 +95,7 @@ def why_not_shared_by_any_number(model: Any) -> str | None:
         "routers with a global_aux_loss": "global_aux_loss" in _losses_of_routers(config),
         "experts with tensor parallelism": has_experts(config) and config.tensor_model_parallel_size > 1,
     }
-    return why_not_shared(model) or next((name for name, is_there in found.items() if is_there), None)
+    return unsupported_sharing(model) or next((name for name, is_there in found.items() if is_there), None)
 
 
 def _losses_of_routers(config: Any) -> Collection[str]:

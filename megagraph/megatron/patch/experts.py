@@ -21,7 +21,12 @@ from torch.nn import functional
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.plugin import Plugin
-from megagraph.megatron.scopes.moe import is_told, mark_unrouted, may_have_unrouted, recomputes_experts
+from megagraph.megatron.scopes.moe import (
+    has_forced_routing,
+    mark_unrouted,
+    may_have_unrouted,
+    recomputes_experts,
+)
 from megagraph.megatron.scopes.moe_preprocess import take_permuted
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
 
@@ -59,7 +64,7 @@ class ExpertWrappers:
         """
 
         def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-            if not is_told(router) or not self._is_served(router):
+            if not has_forced_routing(router) or not self._is_served(router):
                 return original(router, input, padding_mask, **further)
             batch = self._graphs[router].running
             if not isinstance(batch, MicroBatch) or batch.is_as_given:

@@ -142,7 +142,7 @@ class ForwardWrappers:
                 run = _seeing(graphs, given, params, original, places)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             is_bare = plugin.is_bare(graphs)
-            batch: MicroBatch | EagerReason | None = graphs.why_not(params, tokens) if is_bare else None
+            batch: MicroBatch | EagerReason | None = graphs.eager_reason(params, tokens) if is_bare else None
             is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
             if batch is None:
                 mask, is_skipped = get("padding_mask"), is_cuda_graph_skipped()

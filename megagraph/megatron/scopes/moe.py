@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import Half, run_mlp
+from megagraph.megatron.scopes.parts import LayerPart, run_mlp
 from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD, ROUTING, is_replaced, moe_metrics
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "drop_history",
     "experts_of",
     "forget_calls",
-    "is_told",
+    "has_forced_routing",
     "make_scale",
     "mark_unrouted",
     "may_have_unrouted",
@@ -48,7 +48,7 @@ __all__ = [
     "read_by_routers",
     "recomputes_experts",
     "run_experts",
-    "why_not_routed",
+    "unsupported_routing",
 ]
 
 
@@ -106,20 +106,20 @@ def experts_of(layer: nn.Module) -> Any:
     return mlp if isinstance(mlp, BaseMoELayer) else None
 
 
-EXPERTS = Half(
+EXPERTS = LayerPart(
     name="experts",
     core="mlp",
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
     run=run_mlp,
     accepts=lambda layer: experts_of(layer) is not None,
-    why_eager=(
+    always_eager=(
         "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
         "['attn', 'moe_router'] to graph its router too"
     ),
 )
 
 
-def is_told(router: Any) -> bool:
+def has_forced_routing(router: Any) -> bool:
     """Whether somebody may tell a router what to choose, or sees it: a replay, or routing of a host's."""
     return getattr(router, "router_replay", None) is not None or is_replaced(router, ROUTING)
 
@@ -130,21 +130,21 @@ def recomputes_experts(config: Any) -> bool:
     return is_selective and "moe" in (config.recompute_modules or ())
 
 
-def why_not_routed(layer: Any) -> str | None:
+def unsupported_routing(layer: Any) -> str | None:
     """Why the router of a layer must be in no graph: somebody may tell it what to choose."""
-    if not is_told(layer.mlp.router):
+    if not has_forced_routing(layer.mlp.router):
         return None
     return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 
 
-GROUPED = Half(
+GROUPED = LayerPart(
     name="moe",
     core="mlp",
     children=EXPERTS.children,
     run=run_mlp,
     state=read_by_routers,
     accepts=lambda layer: is_grouped(experts_of(layer)),
-    why_not=why_not_routed,
+    check=unsupported_routing,
 )
 
 
@@ -171,8 +171,8 @@ def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) 
         return run_mlp(layer, hidden_states, arguments)
 
 
-def _why_not_whole(layer: Any) -> str | None:
-    if (why := why_not_routed(layer)) is not None:
+def _unsupported_whole(layer: Any) -> str | None:
+    if (why := unsupported_routing(layer)) is not None:
         return why
     config, dispatcher = layer.config, layer.config.moe_token_dispatcher_type
     instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
@@ -188,14 +188,14 @@ def _why_not_whole(layer: Any) -> str | None:
     return None
 
 
-MOE = Half(
+MOE = LayerPart(
     name="moe",
     core="mlp",
     children=EXPERTS.children,
     run=_run_whole,
     state=read_by_routers,
     accepts=EXPERTS.accepts,
-    why_not=_why_not_whole,
+    check=_unsupported_whole,
 )
 
 
@@ -233,7 +233,7 @@ def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, An
     return run_experts(layer, routed, shared[0] if shared else None, residual, contextlib.nullcontext())
 
 
-ROUTED = Half(
+ROUTED = LayerPart(
     name="routed experts",
     core="mlp",
     children=("mlp", "mlp_bda"),
@@ -276,7 +276,7 @@ def _elsewhere(layer: Any) -> Sequence[str]:
     return ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else ()
 
 
-ROUTER = Half(
+ROUTER = LayerPart(
     name="moe_router",
     core="mlp",
     children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
@@ -287,7 +287,7 @@ ROUTER = Half(
     transient=_transient,
     state=read_by_routers,
     accepts=lambda layer: experts_of(layer) is not None,
-    why_not=why_not_routed,
+    check=unsupported_routing,
 )
 
 

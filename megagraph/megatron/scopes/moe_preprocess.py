@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.scopes.moe import experts_of, run_experts
-from megagraph.megatron.scopes.parts import Half
+from megagraph.megatron.scopes.parts import LayerPart
 from megagraph.megatron.seams import (
     DISPATCH_PREPROCESS,
     EXPERT_PREPROCESS,
@@ -148,7 +148,7 @@ _UNSUPPORTED = (
 )
 
 
-def _why_not(layer: Any) -> str | None:
+def _unsupported(layer: Any) -> str | None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     config, dispatcher = layer.config, layer.mlp.token_dispatcher
@@ -166,7 +166,7 @@ def _why_not(layer: Any) -> str | None:
     return None
 
 
-PREPROCESS = Half(
+PREPROCESS = LayerPart(
     name="moe_preprocess",
     core="mlp",
     children=(),
@@ -174,7 +174,7 @@ PREPROCESS = Half(
     in_parts={"mlp": EXPERT_PREPROCESS},
     transient=_transient,
     accepts=_permutes_before_dispatch,
-    why_not=_why_not,
+    check=_unsupported,
 )
 
 
@@ -188,7 +188,7 @@ def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, 
     return run_experts(layer, (normed, probs, routing_map), shared, residual, permuted)
 
 
-PERMUTED = Half(
+PERMUTED = LayerPart(
     name="permuted experts",
     core="mlp",
     children=("mlp", "mlp_bda"),

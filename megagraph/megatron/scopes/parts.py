@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import Seam, is_replaced
 
-__all__ = ["ATTENTION", "MAMBA", "MLP", "Half", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"]
+__all__ = ["ATTENTION", "MAMBA", "MLP", "LayerPart", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Half:
+class LayerPart:
     """One of them.
 
     Args:
@@ -43,8 +43,8 @@ class Half:
         transient: of several tensors those, by index, that the next half alone reads.
         state: tensors that no module owns and that it changes, the same for all layers; None for none.
         accepts: tells layers whose `core` is of the half's kind from others.
-        why_not: why it cannot be in a graph in some layer, and what to write instead, or None.
-        why_eager: why it is never in a graph, and what to write instead; None where it may be.
+        check: why it cannot be in a graph in some layer, and what to write instead, or None.
+        always_eager: why it is never in a graph, and what to write instead; None where it may be.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Half:
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
     state: Callable[[Any], Sequence[Tensor]] | None = None
     accepts: Callable[[nn.Module], bool] = lambda layer: True
-    why_not: Callable[[Any], str | None] = lambda layer: None
-    why_eager: str | None = None
+    check: Callable[[Any], str | None] = lambda layer: None
+    always_eager: str | None = None
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has it."""
@@ -74,12 +74,12 @@ class Half:
             if name not in elsewhere and isinstance(_child(layer, name), nn.Module)
         ]
 
-    def why_not_of(self, layer: nn.Module) -> str | None:
+    def unsupported(self, layer: nn.Module) -> str | None:
         """Why a layer cannot run it in a graph, or None."""
         for path, seam in self.in_parts.items():
             if is_replaced(layer.get_submodule(path), seam):
                 return f"its {seam.path} is not Megatron's, so that its router cannot run alone"
-        return self.why_not(layer)
+        return self.check(layer)
 
 
 def _child(layer: Any, path: str) -> Any:
@@ -103,7 +103,7 @@ def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Ten
     return out
 
 
-ATTENTION = Half(
+ATTENTION = LayerPart(
     name="attn",
     core="self_attention",
     children=(
@@ -136,7 +136,7 @@ def _is_dense(layer: nn.Module) -> bool:
     return not isinstance(getattr(layer, "mlp", None), BaseMoELayer)
 
 
-MLP = Half(
+MLP = LayerPart(
     name="mlp",
     core="mlp",
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
@@ -166,7 +166,7 @@ def _run_mixer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) 
     return out
 
 
-MAMBA = Half(
+MAMBA = LayerPart(
     name="mamba",
     core="mixer",
     children=("norm", "mixer", "mamba_bda"),

@@ -23,15 +23,15 @@ from megagraph.megatron.scopes.moe import (
     ROUTED,
     ROUTER,
     read_by_routers,
-    why_not_routed,
+    unsupported_routing,
 )
 from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
-from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, Half, is_mamba, run_layer
+from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, LayerPart, is_mamba, run_layer
 from megagraph.megatron.seams import ROUTING
 
 __all__ = ["HALVES", "BlockPlan", "LayerStep"]
 
-HALVES: Sequence[Half] = (ATTENTION, MLP, MAMBA, EXPERTS)
+HALVES: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
 
 # From what the step before has handed on to what this one does.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
@@ -93,8 +93,8 @@ class BlockPlan:
         self.steps: list[LayerStep] = []
         self._refused: dict[int, str] = {}  # why, by the index of a layer's site
         # What is graphed of layers that run in parts, and of others as far as it may be another day's not.
-        self._split: dict[int, Sequence[Half]] = {}
-        self._whole: dict[int, Sequence[Half]] = {}
+        self._split: dict[int, Sequence[LayerPart]] = {}
+        self._whole: dict[int, Sequence[LayerPart]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not any(step.is_site for step in self.steps):
@@ -150,8 +150,8 @@ class BlockPlan:
         Hosts set forwards at any time, and tell routers what to choose.
         """
         found = {}
-        checks = [(index, halves, _why_whole) for index, halves in self._split.items()]
-        checks += [(index, halves, _why_not) for index, halves in self._whole.items()]
+        checks = [(index, halves, _unsupported_whole) for index, halves in self._split.items()]
+        checks += [(index, halves, _unsupported) for index, halves in self._whole.items()]
         for index, halves, check in checks:
             layer = self._layers[index]()
             if layer is not None and (why := check(layer, halves)) is not None:
@@ -213,18 +213,18 @@ class BlockPlan:
             before = halves[: halves.index(EXPERTS)]
             halves = [*before, *self._parts_of_experts(index, layer, scopes, before)]
         graphed = [half for half in halves if not scopes or half.name in scopes]
-        stays_eager = next((half.why_eager for half in graphed if half.why_eager is not None), None)
+        stays_eager = next((half.always_eager for half in graphed if half.always_eager is not None), None)
         if stays_eager is not None:
             self._keep_whole(index, layer, stays_eager)
         elif not scopes or (graphed and len(graphed) == len(halves) and MOE not in halves):
-            if (why := _why_not(layer, graphed)) is not None:
+            if (why := _unsupported(layer, graphed)) is not None:
                 self._keep_whole(index, layer, why)
             else:
                 self._whole[index] = graphed
                 self._add_whole(index, layer, is_site=True)
         elif not graphed:
             self._add_whole(index, layer, is_site=False)
-        elif (why := _why_whole(layer, graphed)) is not None:
+        elif (why := _unsupported_whole(layer, graphed)) is not None:
             self._keep_whole(index, layer, why)
         else:
             self._split[index] = graphed
@@ -232,15 +232,15 @@ class BlockPlan:
                 self._add_halves(index, layer, [*neighbours], is_site=is_site)
 
     def _parts_of_experts(
-        self, index: int, layer: nn.Module, scopes: Collection[str], before: Sequence[Half]
-    ) -> Sequence[Half]:
+        self, index: int, layer: nn.Module, scopes: Collection[str], before: Sequence[LayerPart]
+    ) -> Sequence[LayerPart]:
         """What the experts of a layer are; one eager part where a router cannot be graphed as named.
 
         Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
         """
         parts = _parts_of_experts(layer, scopes)
         named = [half.name for half in parts if half.name in scopes]
-        why = why_not_routed(layer) if named and any(half.name in scopes for half in before) else None
+        why = unsupported_routing(layer) if named and any(half.name in scopes for half in before) else None
         if why is None:
             return parts
         reason = EagerReason.SCOPE_UNSUPPORTED.name
@@ -261,7 +261,9 @@ class BlockPlan:
             step = SiteSpec(name=name, module=layer, forward=forward, state=state)
         self.steps.append(LayerStep(step=step, layer=index, run=run_layer, is_whole=True))
 
-    def _add_halves(self, index: int, layer: nn.Module, halves: Sequence[Half], *, is_site: bool) -> None:
+    def _add_halves(
+        self, index: int, layer: nn.Module, halves: Sequence[LayerPart], *, is_site: bool
+    ) -> None:
         """Adds neighbours as one step. Only the last of them may hand out several tensors."""
         names = " and ".join(half.name for half in halves)
         name, run, last = f"{names} of layer {index} ({type(layer).__name__})", _in_turn(halves), halves[-1]
@@ -314,7 +316,7 @@ def _no_state(layer: Any) -> Sequence[Tensor]:
     return ()
 
 
-def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Half]:
+def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[LayerPart]:
     """What the experts of a layer are, by what of them is graphed."""
     if GROUPED.is_in(layer) and ROUTER.name not in scopes:
         return (GROUPED,)
@@ -328,7 +330,7 @@ def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Hal
     return ROUTER, ROUTED
 
 
-def _in_turn(halves: Sequence[Half]) -> Run:
+def _in_turn(halves: Sequence[LayerPart]) -> Run:
     """Runs some halves, each on what the one before hands on."""
     if len(halves) == 1:
         return halves[0].run
@@ -342,17 +344,17 @@ def _in_turn(halves: Sequence[Half]) -> Run:
     return run
 
 
-def _why_not(layer: nn.Module, halves: Sequence[Half]) -> str | None:
+def _unsupported(layer: nn.Module, halves: Sequence[LayerPart]) -> str | None:
     """Why a layer cannot run some halves in graphs, or None."""
-    return next((why for half in halves if (why := half.why_not_of(layer)) is not None), None)
+    return next((why for half in halves if (why := half.unsupported(layer)) is not None), None)
 
 
-def _why_whole(layer: nn.Module, halves: Sequence[Half]) -> str | None:
+def _unsupported_whole(layer: nn.Module, halves: Sequence[LayerPart]) -> str | None:
     """Why a layer cannot be run in halves, some of them graphed, or None."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     forward = getattr(layer.forward, "__func__", layer.forward)
     if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return _why_not(layer, halves)
+        return _unsupported(layer, halves)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"

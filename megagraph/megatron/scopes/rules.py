@@ -181,7 +181,7 @@ def _counts_on_the_host(asked: Asked) -> str | None:
 def _whole_layer_of_experts(asked: Asked) -> str | None:
     if asked.scopes or not any(map(_waits_for_counts, asked.layers)):
         return None
-    return EXPERTS.why_eager
+    return EXPERTS.always_eager
 
 
 def _full_recompute(asked: Asked) -> str | None:

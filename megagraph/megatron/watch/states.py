@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["LEFT_OUT", "States"]
+__all__ = ["IGNORED_ATTRIBUTES", "States"]
 
 # Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel
 # that is captured depends on what was there before.
-LEFT_OUT = frozenset(
+IGNORED_ATTRIBUTES = frozenset(
     {
         # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
         *("is_first_microbatch", "current_microbatch"),
@@ -68,7 +68,7 @@ class States:
 
     # -- between steps ---------------------------------------------------------------------------
 
-    def say(self, fingerprint: int, settings: int) -> list[int]:
+    def local_state(self, fingerprint: int, settings: int) -> list[int]:
         """What this rank tells the others: the state that it is in, and those that its calls were in.
 
         Args:
@@ -81,7 +81,7 @@ class States:
         places[self._rank] = own + 1
         return [self._calls, -self._calls, *places]
 
-    def hear(self, largest: Sequence[int]) -> bool:
+    def agree(self, largest: Sequence[int]) -> bool:
         """Learns the state of the group from the largest of what each rank has said.
 
         Returns:
