@@ -44,7 +44,7 @@ TRAININGS = {"dynamic": "dynamic CP", "static": "static CP=2"}
 HOW = ("eager", "graphed")
 
 
-def in_words(cp_sizes: tuple[int, ...]) -> str:
+def describe(cp_sizes: tuple[int, ...]) -> str:
     """As an argument of a process, and in a figure's name."""
     return ", ".join(map(str, cp_sizes))
 
@@ -142,7 +142,7 @@ def measure(measurement: Measurement) -> None:
     """Measures a long document, communicators, every set of sizes, and trainings."""
     measurement.take("a long document", _work_figures)
     measurement.take("communicators", _communicator_figures)
-    pools = {in_words(cp_sizes): _pool_figures for cp_sizes in SETS}
+    pools = {describe(cp_sizes): _pool_figures for cp_sizes in SETS}
     measurement.take_side_by_side(pools, _measured_pools)
     measurement.take("trainings", _training_figures)
     if _have_gpus(RANKS):

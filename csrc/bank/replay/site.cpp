@@ -62,7 +62,7 @@ void Site::release() {
 }
 
 std::optional<EagerReason> Site::eager_reason(const SiteGraph* graph, bool training,
-                                           const std::vector<at::Tensor>& inputs) const {
+                                              const std::vector<at::Tensor>& inputs) const {
   if (graph == nullptr) return eager_reason_;
   if (training != at::GradMode::is_enabled() || inputs.size() != graph->accepts.size()) {
     return EagerReason::kSignatureChanged;

@@ -88,7 +88,7 @@ class Site {
 
   // Why a call cannot replay a graph of this site; null is no graph.
   std::optional<EagerReason> eager_reason(const SiteGraph* graph, bool training,
-                                       const std::vector<at::Tensor>& inputs) const;
+                                          const std::vector<at::Tensor>& inputs) const;
 
  private:
   std::vector<std::vector<std::shared_ptr<SiteGraph>>> graphs_;  // [variant][slot]
