@@ -87,7 +87,7 @@ def test_halves_of_layers(install: Install, scopes: tuple[str, ...], overlap: bo
     install(cuda_graph_modules=scopes)
     config = {"apply_rope_fusion": True, "normalization": "RMSNorm"}
     pair = Pair(spec=te_layer_spec(), config=config, ddp={"overlap_grad_reduce": overlap})
-    for index in range(100 if overlap else 30):
+    for index in range(100 if overlap else 40):
         pair.step(*packs(index))
         if index % 20 == 10:
             pair.evaluate(*packs(index))
