@@ -36,7 +36,6 @@ BANK = [
     "capture/main_grad_node",
     "capture/op_trace",
     "capture/side_branch",
-    "replay/chain",
     "replay/graph_bank",
     "replay/launch",
     "replay/leased_storage",

@@ -129,20 +129,20 @@ class Captured:
 
     def __init__(self, inputs: Sequence[Tensor], cu_seqlens: Tensor, num_seqs: int, max_seqlen: int) -> None:
         queries, keys, values, grad = inputs
-        bank = Bank(str(queries.device))
-        chain = bank.add_chain([SiteSpec(name="attention", module=_Attention(keys, values, max_seqlen))])
+        attention = _Attention(keys, values, max_seqlen)
+        bank = Bank([SiteSpec(name="attention", module=attention)], str(queries.device))
         example, kind = ops.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
         metadata = {"cu_seqlens": MetadataSpec(kind=kind, example=example, source=0)}
         arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
-        bank.capture({chain: [variant_of(queries, metadata=metadata, **arguments)]})
+        bank.capture([variant_of(queries, metadata=metadata, **arguments)])
         leaf = queries.clone().requires_grad_()
-        with torch.enable_grad(), chain.micro_batch("pack", [cu_seqlens]) as reason:
+        with torch.enable_grad(), bank.micro_batch("pack", [cu_seqlens]) as reason:
             if reason is not None:
                 raise RuntimeError(f"expected a replay, got {reason.name}")
-            out = chain(leaf)
+            out = bank(leaf)
         out.backward(grad)
-        self._kept = bank, chain
-        self.calls = dict(zip(DIRECTIONS, bare_loops(chain, "pack"), strict=True))
+        self._kept = bank, attention
+        self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))
 
 
 def _in_turns(measure: Callable[[Call], Sequence[float]], calls: Sequence[Call]) -> list[list[float]]:

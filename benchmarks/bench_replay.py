@@ -100,9 +100,9 @@ def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
     (first, one), *others = banks.items()
     for key, title in {"forward": "forward", NO_ENGINE: WITHOUT_ENGINE}.items():
         bare = f"bare {key.partition(' ')[0]}"
-        chain = f"host time of a site in a chain of {flat_banks.SITES}, {title}"
+        what = f"host time of a site in a chain of {flat_banks.SITES}, {title}"
         figures += [
-            timed(f"{chain}, {name}", answer[key], "us", floor=median(answer[bare]))
+            timed(f"{what}, {name}", answer[key], "us", floor=median(answer[bare]))
             for name, answer in banks.items()
         ]
         for name, answer in others:

@@ -80,19 +80,19 @@ class Staged:
 
 def device_work_of(staged: Staged, *, cold: bool) -> list[Work]:
     """What runs on the device in `REPEATS` micro-batches that stage this."""
-    bank, glance = Bank(DEVICE), _Glance()
-    chain = bank.add_chain([glance])
-    bank.capture({chain: [staged.variant()]})
+    glance = _Glance()  # which a bank does not keep alive
+    bank = Bank([glance], DEVICE)
+    bank.capture([staged.variant()])
     if bank.failures:
         raise RuntimeError(f"nothing was captured: {bank.failures[0]}")
     sources = staged.sources()
     hidden = torch.randn(staged.hidden, device=DEVICE, dtype=torch.bfloat16)
 
     def micro_batch() -> None:
-        with torch.no_grad(), chain.micro_batch("pack", sources) as reason:
+        with torch.no_grad(), bank.micro_batch("pack", sources) as reason:
             if reason is not None:
                 raise RuntimeError(f"a micro-batch found no slot: {reason.name}")
-            chain(hidden)
+            bank(hidden)
 
     try:
         work = device_work(micro_batch, repeats=REPEATS, cold=cold)

@@ -30,7 +30,6 @@ class BankState(_Enum):
     WARM_UP: ClassVar[BankState]
     CAPTURING: ClassVar[BankState]
     SEALED: ClassVar[BankState]
-    SUSPENDED: ClassVar[BankState]
     RELEASED: ClassVar[BankState]
 
 class SegmentKind(_Enum):
@@ -146,8 +145,25 @@ class PoolHold(metaclass=_pybind11_type):
     @property
     def pool(self) -> tuple[int, int]: ...
 
-class Chain(metaclass=_pybind11_type):
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
+class GraphBank(metaclass=_pybind11_type):
+    """All graphs of one chunk of a model; csrc/bank/replay/graph_bank.h."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        num_sites: int,
+        *,
+        num_slots: int,
+        pools: Sequence[PoolHold],
+        poison: bool,
+        holds_collectives: bool,
+    ) -> None: ...
+    @property
+    def state(self) -> BankState: ...
+    def become(self, state: BankState) -> None: ...
+    def count_eager(self, reason: int, calls: int) -> None: ...
+    def counters(self) -> dict[str, int]: ...
+    def release(self) -> None: ...
     @property
     def num_sites(self) -> int: ...
     @property
@@ -157,7 +173,7 @@ class Chain(metaclass=_pybind11_type):
     def last_leases(self) -> list[tuple[int, bool, int, int]]:
         """Slot, whether for training, when it was leased and freed (0 while held); the oldest first.
 
-        In nanoseconds since 1970. None of a chain with one slot.
+        In nanoseconds since 1970. None of a bank with one slot.
         """
 
     @property
@@ -174,9 +190,6 @@ class Chain(metaclass=_pybind11_type):
     def set_site_calls(self, index: int, calls: int) -> None:
         """How many calls one of a site counts as; one by default."""
 
-    def set_slots(
-        self, num_slots: int, pools: Sequence[PoolHold], poison: bool, holds_collectives: bool
-    ) -> None: ...
     def add_variant(
         self,
         *,
@@ -205,16 +218,6 @@ class Chain(metaclass=_pybind11_type):
     def all_free(self) -> bool: ...
     def describe_holders(self) -> str: ...
     def changed_setting(self, variant: int) -> str: ...
-
-class GraphBank(metaclass=_pybind11_type):
-    def __init__(self, device: torch.device) -> None: ...
-    @property
-    def state(self) -> BankState: ...
-    def become(self, state: BankState) -> None: ...
-    def add_chain(self, num_sites: int) -> Chain: ...
-    def count_eager(self, reason: int, calls: int) -> None: ...
-    def counters(self) -> dict[str, int]: ...
-    def release(self) -> None: ...
 
 class AccumulatorSwap(metaclass=_pybind11_type):
     """Gradient accumulators of ours in place of the parameters' own; csrc/bank/capture/main_grad_node.h."""

@@ -64,8 +64,8 @@ def measure_last(options: ModelOptions) -> Answer:
     """
     trainer = _captured(options, ddp={"overlap_grad_reduce": True})
     ddp, replays = trainer.model, Replays(trainer)
-    chain, hidden, grad = replays.chain, replays.hidden, replays.grad
-    _forward, bare = bare_loops(chain, replays.key)
+    bank, hidden, grad = replays.bank, replays.hidden, replays.grad
+    _forward, bare = bare_loops(bank, replays.key)
     layers = list(trainer.chunk.decoder.layers)
     params = [param for layer in reversed(layers) for param in reversed(list(layer.parameters()))]
     group_of = ddp.param_to_bucket_group
@@ -77,7 +77,7 @@ def measure_last(options: ModelOptions) -> Answer:
     def sample() -> dict[str, float]:
         _begin_step(ddp)
         with replays.micro_batch():
-            out = chain(hidden)
+            out = bank(hidden)
         nothing = hidden.view_as(hidden)
         with torch.autograd.set_multithreading_enabled(False):
             backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
@@ -245,9 +245,9 @@ def measure_thread(options: ModelOptions) -> Answer:
         _, free = counted(lambda: time.sleep(0.2))
         torch.cuda._sleep(SLEEP_CYCLES)
         forwards = []
-        for _ in range(LAUNCHES // len(replays.chain.sites)):
+        for _ in range(LAUNCHES // len(replays.bank.sites)):
             with replays.micro_batch():
-                forwards.append(counted(lambda: replays.chain(replays.hidden)))
+                forwards.append(counted(lambda: replays.bank(replays.hidden)))
         torch.cuda.synchronize()
     finally:
         loader.is_over = True

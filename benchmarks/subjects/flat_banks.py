@@ -58,13 +58,12 @@ class _Measured:
         self._slots, self._variants = slots, variants
         self._hidden, self._grad = hidden, torch.randn_like(hidden) * 1e-3
         self.times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
-        self._bank = Bank(hidden.device)
-        self._chain = self._bank.add_chain(layers, num_slots=slots)
-        self._bank.capture({self._chain: [variant_of(hidden, key=key) for key in range(variants)]})
+        self._bank = Bank(layers, hidden.device, num_slots=slots)
+        self._bank.capture([variant_of(hidden, key=key) for key in range(variants)])
         if self._bank.failures:
             raise RuntimeError(f"capture failed: {self._bank.failures[0]}")
         places = [(key, slot) for key in range(variants) for slot in range(slots)]
-        self._bare = {place: bare_loops(self._chain, *place) for place in places}
+        self._bare = {place: bare_loops(self._bank, *place) for place in places}
 
     def _time(self, phase: str, call: Callable[[], object]) -> None:
         self.times[phase].append(host_seconds(call))
@@ -78,10 +77,10 @@ class _Measured:
         for key in keys_of_round(index, variants=self._variants, slots=self._slots):
             outs: list[Tensor] = []
             for _ in range(self._slots):
-                with self._chain.micro_batch(key) as reason:
+                with self._bank.micro_batch(key) as reason:
                     if reason is not None:
                         raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
-                    self._time("forward", lambda outs=outs: outs.append(self._chain(self._hidden)))  # type: ignore[misc]
+                    self._time("forward", lambda outs=outs: outs.append(self._bank(self._hidden)))  # type: ignore[misc]
             while outs:
                 self._differentiate("backward", outs.pop(0))
                 self._differentiate("engine", self._hidden.view_as(self._hidden))
@@ -106,7 +105,7 @@ class _Measured:
 
 
 def measure_banks(hidden_size: int = 1024, tokens: int = 256) -> dict[str, Answer]:
-    """Host time for each site of a chain, in turn in each of `BANKS`, as many micro-batches of each."""
+    """Host time for each site of a bank, in turn in each of `BANKS`, as many micro-batches of each."""
     layers = [Layer(hidden_size, hidden_size // 64).to("cuda", torch.bfloat16) for _ in range(SITES)]
     for param in itertools.chain.from_iterable(layer.parameters() for layer in layers):
         # The float32 gradient that Megatron's DDP would give it.

@@ -13,7 +13,7 @@ from benchmarks.measuring.launch_bare import BareLoop
 from benchmarks.subjects.hosts import seed_streams
 from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph import megatron
-from megagraph.bank.chain import Chain
+from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.parallel import context, peers
@@ -30,17 +30,17 @@ def graphs_of(trainer: Trainer) -> Any:
     return plugin.graphs_of_model(trainer.chunk)
 
 
-def bare_loops(chain: Chain, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]:
+def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]:
     """Launch the forwards, and the backwards, that were captured for a variant into a slot."""
-    forward, backward = chain.core.raw_graph_execs(chain.variants[key], slot)
+    forward, backward = bank.core.raw_graph_execs(bank.variants[key], slot)
     return BareLoop(forward), BareLoop(backward)
 
 
 def bare_step(trainer: Trainer) -> BareLoop:
     """Launches forwards and backwards of a micro-batch. Raises `RuntimeError` where none was captured."""
-    chain = graphs_of(trainer).block.chain
-    (variant,) = chain.variants.values()  # one capacity, training only
-    forward, backward = chain.core.raw_graph_execs(variant, 0)
+    bank = graphs_of(trainer).block.bank
+    (variant,) = bank.variants.values()  # one capacity, training only
+    forward, backward = bank.core.raw_graph_execs(variant, 0)
     if not forward or not backward:
         raise RuntimeError("no graphs were captured")
     return BareLoop([*forward, *reversed(backward)])
@@ -51,8 +51,8 @@ class Replays:
 
     def __init__(self, trainer: Trainer) -> None:
         self._graphs = graphs_of(trainer)
-        self.chain: Chain = self._graphs.block.chain
-        self.key: Any = next(key for key in list[Any](self.chain.variants) if key[1].grad)
+        self.bank: Bank = self._graphs.block.bank
+        self.key: Any = next(key for key in list[Any](self.bank.variants) if key[1].grad)
         self._tokens: int = self.key[0].tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)
         self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
@@ -66,7 +66,7 @@ class Replays:
 
     @contextlib.contextmanager
     def running(self, batch: Any) -> Iterator[None]:
-        """Inside, the chain replays a micro-batch. Raises `RuntimeError` where it cannot."""
+        """Inside, the bank replays a micro-batch. Raises `RuntimeError` where it cannot."""
         loop = self._graphs.begin(batch, self.hidden, None, None)
         if loop is None:
             raise RuntimeError(f"a micro-batch ran eager: {batch.reason.name}")
@@ -76,7 +76,7 @@ class Replays:
             self._graphs.end(batch, loop)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[None]:
-        """Both: decides on one, and lets the chain replay it inside."""
+        """Both: decides on one, and lets the bank replay it inside."""
         return self.running(self.decided())
 
 

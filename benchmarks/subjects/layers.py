@@ -244,9 +244,9 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
     of a single node that does nothing, and the time without that of it beside each backward.
     """
     replays = Replays(trainer)
-    chain, hidden, grad = replays.chain, replays.hidden, replays.grad
-    layers = len(chain.sites)
-    bare_forward, bare_backward = bare_loops(chain, replays.key)
+    bank, hidden, grad = replays.bank, replays.hidden, replays.grad
+    layers = len(bank.sites)
+    bare_forward, bare_backward = bare_loops(bank, replays.key)
     trainer.model.zero_grad_buffer()
 
     def micro_batches() -> None:
@@ -263,7 +263,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         decided = time.perf_counter()
         with replays.running(batch):
             begun = time.perf_counter()
-            out = chain(hidden)
+            out = bank(hidden)
             done = time.perf_counter()
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state and the counters of one bank, which its chains and pending backward passes read.
+// The state and the counters of one bank, which pending backward passes read.
 #pragma once
 
 #include <array>
@@ -11,9 +11,9 @@
 
 namespace megagraph {
 
-enum class BankState : uint8_t { kWarmUp, kCapturing, kSealed, kSuspended, kReleased };
-inline constexpr std::array<const char*, 5> kBankStateNames = {"warm-up", "capturing", "sealed",
-                                                               "suspended", "released"};
+enum class BankState : uint8_t { kWarmUp, kCapturing, kSealed, kReleased };
+inline constexpr std::array<const char*, 4> kBankStateNames = {"warm-up", "capturing", "sealed",
+                                                               "released"};
 
 // At any moment replays + sum(eager) == calls. A call is one site's turn in one micro-batch.
 struct Counters {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bank, its chains and their slots.
+// The bank, its sites and its slots.
 
 #include <chrono>
 #include <map>
@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/bank/replay/chain.h"
 #include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
@@ -23,11 +22,11 @@ namespace megagraph {
 namespace {
 
 // The cudaGraphExec_t of each captured site, forward and backward, by index.
-std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& chain, int variant,
-                                                                        int slot) {
+std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(GraphBank& bank,
+                                                                        int variant, int slot) {
   std::vector<uint64_t> forward, backward;
-  for (int index = 0; index < chain.num_sites(); ++index) {
-    const SiteGraph* graph = chain.site(index).graph(variant, slot);
+  for (int index = 0; index < bank.num_sites(); ++index) {
+    const SiteGraph* graph = bank.site(index).graph(variant, slot);
     if (graph == nullptr) continue;
     forward.push_back(reinterpret_cast<uint64_t>(graph->forward->raw()));
     if (graph->backward) backward.push_back(reinterpret_cast<uint64_t>(graph->backward->raw()));
@@ -36,20 +35,20 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(Chain& c
 }
 
 // Note [Other threads] in slot_ring.h. Lets them run meanwhile.
-void wait_for_tensors(const Chain& chain) {
-  if (!chain.awaits_tensors()) return;
+void wait_for_tensors(const GraphBank& bank) {
+  if (!bank.awaits_tensors()) return;
   const py::gil_scoped_release no_gil;
   const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (chain.awaits_tensors() && std::chrono::steady_clock::now() < end) {
+  while (bank.awaits_tensors() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
-void set_listener(Chain& chain, std::function<bool()> wants, std::function<void(int, int)> done,
+void set_listener(GraphBank& bank, std::function<bool()> wants, std::function<void(int, int)> done,
                   const std::vector<int>& noticed) {
-  std::vector<bool> is_noticed(chain.num_sites());
+  std::vector<bool> is_noticed(bank.num_sites());
   for (const int site : noticed) is_noticed.at(site) = true;
-  chain.set_listener(std::make_shared<const GradientListener>(
+  bank.set_listener(std::make_shared<const GradientListener>(
       GradientListener{std::move(wants), std::move(done), std::move(is_noticed)}));
 }
 
@@ -71,12 +70,14 @@ using Pools = std::vector<std::shared_ptr<PoolHold>>;
 using Pools = std::vector<std::shared_ptr<Slot>>;
 #endif
 
-void set_slots(Chain& chain, int num_slots, const Pools& pools, bool poison,
-               bool holds_collectives) {
-  TORCH_CHECK_VALUE(num_slots >= 1, "a chain needs at least one slot, got ", num_slots);
+std::shared_ptr<GraphBank> make_bank(c10::Device device, int num_sites, int num_slots,
+                                     const Pools& pools, bool poison, bool holds_collectives) {
+  TORCH_CHECK_VALUE(num_slots >= 1, "a bank needs at least one slot, got ", num_slots);
+  TORCH_CHECK_VALUE(pools.empty() || static_cast<int>(pools.size()) == num_slots, "expected ",
+                    num_slots, " pools, one for each slot, got ", pools.size());
   std::vector<std::shared_ptr<void>> held(pools.begin(), pools.end());
-  if (held.empty()) held.resize(num_slots);
-  chain.set_slots(num_slots, held, poison, holds_collectives);
+  held.resize(num_slots);  // the host's slots have none
+  return std::make_shared<GraphBank>(device, num_sites, held, poison, holds_collectives);
 }
 
 // A call on a span of sites; without its last one, on one site.
@@ -116,28 +117,6 @@ void bind_slot(py::module_& m) {
           },
           py::arg("milliseconds"))
       .def("describe_holders", &Slot::describe_holders);
-}
-
-void bind_graph_bank(py::module_& m) {
-  py::enum_<BankState>(m, "BankState")
-      .value("WARM_UP", BankState::kWarmUp)
-      .value("CAPTURING", BankState::kCapturing)
-      .value("SEALED", BankState::kSealed)
-      .value("SUSPENDED", BankState::kSuspended)
-      .value("RELEASED", BankState::kReleased);
-  py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
-      .def(py::init<c10::Device>(), py::arg("device"))
-      .def_property_readonly("state", &GraphBank::state)
-      .def("become", &GraphBank::become, py::arg("state"))
-      .def("add_chain", &GraphBank::add_chain, py::arg("num_sites"))
-      .def(
-          "count_eager",
-          [](GraphBank& bank, int reason, int64_t calls) {
-            bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
-          },
-          py::arg("reason"), py::arg("calls"))
-      .def("counters", &counters_of)
-      .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_site_graph(py::module_& m) {
@@ -186,7 +165,12 @@ void bind_site_graph(py::module_& m) {
       });
 }
 
-void bind_chain(py::module_& m) {
+void bind_graph_bank(py::module_& m) {
+  py::enum_<BankState>(m, "BankState")
+      .value("WARM_UP", BankState::kWarmUp)
+      .value("CAPTURING", BankState::kCapturing)
+      .value("SEALED", BankState::kSealed)
+      .value("RELEASED", BankState::kReleased);
   py::enum_<SegmentKind>(m, "SegmentKind")
       .value("COPY", SegmentKind::kCopy)
       .value("OFFSETS", SegmentKind::kOffsets)
@@ -202,79 +186,90 @@ void bind_chain(py::module_& m) {
       .def("buffer", [](const MetadataSpec& spec) {
         return spec.shared ? spec.example : spec.example.clone();
       });
-  py::class_<Chain, std::shared_ptr<Chain>>(m, "Chain")
-      .def_property_readonly("num_sites", &Chain::num_sites)
-      .def_property_readonly("num_slots", &Chain::num_slots)
-      .def_property_readonly("most_in_flight", &Chain::most_in_flight)
+  py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
+      .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
+           py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("holds_collectives"))
+      .def_property_readonly("state", &GraphBank::state)
+      .def("become", &GraphBank::become, py::arg("state"))
+      .def(
+          "count_eager",
+          [](GraphBank& bank, int reason, int64_t calls) {
+            bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
+          },
+          py::arg("reason"), py::arg("calls"))
+      .def("counters", &counters_of)
+      .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("num_sites", &GraphBank::num_sites)
+      .def_property_readonly("num_slots", &GraphBank::num_slots)
+      .def_property_readonly("most_in_flight", &GraphBank::most_in_flight)
       .def("last_leases",
-           [](const Chain& chain) {
+           [](const GraphBank& bank) {
              std::vector<std::tuple<int, bool, int64_t, int64_t>> found;
-             for (const Lease& it : chain.last_leases()) {
+             for (const Lease& it : bank.last_leases()) {
                found.emplace_back(it.slot, it.training, it.begin, it.end);
              }
              return found;
            })
-      .def_property_readonly("num_variants", &Chain::num_variants)
+      .def_property_readonly("num_variants", &GraphBank::num_variants)
       .def_property_readonly("is_running",
-                             [](const Chain& chain) { return chain.current() != nullptr; })
+                             [](const GraphBank& bank) { return bank.current() != nullptr; })
       .def_property_readonly(
           "slot_index",
-          [](const Chain& chain) { return chain.current() ? chain.current()->index() : -1; })
+          [](const GraphBank& bank) { return bank.current() ? bank.current()->index() : -1; })
       .def(
           "site",
-          [](const std::shared_ptr<Chain>& chain, int index) {
-            return py::reinterpret_steal<py::object>(make_site_object(chain, index));
+          [](const std::shared_ptr<GraphBank>& bank, int index) {
+            return py::reinterpret_steal<py::object>(make_site_object(bank, index));
           },
           py::arg("index"))
       .def("replay_all",
-           [](const std::shared_ptr<Chain>& chain) {
-             return py::reinterpret_steal<py::object>(make_span_object(chain));
+           [](const std::shared_ptr<GraphBank>& bank) {
+             return py::reinterpret_steal<py::object>(make_span_object(bank));
            })
       .def(
           "set_site_eager_reason",
-          [](Chain& chain, int index, int reason) {
-            chain.site(index).set_eager_reason(static_cast<EagerReason>(reason));
+          [](GraphBank& bank, int index, int reason) {
+            bank.site(index).set_eager_reason(static_cast<EagerReason>(reason));
           },
           py::arg("index"), py::arg("reason"))
       .def(
           "set_site_calls",
-          [](Chain& chain, int index, int64_t calls) { chain.site(index).set_calls(calls); },
+          [](GraphBank& bank, int index, int64_t calls) { bank.site(index).set_calls(calls); },
           py::arg("index"), py::arg("calls"))
-      .def("set_slots", &set_slots, py::arg("num_slots"), py::arg("pools"), py::arg("poison"),
-           py::arg("holds_collectives"))
       .def(
           "add_variant",
-          [](Chain& chain, bool training, int end_source, bool fewer_rows,
+          [](GraphBank& bank, bool training, int end_source, bool fewer_rows,
              std::vector<MetadataSpec> metadata, std::vector<std::vector<at::Tensor>> buffers) {
-            return chain.add_variant({training, end_source, fewer_rows, std::move(metadata),
-                                      std::move(buffers),
-                                      NumericSettings::current(chain.device().type())});
+            return bank.add_variant({training, end_source, fewer_rows, std::move(metadata),
+                                     std::move(buffers),
+                                     NumericSettings::current(bank.device().type())});
           },
           py::kw_only(), py::arg("training"), py::arg("end_source"), py::arg("fewer_rows"),
           py::arg("metadata"), py::arg("buffers"))
-      .def("set_graph", &Chain::set_graph, py::arg("site"), py::arg("variant"), py::arg("slot"),
+      .def("set_graph", &GraphBank::set_graph, py::arg("site"), py::arg("variant"), py::arg("slot"),
            py::arg("graph"))
       .def("raw_graph_execs", &raw_graph_execs, py::arg("variant"), py::arg("slot"))
-      .def("num_document_grids", &Chain::num_document_grids, py::arg("variant"), py::arg("slot"))
-      .def("drop_variant", &Chain::drop_variant, py::arg("variant"))
+      .def("num_document_grids", &GraphBank::num_document_grids, py::arg("variant"),
+           py::arg("slot"))
+      .def("drop_variant", &GraphBank::drop_variant, py::arg("variant"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
       .def(
           "begin",
-          [](Chain& chain, int variant, const std::vector<at::Tensor>& sources,
+          [](GraphBank& bank, int variant, const std::vector<at::Tensor>& sources,
              bool look_at_grads) {
-            wait_for_tensors(chain);
-            const auto reason = chain.begin(variant, sources, look_at_grads);
+            wait_for_tensors(bank);
+            const auto reason = bank.begin(variant, sources, look_at_grads);
             return reason ? static_cast<int>(*reason) : -1;
           },
           py::arg("variant"), py::arg("sources"), py::arg("look_at_grads"))
-      .def("end", &Chain::end)
-      .def("all_free", &Chain::all_free)
-      .def("describe_holders", &Chain::describe_holders)
+      .def("end", &GraphBank::end)
+      .def("all_free", &GraphBank::all_free)
+      .def("describe_holders", &GraphBank::describe_holders)
       .def(
           "changed_setting",
-          [](const Chain& chain, int variant) {
-            return chain.variant(variant).numerics.difference(
-                NumericSettings::current(chain.device().type()));
+          [](const GraphBank& bank, int variant) {
+            return bank.variant(variant).numerics.difference(
+                NumericSettings::current(bank.device().type()));
           },
           py::arg("variant"));
 }
@@ -283,9 +278,8 @@ void bind_chain(py::module_& m) {
 
 void bind_replay(py::module_& m) {
   bind_slot(m);
-  bind_graph_bank(m);
   bind_site_graph(m);
-  bind_chain(m);
+  bind_graph_bank(m);
 }
 
 }  // namespace megagraph

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/graph_bank.h"
 #include "csrc/torch/python_errors.h"
 #include "csrc/torch/python_tensors.h"
 
@@ -20,7 +20,7 @@ namespace {
 struct SiteObject {
   PyObject_HEAD
   vectorcallfunc vectorcall;
-  std::shared_ptr<Chain> chain;
+  std::shared_ptr<GraphBank> bank;
   int first, last;
   bool counts_eager;  // a span is tried before its sites are, and those count
 };
@@ -49,18 +49,18 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
     inputs.push_back(tensor_of(args[i]));
   }
   const auto* site = reinterpret_cast<SiteObject*>(self);
-  Chain& chain = *site->chain;
-  if (site->last != site->first && !chain.is_linked()) Py_RETURN_NOTIMPLEMENTED;
+  GraphBank& bank = *site->bank;
+  if (site->last != site->first && !bank.is_linked()) Py_RETURN_NOTIMPLEMENTED;
   std::optional<EagerReason> reason = EagerReason::kSignatureChanged;
   if (is_plain) {
-    const Chain::Turn turn(chain);
+    const GraphBank::Turn turn(bank);
     // A full launch queue makes a launch wait, perhaps for another thread's Python.
     const pybind11::gil_scoped_release no_gil;
-    reason = chain.replay(site->first, site->last, inputs, outputs);
+    reason = bank.replay(site->first, site->last, inputs, outputs);
   }
   if (reason) {
     if (site->counts_eager) {
-      chain.bank()->counters.count_eager(*reason, chain.site(site->first).calls());
+      bank.counters().count_eager(*reason, bank.site(site->first).calls());
     }
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -76,7 +76,7 @@ PyObject* call_site(PyObject* self, PyObject* const* args, size_t flags, PyObjec
 
 void dealloc_site(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<SiteObject*>(self)->chain.~shared_ptr();
+  reinterpret_cast<SiteObject*>(self)->bank.~shared_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -90,8 +90,8 @@ PyMemberDef site_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 PyGetSetDef site_properties[] = {
-    {"index", site_index, nullptr,
-     "Place in the execution order of the chain; of a span its first one's.", nullptr},
+    {"index", site_index, nullptr, "Place in the execution order; of a span its first one's.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 PyType_Slot site_slots[] = {
@@ -115,11 +115,11 @@ PyObject* make_site_type() {
 
 namespace {
 
-PyObject* make_object(std::shared_ptr<Chain> chain, int first, int last, bool counts_eager) {
+PyObject* make_object(std::shared_ptr<GraphBank> bank, int first, int last, bool counts_eager) {
   auto* self = reinterpret_cast<SiteObject*>(site_type->tp_alloc(site_type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = &call_site;
-  new (&self->chain) std::shared_ptr<Chain>(std::move(chain));
+  new (&self->bank) std::shared_ptr<GraphBank>(std::move(bank));
   self->first = first;
   self->last = last;
   self->counts_eager = counts_eager;
@@ -128,14 +128,14 @@ PyObject* make_object(std::shared_ptr<Chain> chain, int first, int last, bool co
 
 }  // namespace
 
-PyObject* make_site_object(std::shared_ptr<Chain> chain, int index) {
-  chain->site(index);  // throws where there is none
-  return make_object(std::move(chain), index, index, /*counts_eager=*/true);
+PyObject* make_site_object(std::shared_ptr<GraphBank> bank, int index) {
+  bank->site(index);  // throws where there is none
+  return make_object(std::move(bank), index, index, /*counts_eager=*/true);
 }
 
-PyObject* make_span_object(std::shared_ptr<Chain> chain) {
-  const int last = chain->num_sites() - 1;
-  return make_object(std::move(chain), 0, last, /*counts_eager=*/false);
+PyObject* make_span_object(std::shared_ptr<GraphBank> bank) {
+  const int last = bank->num_sites() - 1;
+  return make_object(std::move(bank), 0, last, /*counts_eager=*/false);
 }
 
 }  // namespace megagraph

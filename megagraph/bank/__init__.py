@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of any chain of modules, and their life. Knows neither Megatron nor packs."""
+"""The graphs of any modules that run one after another, and their life. Knows neither Megatron nor packs."""

@@ -49,7 +49,7 @@ class Backend(Protocol):
     runs_while_recording: bool
 
     def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
-        """Makes one memory pool for each slot of a chain; returns what keeps them alive."""
+        """Makes one memory pool for each slot; returns what keeps them alive."""
         ...
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +70,7 @@ class Backend(Protocol):
     def record(
         self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
-        """Records `body` into the pool of a slot (a pool is counted over all chains).
+        """Records `body` into the pool of a slot.
 
         Args:
             slot_pool: the pool.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures one variant of one chain of sites into one slot: the capture plan.
+"""Captures one variant of a bank into one slot: the capture plan.
 
 Note [Capture plan]
 All forwards are captured in execution order, then all backwards in reverse, and every tensor that
@@ -34,7 +34,7 @@ from megagraph.bank.backends import Backend, PassMemories
 from megagraph.bank.edges import Edges, Saves, saved_tensors, swap_of, swapped
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
 from megagraph.bank.rng import RngSources, Snapshot
-from megagraph.bank.sites import CaptureError, ChainShape, SiteSpec, VariantSpec, as_tuple
+from megagraph.bank.sites import CaptureError, SiteSpec, StepOrder, VariantSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
 __all__ = ["CapturePlan", "Conditions", "Exchange", "GroupGaveUp", "Guard", "Verdict", "alone"]
@@ -99,12 +99,12 @@ def _line_of(error: BaseException) -> str:
 
 
 class CapturePlan:
-    """Warms up, or captures into one slot, one variant of a chain. Leaves no trace of either.
+    """Warms up, or captures into one slot, one variant of a bank. Leaves no trace of either.
 
     Args:
         conditions: the bank's.
-        sites: what to capture, by index in the chain, in execution order; sites that stay eager are left out.
-        shape: of the chain.
+        sites: what to capture, by index, in execution order; sites that stay eager are left out.
+        order: of all steps.
         variant: what to capture for.
         buffers: the slot's metadata buffers by name, filled with their examples.
         arguments: the variant's, over these buffers.
@@ -114,7 +114,7 @@ class CapturePlan:
         self,
         conditions: Conditions,
         sites: Mapping[int, SiteSpec],
-        shape: ChainShape,
+        order: StepOrder,
         variant: VariantSpec,
         buffers: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
@@ -125,11 +125,11 @@ class CapturePlan:
         self._exchange = conditions.exchange
         self._leaves_no_trace = partial(leaves_no_trace, left_out=conditions.left_out)
         self._sites = sites
-        self._shape = shape
+        self._order = order
         self._variant = variant
         self._arguments = arguments
         self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
-        self._edges = Edges(sites, shape, self._backend)
+        self._edges = Edges(sites, order, self._backend)
         # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
@@ -208,7 +208,7 @@ class CapturePlan:
             x = self._empty_rows().uniform_(-1, 1, generator=generator)
             for index in self._sites:
                 first, *_further = self._warm_up_site(index, x)
-                if index not in self._shape.gaps:
+                if index not in self._order.gaps:
                     x = first
         return self._saves
 
@@ -264,7 +264,7 @@ class CapturePlan:
         if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
             detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
             raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
-        if index not in self._shape.gaps:
+        if index not in self._order.gaps:
             if len(outputs) != 1:
                 raise ValueError(f"expected one output, as nothing takes several, got {len(outputs)}")
             if outputs[0].shape[:1] != x.shape[:1]:
@@ -322,7 +322,7 @@ class CapturePlan:
                 backward=backwards.get(index),
                 boundaries=self._edges[index],
                 accumulated=[*accumulated[index]],
-                is_entry=self._shape.is_entry(index),
+                is_entry=self._order.is_entry(index),
                 is_chained=self._edges.is_chained(index),
                 is_transient=self._edges.is_transient(index),
             )
@@ -357,7 +357,7 @@ class CapturePlan:
             if x.grad is None:
                 raise ValueError("expected a gradient of the hidden states, got none")
             grad = edges.keep_input_grad(index, x.grad)
-            if self._end is not None and self._shape.is_entry(index):
+            if self._end is not None and self._order.is_entry(index):
                 torch.ops.megagraph.zero_tail_([grad], self._end)
             self._keep_param_grads(index, swap)
 

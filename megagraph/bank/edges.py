@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megagraph import _C
 from megagraph.bank.backends import Backend
 from megagraph.bank.restore import main_grad_of, unfilled
-from megagraph.bank.sites import ChainShape, SiteSpec
+from megagraph.bank.sites import SiteSpec, StepOrder
 
 __all__ = ["Edges", "SavedTensors", "Saves", "saved_tensors", "swap_of", "swapped"]
 
@@ -101,13 +101,13 @@ class Edges:
 
     Args:
         sites: of the plan.
-        shape: of the chain.
+        order: of all steps.
         backend: keeps them.
     """
 
-    def __init__(self, sites: Mapping[int, SiteSpec], shape: ChainShape, backend: Backend) -> None:
+    def __init__(self, sites: Mapping[int, SiteSpec], order: StepOrder, backend: Backend) -> None:
         self._sites = sites
-        self._shape = shape
+        self._order = order
         self._backend = backend
         self._of = {index: _C.Boundaries() for index in sites}
 
@@ -116,10 +116,10 @@ class Edges:
 
     def _before(self, index: int) -> _C.Boundaries | None:
         """Of the site whose output a site takes where it lies."""
-        return self._of.get(index - 1) if self._shape.joins(index) else None
+        return self._of.get(index - 1) if self._order.joins(index) else None
 
     def _after(self, index: int) -> _C.Boundaries | None:
-        return self._of.get(index + 1) if self._shape.joins(index + 1) else None
+        return self._of.get(index + 1) if self._order.joins(index + 1) else None
 
     def is_chained(self, index: int) -> bool:
         """Whether a site's input is the output of the one before it."""
@@ -195,7 +195,7 @@ class Edges:
         edges = self._of[index]
         if self._after(index) is None:
             edges.grad_outputs = self._boundaries(edges.grad_outputs)
-        if not self._shape.is_entry(index) and self._before(index) is None:
+        if not self._order.is_entry(index) and self._before(index) is None:
             edges.grad_inputs = self._boundaries(edges.grad_inputs)
 
     def _boundaries(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

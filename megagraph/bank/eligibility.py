@@ -68,8 +68,8 @@ def ineligible_sites(
     """Sites that must stay eager: index to the reason and what was found.
 
     Args:
-        sites: a chain.
-        other_params: parameters of the model that are used outside of the chain.
+        sites: of one bank.
+        other_params: parameters of the model that are used outside of these.
         is_expected_hook: hooks that the caller answers for.
         accumulator_hooks: how many hooks the caller has on a parameter's gradient accumulator. Tensors that
             are moved to another device by `param.data = ...` lose theirs.

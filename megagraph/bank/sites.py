@@ -26,12 +26,12 @@ from megagraph.decide.reasons import EagerReason
 
 __all__ = [
     "CaptureError",
-    "ChainShape",
     "EagerPart",
     "JoinedSites",
     "MetadataSpec",
     "Outputs",
     "SiteSpec",
+    "StepOrder",
     "VariantSpec",
     "arguments_of",
     "as_tuple",
@@ -134,7 +134,7 @@ class CaptureError(RuntimeError):
 
     Args:
         site: name of the site.
-        index: its place in the chain.
+        index: its place in execution order.
         reason: how its calls are counted from now on.
         detail: the pass, the op that started last and the line of the user's code.
     """
@@ -185,7 +185,7 @@ class EagerPart(_OfModule):
         name: for reports.
         module: whose part it is.
         forward: maps the module, what came before (a site's output, or a tuple of them where it has several;
-            at the chain's beginning its input) and the variant's arguments to hidden states of as many rows.
+            at the beginning the bank's input) and the variant's arguments to hidden states of as many rows.
     """
 
     def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -338,8 +338,8 @@ class JoinedSites(SiteSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainShape:
-    """What lies between the sites of a chain.
+class StepOrder:
+    """What lies between the sites of a bank.
 
     Args:
         gaps: sites, by index, behind which something stays eager.
@@ -350,40 +350,40 @@ class ChainShape:
     begins_with_site: bool
 
     @staticmethod
-    def of(steps: Sequence[SiteSpec | EagerPart]) -> "ChainShape":
-        """The shape of some steps."""
+    def of(steps: Sequence[SiteSpec | EagerPart]) -> "StepOrder":
+        """That of some steps."""
         gaps, index = set(), -1
         for step in steps:
             if isinstance(step, SiteSpec):
                 index += 1
             else:
                 gaps.add(index)
-        return ChainShape(gaps=frozenset(gaps - {-1}), begins_with_site=-1 not in gaps)
+        return StepOrder(gaps=frozenset(gaps - {-1}), begins_with_site=-1 not in gaps)
 
     def joins(self, index: int) -> bool:
         """Whether a site takes what the site before it hands out."""
         return index > 0 and index - 1 not in self.gaps
 
     def is_entry(self, index: int) -> bool:
-        """Whether a site takes the chain's input as it was given."""
+        """Whether a site takes the bank's input as it was given."""
         return index == 0 and self.begins_with_site
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSpec:
-    """What a chain is captured for: shapes, with or without a backward pass, the calls' arguments.
+    """What a bank captures for: shapes, with or without a backward pass, the calls' arguments.
 
     Args:
-        key: the variant's place in the chain's table.
+        key: the variant's place in the bank's table.
         training: capture a backward pass too.
         rows: first dimension of the hidden states.
         row_shape: their other dimensions.
         dtype: their dtype.
         metadata: named buffers.
         end_source: the source whose last entry is the pack's physical end: rows at or past it are
-            zeroed in the chain's input and in the gradient that it returns; -1 for none.
+            zeroed in the bank's input and in the gradient that it returns; -1 for none.
         end_buffer: the metadata buffer that ends with the same entry.
-        fewer_rows: the chain's input may have fewer rows than `rows`.
+        fewer_rows: the bank's input may have fewer rows than `rows`.
         arguments: keyword arguments of every site's call, from the slot's metadata buffers: these
             themselves or views of them, and constants. Asked at the capture and again where a call runs
             eager; never in a replay: megagraph/bank/sites.py, Note [Arguments of a variant].

@@ -31,17 +31,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megagraph.bank.backends import Backend, Lent
-from megagraph.bank.bits import Difference, Misfit, Range, Results, have_same_bits
-from megagraph.bank.capture import Exchange
-from megagraph.bank.chain import CapturedVariant, Chain
+from megagraph.bank.backends import Lent
+from megagraph.bank.bank import Bank, CapturedVariant
+from megagraph.bank.bits import MOST_FURTHER, Difference, Misfit, Range, Results, have_same_bits
 from megagraph.bank.edges import swap_of, swapped
 from megagraph.bank.restore import KeptGradients, KeptState
-from megagraph.bank.rng import RngSources, Snapshot
+from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["Example", "Verification"]
+__all__ = ["Example", "Verification", "verify"]
 
 # Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
 # which its graph does.
@@ -59,10 +58,10 @@ class Example:
     """A micro-batch of a variant.
 
     Args:
-        hidden: the chain's input.
+        hidden: the first site's input.
         sources: metadata as the variant's `MetadataSpec`s name it.
-        grad: of the chain's output, of as many rows or fewer; None for ones.
-        valid_rows: indices, on the chain's device, of the rows that anybody reads; None for all. Kernels may
+        grad: of the last output, of as many rows or fewer; None for ones.
+        valid_rows: indices, on the bank's device, of the rows that anybody reads; None for all. Kernels may
             leave in padding whatever the memory held.
     """
 
@@ -88,13 +87,9 @@ class Verification:
     """Compares one captured variant with its modules.
 
     Args:
-        chain: with no micro-batch running.
+        bank: with no micro-batch running.
         key: the variant.
-        backend: the bank's; what runs runs inside of its `recording()`.
-        rng: restored afterwards.
         example: what runs.
-        exchange: asks the ranks whose graphs hold the same collectives.
-        counters: the bank's calls by what became of them.
 
     Attributes:
         differences: what graphs and modules make differently.
@@ -104,24 +99,11 @@ class Verification:
         most_bytes: on the device beside the graphs' own, where that can be told.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        key: Any,
-        backend: Backend,
-        rng: RngSources,
-        example: Example,
-        exchange: Exchange,
-        counters: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._chain = chain
+    def __init__(self, bank: Bank, key: Any, example: Example) -> None:
+        self._bank = bank
         self._key = key
-        self._backend = backend
-        self._rng = rng
-        self._exchange = exchange
-        self._counters = counters
         self._example = example
-        self._variant: CapturedVariant = chain.captured[chain.variants[key]]
+        self._variant: CapturedVariant = bank.captured[bank.variants[key]]
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []
@@ -139,14 +121,14 @@ class Verification:
         Raises:
             KeptMemoryError: where a module keeps memory of its call.
         """
-        start = self._rng.snapshot()
+        start = self._bank.rng.snapshot()
         self._bytes_before = self._bytes_now()
         metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
-        self._state = KeptState(self._chain.specs, metadata)  # with the counters among the metadata
+        self._state = KeptState(self._bank.specs, metadata)  # with the counters among the metadata
         try:
             with (
                 self._variant.spec.context(),
-                self._chain.micro_batch(self._key, self._example.sources) as reason,
+                self._bank.micro_batch(self._key, self._example.sources) as reason,
             ):
                 if reason is None:
                     self._run_forwards()
@@ -157,7 +139,7 @@ class Verification:
                 self._state.put_all_back()
             finally:
                 del self._state
-                self._rng.restore(start)
+                self._bank.rng.restore(start)
         return reason
 
     def is_doubtful(self, times: int) -> bool:
@@ -165,7 +147,7 @@ class Verification:
         return self._somewhere(any(found.may_be_chance(times) for found in self.differences))
 
     def _somewhere(self, here: bool) -> bool:
-        (found,) = self._exchange([int(here)])
+        (found,) = self._bank.exchange([int(here)])
         return bool(found)
 
     def keep_what_recurs(self, again: "Verification", times: int) -> None:
@@ -195,28 +177,30 @@ class Verification:
     # -- the graphs ------------------------------------------------------------------------------
 
     def _run_forwards(self) -> None:
-        chain, training = self._chain, self._variant.spec.training
-        self._arguments = self._variant.arguments(chain.core.slot_index, self._example.sources)
+        bank, training = self._bank, self._variant.spec.training
+        self._arguments = self._variant.arguments(bank.core.slot_index, self._example.sources)
         # A site behind something eager takes as many rows as were captured; the first one stages itself.
         given = self._variant.staged(self._example.hidden, self._example.sources)
-        for index, site in enumerate(chain.sites):
-            if index in chain.eager_sites:
+        for index, site in enumerate(bank.sites):
+            if index in bank.eager_sites:
                 continue
-            before, counts = self._rng.snapshot(), self._counters()
-            taken = self._example.hidden if chain.shape.is_entry(index) else given
+            before, counts = self._bank.rng.snapshot(), self._bank.core.counters()
+            taken = self._example.hidden if bank.order.is_entry(index) else given
             leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
             is_refused = out is NotImplemented
             # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
-            refused, _site = self._exchange([int(is_refused), index])
+            refused, _site = self._bank.exchange([int(is_refused), index])
             if refused:
-                self.not_run[index] = _counted_since(counts, self._counters()) if is_refused else _ELSEWHERE
+                self.not_run[index] = (
+                    _counted_since(counts, self._bank.core.counters()) if is_refused else _ELSEWHERE
+                )
                 self._state.put(index)
                 del out
                 continue
             self.num_replays += 1
-            outputs, transient = as_tuple(out), chain.specs[index].transient
+            outputs, transient = as_tuple(out), bank.specs[index].transient
             flight = _Flight(
                 index=index,
                 leaf=leaf,
@@ -232,16 +216,16 @@ class Verification:
             if training:
                 self._flights.append(flight)
             else:
-                after = self._rng.snapshot()
+                after = self._bank.rng.snapshot()
                 written = self._state.with_unchanged(index, flight.written)
                 self._compare(flight, self._named(flight.outputs) | written, None)
-                self._rng.restore(after)
-            if index not in chain.shape.gaps:
+                self._bank.rng.restore(after)
+            if index not in bank.order.gaps:
                 given = out
             del out, outputs  # nobody may hold one that is transient
 
     def _staged(self, index: int, given: Tensor) -> Tensor:
-        is_entry = self._chain.shape.is_entry(index)
+        is_entry = self._bank.order.is_entry(index)
         return self._variant.staged(given, self._example.sources) if is_entry else given
 
     def _run_backwards(self) -> None:
@@ -261,7 +245,7 @@ class Verification:
             output for output, begin in zip(flight.outputs, flight.begins, strict=True) if begin is not None
         ]
         grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
-        kept = KeptGradients(self._chain.specs[flight.index])
+        kept = KeptGradients(self._bank.specs[flight.index])
         results, before = self._replay_backward(flight, grads, kept)
         self._compare(flight, results, _Backward(grads=grads, kept=kept))
         return before
@@ -284,10 +268,10 @@ class Verification:
     # -- the modules -----------------------------------------------------------------------------
 
     def _compare(self, flight: _Flight, graph: Results, backward: "_Backward | None") -> None:
-        slot = self._chain.core.slot_index
+        slot = self._bank.core.slot_index
         # A communicator's own threads keep tensors for a moment longer than the call.
-        note = None if self._chain.holds_collectives else self._variant.notes[slot].get(flight.index)
-        with self._backend.lend(self._chain.first_pool + slot, note) as lent:
+        note = None if self._bank.holds_collectives else self._variant.notes[slot].get(flight.index)
+        with self._bank.backend.lend(slot, note) as lent:
             self._compare_runs(flight, graph, lambda: self._module_run(flight, backward, lent))
 
     def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
@@ -322,16 +306,16 @@ class Verification:
             self._add(flight, name, misfit, is_noisy=ranges[name].is_noisy, is_rounding=is_rounding)
 
     def _add(self, flight: _Flight, tensor: str, misfit: Misfit, **how: bool) -> None:
-        slot, index = self._chain.core.slot_index, flight.index
+        slot, index = self._bank.core.slot_index, flight.index
         found = Difference(slot=slot, index=index, tensor=tensor, off=misfit.off, spread=misfit.spread, **how)
         self.differences.append(found)
 
     @contextlib.contextmanager
     def _module_run(self, flight: _Flight, backward: "_Backward | None", lent: Lent) -> Iterator[Results]:
         """What the module makes of the graph's input, from the same random state; until the context ends."""
-        site = self._chain.specs[flight.index]
+        site = self._bank.specs[flight.index]
         leaf = flight.leaf.detach().requires_grad_(backward is not None)
-        self._rng.restore(flight.before)
+        self._bank.rng.restore(flight.before)
         try:
             if backward is None:
                 with lent(), torch.no_grad():
@@ -349,6 +333,44 @@ class Verification:
                 yield self._named(outputs) | given_back | self._state.found(flight.index)
         finally:
             self._state.put(flight.index)
+
+
+def verify(bank: Bank, key: Any, example: Example) -> Verification:
+    """Compares a variant's graphs, of each slot, with its modules on a real micro-batch; counts no calls.
+
+    Call it between steps only, with every slot free. Everything is as it was afterwards.
+
+    Args:
+        bank: whose graphs they are.
+        key: the variant.
+        example: the micro-batch.
+
+    Returns:
+        What came out, Note [Verification].
+
+    Raises:
+        RuntimeError: where the variant cannot run it, with the reason.
+        KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
+    """
+    verification = _verify_once(bank, key, example)
+    for times in range(MOST_FURTHER):
+        if not verification.is_doubtful(times):
+            break
+        verification.keep_what_recurs(_verify_once(bank, key, example), times)
+    return verification
+
+
+def _verify_once(bank: Bank, key: Any, example: Example) -> Verification:
+    verification = Verification(bank, key, example)
+    with bank.uncounted():
+        try:
+            with bank.without_listener(), bank.backend.recording():
+                for _slot in range(bank.num_slots):  # which take turns
+                    if (reason := verification.run()) is not None:
+                        raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
+        finally:
+            bank.backend.settle()  # no later work on this stream would take that memory
+    return verification
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ import torch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
+from megagraph.bank.bank import Bank, BankOptions
 from megagraph.bank.rng import RngTracker
-from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.bank.sites import EagerPart, MetadataSpec, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 WIDTH = 8
@@ -23,9 +22,11 @@ ROWS = 6
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
 
 
-def new_bank(device: str, *, trackers: Sequence[RngTracker] = ()) -> Bank:
+def new_bank(
+    modules: Sequence[nn.Module | SiteSpec | EagerPart], device: str, *, num_slots: int = 1, **options: Any
+) -> Bank:
     """A bank that poisons freed slots, and that ends with its test."""
-    bank = Bank(device, poison=True, trackers=trackers)
+    bank = Bank(modules, device, num_slots=num_slots, options=BankOptions(poison=True, **options))
     _banks.add(bank)
     return bank
 
@@ -137,14 +138,14 @@ class MicroBatch:
 
 
 class Pair:
-    """The same chain under a bank and eager.
+    """The same layers under a bank and eager.
 
     Args:
         device: of both.
         layers: moved there and copied.
-        num_slots: of the chain.
+        num_slots: of the bank.
         main_grad: gradients are accumulated in `main_grad`, as under Megatron's DDP.
-        holds_collectives: of the chain.
+        holds_collectives: its graphs do.
         trackers: of the bank.
     """
 
@@ -162,13 +163,16 @@ class Pair:
         self.layers = [layer.to(device) for layer in layers]
         self.eager_layers = copy.deepcopy(self.layers)
         self._accumulators = [give_main_grads(side) for side in (self.layers, self.eager_layers) if main_grad]
-        self.bank = new_bank(device, trackers=trackers)
-        self.chain: Chain = self.bank.add_chain(
-            self.layers, num_slots=num_slots, holds_collectives=holds_collectives
+        self.bank = new_bank(
+            self.layers,
+            device,
+            num_slots=num_slots,
+            holds_collectives=holds_collectives,
+            trackers=trackers,
         )
 
     def capture(self, *variants: VariantSpec) -> "Pair":
-        self.bank.capture({self.chain: variants or [variant()]})
+        self.bank.capture(variants or [variant()])
         return self
 
     def input(self, rows: int = ROWS, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -181,9 +185,9 @@ class Pair:
         if hidden is None:
             hidden = self.input()
         x, eager_x = (hidden.detach().clone().requires_grad_(requires_grad) for _ in range(2))
-        with self.chain.micro_batch(key) as reason:
+        with self.bank.micro_batch(key) as reason:
             if reason is None:
-                out = self.chain(x)
+                out = self.bank(x)
             else:
                 self.bank.core.count_eager(int(reason), len(self.layers))
                 out = run_eager(self.layers, x)

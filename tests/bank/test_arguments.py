@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.bank.sites import EagerPart, MetadataSpec
 from megagraph.decide.reasons import EagerReason
 
@@ -43,9 +42,8 @@ class Takes(nn.Module):
 TAKES = Takes()
 
 
-def captured(device: str, arguments: Arguments) -> tuple[Bank, Chain]:
-    bank = new_bank(device)
-    chain = bank.add_chain([TAKES], num_slots=2)
+def captured(device: str, arguments: Arguments) -> Bank:
+    bank = new_bank([TAKES], device, num_slots=2)
     metadata = {
         "cu": MetadataSpec(kind=Kind.OFFSETS, example=offsets([3, 4, 0], device), source=0),
         "mask": MetadataSpec(kind=Kind.MASK, example=torch.zeros(TOKENS, dtype=torch.bool, device=device)),
@@ -54,8 +52,8 @@ def captured(device: str, arguments: Arguments) -> tuple[Bank, Chain]:
     spec = variant(
         training=False, rows=TOKENS, metadata=metadata, end_source=0, fewer_rows=True, arguments=arguments
     )
-    bank.capture({chain: [spec]})
-    return bank, chain
+    bank.capture([spec])
+    return bank
 
 
 DERIVED: dict[str, tuple[Arguments, str]] = {
@@ -109,13 +107,13 @@ def test_buffers_views_constants_and_what_comes_of_constants_are_no_error(device
         }
 
     seen: list[Mapping[str, Tensor]] = []
-    bank, chain = captured(device, lambda given: seen.append(given) or arguments(given))  # type: ignore[func-returns-value]
+    bank = captured(device, lambda given: seen.append(given) or arguments(given))  # type: ignore[func-returns-value]
     assert not bank.failures
     assert seen[0]["cu"].tolist() == [0, 3, 7, 7] and not seen[0]["mask"].any()
     x = torch.randn(7, WIDTH, device=device)
-    with torch.no_grad(), chain.micro_batch("train", [offsets([5, 2], device)]) as reason:
+    with torch.no_grad(), bank.micro_batch("train", [offsets([5, 2], device)]) as reason:
         assert reason is None
-        assert_same_bits(chain(x)[:7].clone(), x * table, "output")
+        assert_same_bits(bank(x)[:7].clone(), x * table, "output")
 
 
 def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> None:
@@ -127,14 +125,14 @@ def test_constants_live_as_long_as_the_graphs_that_read_them(device: str) -> Non
         made.append(weakref.ref(factor))
         return {"factor": factor}
 
-    bank, chain = captured(device, arguments)
+    bank = captured(device, arguments)
     gc.collect()
     alive = [ref() for ref in made]
     assert sum(it is not None for it in alive) == 2, "one for each slot"
     strangers = [torch.full((WIDTH,), torch.nan, device=device) for _ in range(50)]
     x = torch.randn(7, WIDTH, device=device)
-    with torch.no_grad(), chain.micro_batch("train", [offsets([7], device)]):
-        assert_same_bits(chain(x)[:7].clone(), x * 3, "output")
+    with torch.no_grad(), bank.micro_batch("train", [offsets([7], device)]):
+        assert_same_bits(bank(x)[:7].clone(), x * 3, "output")
     del strangers, alive
     bank.release()
     gc.collect()
@@ -147,11 +145,10 @@ def test_modules_of_a_pack_that_run_eager_have_the_bits_of_their_graphs(
 ) -> None:
     """They were called without arguments, on the rows as given."""
     layers, eager_layers = mixers(device)
-    bank = new_bank(device)
-    chain = bank.add_chain(layers, num_slots=2)
+    bank = new_bank(layers, device, num_slots=2)
     for index in eager_sites:
-        chain.keep_eager(index, EagerReason.CAPTURE_FAILED)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+        bank.keep_eager(index, EagerReason.CAPTURE_FAILED)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
     for first, second in itertools.pairwise(PACKS):
         flights: list[tuple[Tensor, ...]] = []
         # The second one stages its offsets before the first one's backward has run.
@@ -159,9 +156,9 @@ def test_modules_of_a_pack_that_run_eager_have_the_bits_of_their_graphs(
             hidden = torch.randn(rows, WIDTH, device=device)
             hidden[sum(lengths) :] = torch.nan
             x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-            with chain.micro_batch("train", [offsets(lengths, device)]) as reason:
+            with bank.micro_batch("train", [offsets(lengths, device)]) as reason:
                 assert reason is None
-                out = chain(x)
+                out = bank(x)
             eager = canonical(eager_x, sum(lengths))
             for layer in eager_layers:
                 eager = layer(eager, offsets(lengths, device, NUM_SEQS + 1))
@@ -192,9 +189,8 @@ def test_an_input_that_no_graph_takes_has_the_arguments_and_rows_of_its_variant(
         def forward(self, hidden: Tensor, factor: float = 1.0) -> Tensor:
             return hidden * factor + 1
 
-    bank = new_bank(device)
     modules = [Scales(), Scales()]
-    chain = bank.add_chain(modules)
+    bank = new_bank(modules, device)
     spec = variant(
         training=False,
         rows=TOKENS,
@@ -202,15 +198,15 @@ def test_an_input_that_no_graph_takes_has_the_arguments_and_rows_of_its_variant(
         fewer_rows=True,
         arguments=lambda _given: {"factor": 3.0},
     )
-    bank.capture({chain: [spec]})
+    bank.capture([spec])
     x = torch.randn(WIDTH, 6, device=device).t()  # in a layout that was not captured
     cu_seqlens = offsets([4], device)
-    with torch.no_grad(), chain.micro_batch("train", [cu_seqlens]) as reason:
+    with torch.no_grad(), bank.micro_batch("train", [cu_seqlens]) as reason:
         assert reason is None
-        out = chain(x).clone()
-    with torch.no_grad(), chain.micro_batch("train", [cu_seqlens]) as reason:
+        out = bank(x).clone()
+    with torch.no_grad(), bank.micro_batch("train", [cu_seqlens]) as reason:
         assert reason is None
-        replayed = chain(x.contiguous()).clone()
+        replayed = bank(x.contiguous()).clone()
     assert bank.counters()["SIGNATURE_CHANGED"] == 1 and bank.counters()["replays"] == 3
     assert_same_bits(out, replayed, "output")
     assert_same_bits(out, (canonical(x, 4 if has_end else 6) * 3 + 1) * 3 + 1, "output")
@@ -236,17 +232,17 @@ def test_what_a_call_reads_eager_is_what_staging_would_have_written(device: str)
     assert got.tolist() == [False, False, False, True, True]
 
 
-def test_a_variant_in_flight_is_not_held_by_the_chain(device: str) -> None:
-    bank, chain = captured(device, lambda _given: {})
+def test_a_variant_in_flight_is_not_held_by_the_bank(device: str) -> None:
+    bank = captured(device, lambda _given: {})
     sources = [offsets([7], device)]
     source = weakref.ref(sources[0])
-    with torch.no_grad(), chain.micro_batch("train", sources):
+    with torch.no_grad(), bank.micro_batch("train", sources):
         pass
     del sources
     gc.collect()
     assert source() is None
     bank.release()
-    assert not chain.captured
+    assert not bank.captured
 
 
 def test_what_is_eager_asks_for_its_arguments_once(device: str) -> None:
@@ -260,12 +256,11 @@ def test_what_is_eager_asks_for_its_arguments_once(device: str) -> None:
     scale = [
         EagerPart(name="scale", module=layer, forward=lambda _module, hidden: hidden) for layer in layers
     ]
-    bank = new_bank(device)
-    chain = bank.add_chain([scale[0], layers[0], scale[1], layers[1], scale[0]])
-    bank.capture({chain: [variant(arguments=arguments)]})
+    bank = new_bank([scale[0], layers[0], scale[1], layers[1], scale[0]], device)
+    bank.capture([variant(arguments=arguments)])
     asked.clear()
-    with chain.micro_batch("train"):
-        out = chain(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+    with bank.micro_batch("train"):
+        out = bank(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
     out.sum().backward()
     del out
     assert len(asked) == 1 and bank.counters()["replays"] == 2

@@ -193,6 +193,6 @@ def test_a_layer_that_counts_its_calls_stays_eager_by_name(device: str) -> None:
             return hidden * 2
 
     pair = Pair(device, [nn.Tanh(), Counts()]).capture()
-    assert pair.chain.eager_sites == {1: EagerReason.CAPTURE_FAILED}
+    assert pair.bank.eager_sites == {1: EagerReason.CAPTURE_FAILED}
     assert "attribute 'calls' of Counts has another value after a call" in str(pair.bank.failures[0])
     assert pair.layers[1].calls == 0

@@ -109,10 +109,9 @@ def test_smaller_variants_take_no_memory_beside_the_largest() -> None:
     layers = [Block(256).to("cuda") for _ in range(3)]
 
     def pool_bytes(*rows: int) -> int:
-        bank = new_bank("cuda")
-        chain = bank.add_chain(layers)
+        bank = new_bank(layers, "cuda")
         shape = {"training": True, "row_shape": (256,), "dtype": torch.float32}
-        bank.capture({chain: [VariantSpec(key=count, rows=count, **shape) for count in rows]})
+        bank.capture([VariantSpec(key=count, rows=count, **shape) for count in rows])
         held = bank.pool_bytes()
         bank.release()
         return held
@@ -155,34 +154,11 @@ def test_micro_batches_in_flight_do_not_disturb_each_other(device: str) -> None:
     assert pair.eager_calls() == {}
 
 
-def test_chains_of_one_bank_interleave(device: str) -> None:
-    pair = Pair(device, blocks())
-    more, more_eager = Block().to(device), Block().to(device)
-    more_eager.load_state_dict(more.state_dict())
-    second = pair.bank.add_chain([more], num_slots=2)
-    pair.bank.capture({pair.chain: [variant()], second: [variant()]})
-    for _ in range(4):
-        micro_batch = pair.forward()
-        with second.micro_batch("train") as reason:
-            out = second(micro_batch.output)
-        assert reason is None
-        eager = more_eager(micro_batch.eager_output)
-        assert_same_bits(out, eager, "output of the second chain")
-        grad = torch.randn_like(eager)
-        out.backward(grad)
-        eager.backward(grad)
-        assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
-        for param, eager_param in zip(more.parameters(), more_eager.parameters(), strict=True):
-            assert_same_bits(param.grad, eager_param.grad, "gradient in the second chain")
-        pair.check_state()
-        del micro_batch, out
-
-
 @pytest.mark.parametrize("skipped", [(1,), (0,), (2,), (0, 1), (1, 2)])
 def test_a_site_left_eager_in_between_changes_no_bit(device: str, skipped: tuple[int, ...]) -> None:
     pair = Pair(device, blocks(), main_grad=True)
     for index in skipped:
-        pair.chain.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
+        pair.bank.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
     pair.capture()
     for _ in range(4):
         assert pair.step() is None
@@ -195,10 +171,10 @@ def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: st
     for left_out in (0, 1, 2, 1):
         hidden = pair.input()
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with pair.chain.micro_batch("train") as reason:
+        with pair.bank.micro_batch("train") as reason:
             assert reason is None
             out = x
-            for index, site in enumerate(pair.chain.sites):
+            for index, site in enumerate(pair.bank.sites):
                 out = pair.layers[index](out) if index == left_out else site(out)
         eager_out = run_eager(pair.eager_layers, eager_x)
         assert_same_bits(out, eager_out, "output")
@@ -233,9 +209,9 @@ def test_gradients_that_meet_beside_a_site_have_the_same_bits(device: str) -> No
             x = hidden.clone().requires_grad_()
             scaled = x * 1.5
             if graphed:
-                with pair.chain.micro_batch("train"):
-                    first = pair.chain.sites[0](scaled)
-                    out = pair.chain.sites[2](pair.chain.sites[1](first))
+                with pair.bank.micro_batch("train"):
+                    first = pair.bank.sites[0](scaled)
+                    out = pair.bank.sites[2](pair.bank.sites[1](first))
             else:
                 first = pair.eager_layers[0](scaled)
                 out = run_eager(pair.eager_layers[1:], first)

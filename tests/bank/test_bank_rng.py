@@ -13,8 +13,9 @@ from test_verify import Baked, captured, example
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megagraph.bank.bank import Bank
+from megagraph.bank.bank import Bank, BankOptions
 from megagraph.bank.rng import RngSources
+from megagraph.bank.verify import verify
 from megagraph.decide.reasons import EagerReason
 
 
@@ -92,9 +93,9 @@ def step_both_under_one_seed(pair: Pair, seed: int) -> None:
         torch.manual_seed(seed)
         x = hidden.clone().requires_grad_()
         if graphed:
-            with pair.chain.micro_batch("train") as reason:
+            with pair.bank.micro_batch("train") as reason:
                 assert reason is None
-                out = pair.chain(x)
+                out = pair.bank(x)
         else:
             out = run_eager(pair.eager_layers, x)
         states.append(rng_states(pair.device))
@@ -121,9 +122,9 @@ def test_every_replay_draws_anew(device: str) -> None:
     outputs = []
     with torch.no_grad():
         for _ in range(4):
-            with pair.chain.micro_batch("train") as reason:
+            with pair.bank.micro_batch("train") as reason:
                 assert reason is None
-                outputs.append(pair.chain(ones).clone())
+                outputs.append(pair.bank(ones).clone())
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(outputs))
 
 
@@ -155,11 +156,11 @@ def test_a_verification_leaves_every_stream_where_it_was(device: str, training: 
             return out
 
     layers = [Draws(), Block(), Draws()]
-    bank, chain = captured(layers, device, training=training)
+    bank = captured(layers, device, training=training)
     given, before = example(device), rng_states(device)
     Draws.is_broken = raises
     with pytest.raises(ValueError, match="of this module") if raises else contextlib.nullcontext():
-        assert bank.verify(chain, "it", given).differences == []
+        assert verify(bank, "it", given).differences == []
     assert all(map(torch.equal, before, rng_states(device)))
 
 
@@ -184,11 +185,11 @@ def check_draws(pair: Pair, tracker: Tracker) -> None:
     """Both sides draw the same numbers from the tracker's stream and leave it at the same place."""
     for _ in range(4):
         before = tracker.content()
-        with pair.chain.micro_batch("train") as reason:
+        with pair.bank.micro_batch("train") as reason:
             assert reason is None
             hidden = pair.input()
             x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-            out = pair.chain(x)
+            out = pair.bank(x)
         after = tracker.content()
         assert not torch.equal(before, after)
         tracker.set_content(before)
@@ -302,11 +303,10 @@ def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
         finally:
             layer.has_forced_routing = False
 
-    bank = Bank(device, guard=told)
-    chain = bank.add_chain([layer, after])
+    bank = Bank([layer, after], device, options=BankOptions(guard=told))
     state = torch.get_rng_state()
-    bank.capture({chain: [variant()]})
+    bank.capture([variant()])
     assert torch.equal(state, torch.get_rng_state())
-    assert chain.eager_sites == {0: EagerReason.RNG_NOT_GRAPH_SAFE}
+    assert bank.eager_sites == {0: EagerReason.RNG_NOT_GRAPH_SAFE}
     assert "draws other random numbers in eager than in a capture" in bank.take_failures()[0]
     bank.release()

@@ -155,7 +155,7 @@ def check_failure(
     assert len(after) == len(before)
     for got, want in zip(after, before, strict=True):
         assert torch.equal(got, want), "the failed capture left a trace"
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     check_goes_on(pair)
 
 
@@ -284,12 +284,12 @@ def test_progress_is_told_and_may_raise(device: str) -> None:
 
     large, small = variant("large", rows=9), variant("small", rows=2)
     with pytest.raises(RuntimeError, match=r"^of the callback$"):
-        pair.bank.capture({pair.chain: [small, large]}, progress)
+        pair.bank.capture([small, large], progress)
     assert pair.bank.state == _C.BankState.SEALED
     assert told == [(0, 2, "variant large"), (1, 2, "variant small")]
     assert pair.step(pair.input(9), "large") is None
     assert pair.step(pair.input(2), "small") is EagerReason.WARMING_UP
-    pair.bank.capture({pair.chain: [variant("tiny", rows=1)]}, progress)
+    pair.bank.capture([variant("tiny", rows=1)], progress)
     assert told[2:] == [(0, 1, "variant tiny"), (1, 1, "done")]
     assert pair.step(pair.input(1), "tiny") is None
 

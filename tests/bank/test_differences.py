@@ -8,6 +8,8 @@ import torch
 from test_verify import Baked, captured, example
 from torch import Tensor, nn
 
+from megagraph.bank.verify import verify
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 def test_what_is_no_chance_stays_a_difference_where_it_does_not_recur() -> None:
@@ -28,8 +30,8 @@ def test_what_is_no_chance_stays_a_difference_where_it_does_not_recur() -> None:
     random.seed(3)
     is_verified = False
     layers = [Once(0.1), Once(0.0)]
-    bank, chain = captured(layers, "cpu", training=False)
+    bank = captured(layers, "cpu", training=False)
     is_verified = True
-    verified = bank.verify(chain, "it", example("cpu"))
+    verified = verify(bank, "it", example("cpu"))
     assert {found.index for found in verified.differences} == {1} and verified.within_spread == {0}
     assert all(layer.far == [] for layer in layers)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
 from megagraph.packs import ops
 
@@ -69,29 +68,26 @@ def variant(device: str, *, training: bool = True) -> VariantSpec:
     )
 
 
-def captured(device: str, *variants: VariantSpec, num_slots: int = 1) -> tuple[Bank, Chain, list[nn.Module]]:
+def captured(device: str, *variants: VariantSpec, num_slots: int = 1) -> tuple[Bank, list[nn.Module]]:
     layers: list[nn.Module] = [Attention().to(device, torch.bfloat16) for _ in range(LAYERS)]
-    bank = new_bank(device)
-    chain = bank.add_chain(
-        [SiteSpec(name=f"attention {index}", module=layer) for index, layer in enumerate(layers)],
-        num_slots=num_slots,
-    )
-    bank.capture({chain: list(variants)})
-    return bank, chain, layers
+    sites = [SiteSpec(name=f"attention {index}", module=layer) for index, layer in enumerate(layers)]
+    bank = new_bank(sites, device, num_slots=num_slots)
+    bank.capture(list(variants))
+    return bank, layers
 
 
 class MicroBatch:
     """One pack through the graphs, and through eager copies of the layers."""
 
-    def __init__(self, chain: Chain, layers: list[nn.Module], lengths: list[int], device: str) -> None:
+    def __init__(self, bank: Bank, layers: list[nn.Module], lengths: list[int], device: str) -> None:
         self.layers, self.eager_layers = layers, copy.deepcopy(layers)
         self.end = sum(lengths)
         hidden = torch.randn(TOKENS, WIDTH, device=device).to(torch.bfloat16)
         hidden[self.end :] = 0
         self.x, self.eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with chain.micro_batch("train", [offsets(lengths, device)]) as reason:
+        with bank.micro_batch("train", [offsets(lengths, device)]) as reason:
             assert reason is None
-            self.out = chain(self.x)
+            self.out = bank(self.x)
         self.eager_out = self.eager_x
         for layer in self.eager_layers:
             self.eager_out = layer(self.eager_out, offsets(lengths, device, NUM_SEQS + 1))
@@ -112,43 +108,42 @@ class MicroBatch:
 
 
 def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot(device: str) -> None:
-    _, chain, layers = captured(device, variant(device))
+    bank, layers = captured(device, variant(device))
     for lengths in PACKS * 2:
-        MicroBatch(chain, layers, lengths, device).backward()
+        MicroBatch(bank, layers, lengths, device).backward()
 
 
 def test_slots_in_flight_keep_their_own_grids(device: str) -> None:
-    _, chain, layers = captured(device, variant(device), num_slots=3)
+    bank, layers = captured(device, variant(device), num_slots=3)
     for first, second, third in zip(PACKS, PACKS[3:], PACKS[6:], strict=False):
-        running = [MicroBatch(chain, layers, lengths, device) for lengths in (first, second, third)]
+        running = [MicroBatch(bank, layers, lengths, device) for lengths in (first, second, third)]
         for index in (1, 0, 2):
             running[index].backward()
 
 
 def test_a_variant_without_gradients_has_its_grids_too(device: str) -> None:
-    _, chain, layers = captured(device, variant(device), variant(device, training=False))
+    bank, layers = captured(device, variant(device), variant(device, training=False))
     for lengths in PACKS:
         hidden = torch.randn(TOKENS, WIDTH, device=device).to(torch.bfloat16)
         hidden[sum(lengths) :] = 0
-        with torch.no_grad(), chain.micro_batch("eval", [offsets(lengths, device)]) as reason:
+        with torch.no_grad(), bank.micro_batch("eval", [offsets(lengths, device)]) as reason:
             assert reason is None
-            out = chain(hidden)
+            out = bank(hidden)
         eager = hidden
         with torch.no_grad():
             for layer in layers:
                 eager = layer(eager, offsets(lengths, device, NUM_SEQS + 1))
         assert_same_bits(out, eager, "output")
         del out
-        MicroBatch(chain, layers, lengths, device).backward()
+        MicroBatch(bank, layers, lengths, device).backward()
 
 
 @pytest.mark.gpu
 def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -> None:
-    captures = captured("cuda", variant("cuda"), variant("cuda", training=False), num_slots=2)
-    chain = captures[1]
+    bank, _layers = captured("cuda", variant("cuda"), variant("cuda", training=False), num_slots=2)
     for slot in range(2):
-        assert chain.core.num_document_grids(chain.variants["train"], slot) == LAYERS * KERNELS
-        assert chain.core.num_document_grids(chain.variants["eval"], slot) == LAYERS
+        assert bank.core.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS
+        assert bank.core.num_document_grids(bank.variants["eval"], slot) == LAYERS
 
 
 def test_attention_captured_by_others_is_left_as_it_is(device: str) -> None:

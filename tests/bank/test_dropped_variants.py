@@ -23,7 +23,7 @@ def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, ma
     pair.capture(*both)
     for _ in range(3):
         assert pair.step() is None and _forward_only(pair) is None
-        pair.bank.drop(pair.chain, ["train"])
+        pair.bank.drop(["train"])
         assert pair.bank.num_graphs == LAYERS
         assert pair.forward().reason is EagerReason.WARMING_UP
         assert _forward_only(pair) is None
@@ -41,13 +41,13 @@ def test_graphs_of_every_numeric_setting_go(device: str) -> None:
     assert pair.bank.num_graphs == 2 * 2 * LAYERS
     for is_deterministic in (True, False):
         torch.use_deterministic_algorithms(is_deterministic)
-        pair.chain.use_current_settings()
+        pair.bank.use_current_settings()
         assert pair.forward().reason is None
-    pair.bank.drop(pair.chain, ["train"])
-    assert pair.bank.num_graphs == 0 and not pair.chain.variants
+    pair.bank.drop(["train"])
+    assert pair.bank.num_graphs == 0 and not pair.bank.variants
     for is_deterministic in (True, False):
         torch.use_deterministic_algorithms(is_deterministic)
-        pair.chain.use_current_settings()
+        pair.bank.use_current_settings()
         assert pair.forward().reason is EagerReason.WARMING_UP
 
 
@@ -55,12 +55,12 @@ def test_nothing_is_dropped_while_a_slot_is_held(device: str) -> None:
     pair = Pair(device, blocks(LAYERS)).capture()
     waiting = pair.forward()
     with pytest.raises(RuntimeError, match="still held: "):
-        pair.bank.drop(pair.chain, ["train"])
+        pair.bank.drop(["train"])
     waiting.backward()
     del waiting
     assert pair.step() is None
-    pair.bank.drop(pair.chain, ["train"])
-    pair.bank.drop(pair.chain, ["train", "never captured"])
+    pair.bank.drop(["train"])
+    pair.bank.drop(["train", "never captured"])
     assert pair.bank.num_graphs == 0
 
 
@@ -68,16 +68,15 @@ def test_nothing_is_dropped_while_a_slot_is_held(device: str) -> None:
 def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
     rows = 1 << 14
     layers = [Block(256).to("cuda") for _ in range(LAYERS)]
-    bank = new_bank("cuda")
-    chain = bank.add_chain(layers)
+    bank = new_bank(layers, "cuda")
     train, evaluate = (
         VariantSpec(key=key, training=key == "train", rows=rows, row_shape=(256,), dtype=torch.float32)
         for key in ("train", "eval")
     )
-    bank.capture({chain: [train, evaluate]})
+    bank.capture([train, evaluate])
     held = bank.pool_bytes()
     assert held > ROWS
     for _ in range(5):
-        bank.drop(chain, ["train"])
-        bank.capture({chain: [train]})
+        bank.drop(["train"])
+        bank.capture([train])
     assert bank.pool_bytes() <= 1.1 * held

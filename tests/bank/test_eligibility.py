@@ -116,7 +116,7 @@ def test_a_module_that_runs_twice_leaves_both_calls_eager() -> None:
     assert set(found([module, nn.Tanh(), module])) == {0, 2}
 
 
-def test_a_parameter_used_outside_of_the_chain_leaves_its_site_eager() -> None:
+def test_a_parameter_used_outside_of_the_bank_leaves_its_site_eager() -> None:
     modules = [Block(), Block()]
     tied = nn.Linear(1, 1)
     tied.weight = modules[1].down.weight

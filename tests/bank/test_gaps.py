@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import EagerPart, SiteSpec
-from megagraph.bank.verify import Example
+from megagraph.bank.verify import Example, verify
 from megagraph.decide.reasons import EagerReason
 
 CHOICES = 3
@@ -88,7 +87,7 @@ class RouterPair:
     Args:
         device: of both.
         num_layers: how many.
-        num_slots: of the chain.
+        num_slots: of the bank.
         main_grad: as under Megatron's DDP.
         options: of `steps_of()`.
     """
@@ -109,11 +108,10 @@ class RouterPair:
             layer.metric = layer.metric.to(device)
         self.eager = copy.deepcopy(self.layers)
         self.held = [give_main_grads(side) for side in (self.layers, self.eager) if main_grad]
-        self.bank = new_bank(device)
         steps = [step for layer in self.layers for step in steps_of(layer, **options)]
-        self.chain = self.bank.add_chain(steps, num_slots=num_slots)
+        self.bank = new_bank(steps, device, num_slots=num_slots)
         before = [layer.metric.clone() for layer in self.layers]
-        self.bank.capture({self.chain: [variant(training=training)]})
+        self.bank.capture([variant(training=training)])
         assert not self.bank.failures
         assert all(torch.equal(one, layer.metric) for one, layer in zip(before, self.layers, strict=True))
 
@@ -121,9 +119,9 @@ class RouterPair:
         """Inputs and outputs of both, compared."""
         hidden = torch.randn(ROWS, WIDTH, device=self.device)
         x, eager_x = (hidden.clone().requires_grad_(torch.is_grad_enabled()) for _ in range(2))
-        with self.chain.micro_batch("train") as reason:
+        with self.bank.micro_batch("train") as reason:
             assert reason is None
-            out = self.chain(x)
+            out = self.bank(x)
         eager_out = eager_x
         for layer in self.eager:
             eager_out = layer(eager_out)
@@ -174,24 +172,23 @@ def test_bits_of_eager_without_gradients(device: str) -> None:
     assert pair.counts() == {"calls": 4 * 4, "replays": 4 * 4}
 
 
-def _chain_of(device: str, part: Callable[..., Tensor], **options: Any) -> tuple[Router, Bank, Chain]:
-    """A layer whose part between the sites is another one; a chain does not keep it alive."""
+def _captured(device: str, part: Callable[..., Tensor], **options: Any) -> tuple[Router, Bank]:
+    """A layer whose part between the sites is another one; a bank does not keep it alive."""
     layer = Router().to(device)
     layer.metric = layer.metric.to(device)
     route, _experts, finish = steps_of(layer, **options)
-    bank = new_bank(device)
-    chain = bank.add_chain([route, EagerPart(name="part", module=layer, forward=part), finish])
-    bank.capture({chain: [variant()]})
+    bank = new_bank([route, EagerPart(name="part", module=layer, forward=part), finish], device)
+    bank.capture([variant()])
     assert not bank.failures
-    return layer, bank, chain
+    return layer, bank
 
 
 def test_who_keeps_a_transient_output_keeps_the_next_site_eager(device: str) -> None:
     """A square saves what it is of, so that no graph may write there before its backward."""
-    _layer, bank, chain = _chain_of(device, lambda _layer, routed: routed[2].square(), transient=(2,))
+    _layer, bank = _captured(device, lambda _layer, routed: routed[2].square(), transient=(2,))
     for _ in range(3):
-        with chain.micro_batch("train"):
-            out = chain(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+        with bank.micro_batch("train"):
+            out = bank(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
         out.sum().backward()
         del out
     counters = bank.counters()
@@ -205,9 +202,9 @@ def test_a_backward_does_not_write_what_somebody_reads(device: str) -> None:
         kept.append(routed[3].detach())
         return routed[2] * routed[0].sum(-1, keepdim=True)
 
-    _layer, _bank, chain = _chain_of(device, keeps, transient=(3,))
-    with chain.micro_batch("train"):
-        out = chain(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+    _layer, bank = _captured(device, keeps, transient=(3,))
+    with bank.micro_batch("train"):
+        out = bank(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
     with pytest.raises(RuntimeError, match="while somebody holds an output that only what lies between"):
         out.sum().backward()
     assert not kept[0].isnan().any()
@@ -223,29 +220,28 @@ def test_what_was_transient_is_not_there_any_more(device: str) -> None:
         assert not seen[-1].isnan().any()
         return routed[2] * routed[0].sum(-1, keepdim=True)
 
-    _layer, _bank, chain = _chain_of(device, looks, transient=(3,))
-    with chain.micro_batch("train"):
-        out = chain(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
+    _layer, bank = _captured(device, looks, transient=(3,))
+    with bank.micro_batch("train"):
+        out = bank(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
     if device == "cpu":  # on a GPU other passes have written there since
         assert seen[-1].isnan().all()
     out.sum().backward()
     del out
-    assert chain.core.all_free()
+    assert bank.core.all_free()
 
 
 def test_an_eager_part_may_come_first_and_last(device: str) -> None:
     layer, eager = (Block().to(device) for _ in range(2))
     eager.load_state_dict(layer.state_dict())
     scale = EagerPart(name="scale", module=layer, forward=lambda _module, hidden: hidden * 1.5)
-    bank = new_bank(device)
-    chain = bank.add_chain([scale, layer, scale])
-    bank.capture({chain: [variant(fewer_rows=True)]})
+    bank = new_bank([scale, layer, scale], device)
+    bank.capture([variant(fewer_rows=True)])
     for rows in (ROWS, ROWS - 2):
         hidden = torch.randn(rows, WIDTH, device=device)
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with chain.micro_batch("train") as reason:
+        with bank.micro_batch("train") as reason:
             assert reason is None
-            out = chain(x)[:rows]
+            out = bank(x)[:rows]
         eager_out = eager(eager_x * 1.5) * 1.5
         assert_same_bits(out, eager_out, "output")
         grad = torch.randn_like(out)
@@ -262,10 +258,10 @@ def test_micro_batches_in_flight_in_the_order_of_a_pipeline(device: str) -> None
         flying.append(pair.forward())
         pair.backward(*flying.pop(0))
     flying.append(pair.forward())
-    assert pair.chain.begin("train") is EagerReason.NO_FREE_SLOT
+    assert pair.bank.begin("train") is EagerReason.NO_FREE_SLOT
     while flying:
         pair.backward(*flying.pop(0))
-    assert pair.chain.core.all_free() and set(pair.counts()) == {"calls", "replays"}
+    assert pair.bank.core.all_free() and set(pair.counts()) == {"calls", "replays"}
 
 
 @pytest.mark.parametrize("place", ["route", "apply_experts", "finish"])
@@ -285,11 +281,11 @@ def test_after_an_error_anywhere_the_next_step_is_right(
     pair = RouterPair(device, transient=(3,))
     pair.step()
     raises["now"] = True
-    with pair.chain.micro_batch("train"):
+    with pair.bank.micro_batch("train"):
         hidden = torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
         if place == "apply_experts" or device == "cpu":  # on a GPU a graph runs no Python
             with pytest.raises(RuntimeError, match="of this part"):
-                pair.chain(hidden)
+                pair.bank(hidden)
     raises["now"] = False
     for layer, eager in zip(pair.layers, pair.eager, strict=True):
         eager.load_state_dict(layer.state_dict())
@@ -303,10 +299,9 @@ def test_several_outputs_need_somebody_who_takes_them(device: str) -> None:
     layer = Router().to(device)
     layer.metric = layer.metric.to(device)
     route, _experts, finish = steps_of(layer)
-    bank = new_bank(device)
-    chain = bank.add_chain([route, finish])
-    bank.capture({chain: [variant()]})
-    assert chain.eager_sites[0] is EagerReason.CAPTURE_FAILED
+    bank = new_bank([route, finish], device)
+    bank.capture([variant()])
+    assert bank.eager_sites[0] is EagerReason.CAPTURE_FAILED
     assert "expected one output, as nothing takes several, got 4" in str(bank.failures[0])
 
 
@@ -315,7 +310,7 @@ def test_sites_are_verified_with_all_their_outputs(device: str, transient: Seque
     pair = RouterPair(device, main_grad=True, transient=transient)
     hidden = torch.randn(ROWS, WIDTH, device=device)
     before = [layer.metric.clone() for layer in pair.layers]
-    verified = pair.bank.verify(pair.chain, "train", Example(hidden=hidden))
+    verified = verify(pair.bank, "train", Example(hidden=hidden))
     assert verified.differences == [] and verified.num_replays == 4
     assert all(map(torch.equal, before, [layer.metric for layer in pair.layers]))
 
@@ -345,7 +340,7 @@ def test_a_hook_on_a_module_whose_call_is_bypassed_keeps_its_sites_eager() -> No
     assert {reason for reason, _what in found.values()} == {EagerReason.FOREIGN_HOOK} and len(found) == 2
 
 
-def test_a_chain_of_eager_parts_alone_is_refused(device: str) -> None:
+def test_a_bank_of_eager_parts_alone_is_refused(device: str) -> None:
     part: Callable[..., Tensor] = lambda _module, hidden: hidden  # noqa: E731
     with pytest.raises(ValueError, match="expected at least one module, got 1 parts that stay eager"):
-        new_bank(device).add_chain([EagerPart(name="part", module=Block(), forward=part)])
+        new_bank([EagerPart(name="part", module=Block(), forward=part)], device)

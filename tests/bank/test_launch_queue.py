@@ -48,16 +48,15 @@ def loader() -> Iterator[Loader]:
 def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loader, training: bool) -> None:
     """Bug: the GIL was held, and data loaders stood still as long as the GPU was behind."""
     layers = [layer.cuda() for layer in blocks(SITES)]
-    bank = Bank("cuda")  # one that poisons freed slots would wait there
-    chain = bank.add_chain(layers)
-    bank.capture({chain: [variant(training=training)]})
+    bank = Bank(layers, "cuda")  # one that poisons freed slots would wait there
+    bank.capture([variant(training=training)])
     hidden = torch.randn(ROWS, WIDTH, device="cuda").requires_grad_(training)
 
     def timed_forward() -> tuple[float, int]:
-        with torch.set_grad_enabled(training), chain.micro_batch("train") as reason:
+        with torch.set_grad_enabled(training), bank.micro_batch("train") as reason:
             assert reason is None
             start, counted = time.perf_counter(), loader.count
-            out = chain.replay_all(hidden)
+            out = bank.replay_all(hidden)
             waited = time.perf_counter() - start, loader.count - counted
         assert out is not NotImplemented
         return waited  # the output is dropped, and its slot free

@@ -29,30 +29,30 @@ def test_a_dropped_output_frees_the_slot(pair: Pair) -> None:
     for _ in range(3):
         micro_batch = pair.forward()
         assert micro_batch.reason is None
-        assert not pair.chain.core.all_free()
+        assert not pair.bank.core.all_free()
         del micro_batch
-        assert pair.chain.core.all_free()
+        assert pair.bank.core.all_free()
 
 
 def test_a_finished_backward_frees_the_slot_once_the_output_is_gone(pair: Pair) -> None:
     micro_batch = pair.forward()
-    assert pair.chain.core.describe_holders() == (
+    assert pair.bank.core.describe_holders() == (
         "slot 0: 1 pending backward of site 0, 1 pending backward of site 1, "
         "1 pending backward of site 2, 1 tensor of site 2"
     )
     micro_batch.backward()
-    assert pair.chain.core.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 2"
     del micro_batch
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 def test_without_gradients_the_output_alone_holds_the_slot(device: str) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     with torch.no_grad():
         out = pair.forward(requires_grad=False).output
-    assert pair.chain.core.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 2"
     del out
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 def emptied(out: Tensor) -> None:
@@ -71,7 +71,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
     for _ in range(3):
         micro_batch = pair.forward()
         deallocate(micro_batch.output)
-        assert "tensor" not in pair.chain.core.describe_holders()
+        assert "tensor" not in pair.bank.core.describe_holders()
         grad = torch.randn_like(micro_batch.eager_output)
         # Megatron's custom_backward: the engine itself, since the shape is gone.
         torch.autograd.Variable._execution_engine.run_backward(
@@ -83,7 +83,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
             allow_unreachable=True,
             accumulate_grad=True,
         )
-        assert pair.chain.core.all_free()
+        assert pair.bank.core.all_free()
         micro_batch.eager_output.backward(grad)
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
         pair.check_state()
@@ -100,16 +100,16 @@ def test_views_and_aliases_of_an_output_hold_the_slot(pair: Pair) -> None:
     ]
     for make in makers:
         held = make(pair.forward().output)
-        assert "1 tensor of site 2" in pair.chain.core.describe_holders()
+        assert "1 tensor of site 2" in pair.bank.core.describe_holders()
         del held
-        assert pair.chain.core.all_free()
+        assert pair.bank.core.all_free()
 
 
 def test_what_eager_autograd_saved_of_an_output_holds_the_slot(pair: Pair) -> None:
     squared = (pair.forward().output ** 2).sum()
-    assert "1 tensor of site 2" in pair.chain.core.describe_holders()
+    assert "1 tensor of site 2" in pair.bank.core.describe_holders()
     squared.backward()
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 def test_an_output_is_a_plain_tensor(pair: Pair) -> None:
@@ -127,7 +127,7 @@ def test_the_gradient_of_a_leaf_input_does_not_hold_the_slot(pair: Pair) -> None
     first.backward()
     kept = first.input.grad
     del first
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     assert kept is not None
     before = kept.clone()
     pair.step()
@@ -140,19 +140,19 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str)
     x = pair.input().requires_grad_()
     scaled = x * 2
     scaled.register_hook(kept.append)
-    with pair.chain.micro_batch("train"):
-        out = pair.chain(scaled)
+    with pair.bank.micro_batch("train"):
+        out = pair.bank(scaled)
     out.sum().backward()
     before = kept[0].clone()
     del out, scaled
-    assert pair.chain.core.describe_holders() == "slot 0: 1 tensor of site 0"
+    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 0"
     for layer in pair.layers:
         layer.zero_grad()
     for _ in range(3):
         assert pair.step() is None
     assert torch.equal(kept[0], before)
     kept.clear()
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -167,7 +167,7 @@ def test_autograd_grad_of_the_input_has_the_same_bits(device: str, main_grad: bo
         assert micro_batch.input.grad is None
         assert all(param.grad is None for layer in pair.layers for param in layer.parameters())
         del micro_batch
-        assert pair.chain.core.all_free()
+        assert pair.bank.core.all_free()
         before = got.clone()
         pair.forward().backward()
         assert torch.equal(got, before)
@@ -181,12 +181,12 @@ def test_a_second_backward_is_an_error(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"site 2 was asked for a second backward"):
         micro_batch.output.sum().backward()
     del micro_batch
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 def backward_out_of_order(pair: Pair) -> None:
-    first, second, _ = pair.chain.sites
-    with pair.chain.micro_batch("train"):
+    first, second, _ = pair.bank.sites
+    with pair.bank.micro_batch("train"):
         hidden = first(pair.input().requires_grad_())
         out = second(hidden.detach().requires_grad_())
     with pytest.raises(RuntimeError, match=r"backward of site 0 out of order.*1 pending backward of site 1"):
@@ -196,7 +196,7 @@ def backward_out_of_order(pair: Pair) -> None:
 
 def test_a_backward_out_of_order_is_an_error_that_spoils_nothing(pair: Pair) -> None:
     backward_out_of_order(pair)
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     for layer in pair.layers:
         layer.zero_grad()
     assert pair.step() is None
@@ -223,21 +223,21 @@ def test_a_slot_that_is_free_again_changes_no_bit_of_what_was_kept(device: str) 
 
 def test_leaving_a_micro_batch_in_its_middle_spoils_nothing(pair: Pair) -> None:
     for num_sites in (0, 1, 2):
-        with pair.chain.micro_batch("train"):
+        with pair.bank.micro_batch("train"):
             hidden = pair.input().requires_grad_()
-            for site in pair.chain.sites[:num_sites]:
+            for site in pair.bank.sites[:num_sites]:
                 hidden = site(hidden)
         del hidden
-        assert pair.chain.core.all_free()
+        assert pair.bank.core.all_free()
         assert pair.step() is None
 
 
-def test_part_of_a_chain_may_run_backward(pair: Pair) -> None:
+def test_some_sites_may_run_backward(pair: Pair) -> None:
     hidden = pair.input()
     x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-    with pair.chain.micro_batch("train"):
-        part = pair.chain.sites[1](pair.chain.sites[0](x))
-        del_me = pair.chain.sites[2](part)
+    with pair.bank.micro_batch("train"):
+        part = pair.bank.sites[1](pair.bank.sites[0](x))
+        del_me = pair.bank.sites[2](part)
     del del_me
     eager = run_eager(pair.eager_layers[:2], eager_x)
     assert_same_bits(part, eager, "output")
@@ -247,29 +247,29 @@ def test_part_of_a_chain_may_run_backward(pair: Pair) -> None:
     pair.check_state()
 
 
-def test_a_long_chain_is_dropped_without_recursion(device: str) -> None:
+def test_a_long_bank_is_dropped_without_recursion(device: str) -> None:
     pair = Pair(device, [nn.Tanh() for _ in range(300)]).capture()
     micro_batch = pair.forward()
     del micro_batch
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     assert pair.step() is None
 
 
-def test_a_chain_knows_when_its_slots_were_last_leased(device: str) -> None:
+def test_a_bank_knows_when_its_slots_were_last_leased(device: str) -> None:
     pair = Pair(device, blocks(1), num_slots=2).capture()
     first = pair.forward()
     second = pair.forward()
-    (slot, training, begin, end), held = pair.chain.core.last_leases()
+    (slot, training, begin, end), held = pair.bank.core.last_leases()
     assert (slot, training, end) == (0, True, 0)
     assert abs(begin / 1e9 - time.time()) < 60
     assert held[0] == 1 and held[2] >= begin
     second.backward()
     del second
-    (*_, still), ended = pair.chain.core.last_leases()
+    (*_, still), ended = pair.bank.core.last_leases()
     assert still == 0 and ended[3] > ended[2]
     first.backward()
     del first
-    (_, freed) = (lease[3] for lease in pair.chain.core.last_leases()[::-1])
+    (_, freed) = (lease[3] for lease in pair.bank.core.last_leases()[::-1])
     assert freed > ended[3]
 
 
@@ -279,14 +279,14 @@ def test_old_leases_are_forgotten_also_where_they_end_late(device: str) -> None:
         late = pair.forward(requires_grad=False)
         for _ in range(300):
             pair.forward(requires_grad=False)
-        last = pair.chain.core.last_leases()
+        last = pair.bank.core.last_leases()
         assert len(last) == 256 and {slot for slot, *_ in last} == {1}
         assert [lease[2] for lease in last] == sorted(lease[2] for lease in last)
         pair.forward(requires_grad=False)
-        last, former = pair.chain.core.last_leases(), last
+        last, former = pair.bank.core.last_leases(), last
         assert last[:-1] == former[1:] and last[-1][2] >= former[-1][3]
     del late
-    assert pair.chain.core.last_leases() == last
+    assert pair.bank.core.last_leases() == last
 
 
 @pytest.mark.parametrize("others", [255, 256])
@@ -297,14 +297,14 @@ def test_a_lease_is_forgotten_by_the_256th_after_it(device: str, others: int) ->
         late = pair.forward(requires_grad=False)
         for _ in range(others):
             pair.forward(requires_grad=False)
-    held, *rest = pair.chain.core.last_leases()
+    held, *rest = pair.bank.core.last_leases()
     assert (held[0], held[3]) == (0, 0) if others == 255 else held[0] == 1
     del late
-    ended, *others_then = pair.chain.core.last_leases()
+    ended, *others_then = pair.bank.core.last_leases()
     assert others_then == rest
     assert ended[:3] == held[:3] and (ended[3] > rest[-1][3] if others == 255 else ended == held)
 
 
 def test_a_single_slot_has_no_leases_to_show(pair: Pair) -> None:
     assert pair.step() is None
-    assert pair.chain.core.last_leases() == []
+    assert pair.bank.core.last_leases() == []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a bank, its counters, and every way in which a call may be refused."""
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -19,22 +20,30 @@ ALLOWED = {
     (State.WARM_UP, State.CAPTURING),
     (State.CAPTURING, State.SEALED),
     (State.SEALED, State.CAPTURING),
-    (State.SEALED, State.SUSPENDED),
-    (State.SUSPENDED, State.SEALED),
 }
 PATHS = {
     State.WARM_UP: [],
     State.CAPTURING: [State.CAPTURING],
     State.SEALED: [State.CAPTURING, State.SEALED],
-    State.SUSPENDED: [State.CAPTURING, State.SEALED, State.SUSPENDED],
     State.RELEASED: [State.RELEASED],
 }
+
+
+def core_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
+    return _C.GraphBank(
+        torch.device("cpu"),
+        num_sites,
+        num_slots=num_slots,
+        pools=[],
+        poison=True,
+        holds_collectives=False,
+    )
 
 
 @pytest.mark.parametrize("start", list(PATHS), ids=lambda state: state.name)
 def test_states_change_only_as_a_bank_lives(start: State) -> None:
     for target in PATHS:
-        core = _C.GraphBank(torch.device("cpu"))
+        core = core_of()
         for state in PATHS[start]:
             core.become(state)
         assert core.state is start or core.state == start
@@ -47,15 +56,13 @@ def test_states_change_only_as_a_bank_lives(start: State) -> None:
             assert core.state == start
 
 
-def test_chains_are_added_during_warm_up_only(device: str) -> None:
-    pair = Pair(device, blocks(1)).capture()
-    with pytest.raises(RuntimeError, match=r"added during warm-up, this bank is sealed"):
-        pair.bank.add_chain(blocks(1))
-
-
-def test_a_chain_needs_a_module(device: str) -> None:
+def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
     with pytest.raises(ValueError, match=r"expected at least one module, got none"):
-        Bank(device).add_chain([])
+        Bank([], device)
+    with pytest.raises(ValueError, match=r"at least one slot, got 0"):
+        Bank(blocks(1), device, num_slots=0)
+    with pytest.raises(ValueError, match=r"at least one site, got 0"):
+        core_of(num_sites=0)
 
 
 def test_before_capture_everything_runs_eager(device: str) -> None:
@@ -66,21 +73,6 @@ def test_before_capture_everything_runs_eager(device: str) -> None:
     pair.capture()
     assert pair.step() is None
     assert pair.step(pair.input(3), "unknown variant") is EagerReason.WARMING_UP
-
-
-def test_suspend_stops_replays_until_resume(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
-    pending = pair.forward()
-    pair.bank.suspend()
-    pending.backward()  # what has begun may end
-    pair.check_state()
-    del pending
-    assert pair.step() is EagerReason.SUSPENDED
-    with pytest.raises(RuntimeError, match=r"suspended bank cannot become capturing"):
-        pair.capture(variant("more"))
-    pair.bank.resume()
-    assert pair.step() is None
-    assert pair.eager_calls() == {"SUSPENDED": 3}
 
 
 def test_release_runs_everything_eager_and_may_come_twice(device: str) -> None:
@@ -104,10 +96,11 @@ def test_a_backward_that_release_left_pending_raises(device: str) -> None:
 
 def test_a_bank_that_nobody_holds_goes_quietly(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    pair.step()
-    chain = pair.chain
+    pending = pair.forward()
     del pair.bank
-    assert chain.begin("train") is EagerReason.RELEASED
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"released"):
+        pending.backward()
 
 
 def test_with_one_slot_a_second_micro_batch_runs_eager(device: str) -> None:
@@ -146,7 +139,7 @@ def test_graphs_with_collectives_name_who_keeps_a_tensor(device: str) -> None:
         RuntimeError, match=r"no slot is free.*collectives.*held: slot 0: 1 tensor of site 2$"
     ):
         pair.forward()
-    assert not pair.chain.core.is_running
+    assert not pair.bank.core.is_running
     del kept
     assert pair.forward().reason is None
 
@@ -178,26 +171,26 @@ def test_capture_needs_free_slots_and_names_who_holds_them(device: str) -> None:
 
 def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) -> None:
     pair = Pair(device, blocks(1), num_slots=2).capture()
-    core = pair.chain.core
-    assert pair.chain.begin("train") is None
+    core = pair.bank.core
+    assert pair.bank.begin("train") is None
     assert core.is_running and core.slot_index == 0
-    with pytest.raises(RuntimeError, match=r"previous micro-batch of this chain has not ended"):
-        pair.chain.begin("train")
+    with pytest.raises(RuntimeError, match=r"previous micro-batch of this bank has not ended"):
+        pair.bank.begin("train")
     core.end()
     assert not core.is_running and core.slot_index == -1
-    with pytest.raises(RuntimeError, match=r"no micro-batch of this chain is running"):
+    with pytest.raises(RuntimeError, match=r"no micro-batch of this bank is running"):
         core.end()
     with pytest.raises(RuntimeError, match=r"site 0 was called outside a micro-batch"):
-        pair.chain.sites[0](pair.input())
+        pair.bank.sites[0](pair.input())
     assert core.all_free()
 
 
 def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    with pytest.raises(KeyError), pair.chain.micro_batch("train"):
-        pair.chain(pair.input())
+    with pytest.raises(KeyError), pair.bank.micro_batch("train"):
+        pair.bank(pair.input())
         raise KeyError("of the caller")
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     assert pair.step() is None
 
 
@@ -218,15 +211,15 @@ def test_an_input_of_another_signature_is_refused_before_any_state_changes(
     device: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     pair = Pair(device, blocks()).capture()
-    with pair.chain.micro_batch("train") as reason:
+    with pair.bank.micro_batch("train") as reason:
         assert reason is None
-        held = pair.chain.core.describe_holders()
-        assert pair.chain.sites[0](change(pair.input())) is NotImplemented
-        assert pair.chain.sites[0](pair.input(), pair.input()) is NotImplemented
-        assert pair.chain.core.describe_holders() == held
+        held = pair.bank.core.describe_holders()
+        assert pair.bank.sites[0](change(pair.input())) is NotImplemented
+        assert pair.bank.sites[0](pair.input(), pair.input()) is NotImplemented
+        assert pair.bank.core.describe_holders() == held
         pair.check_counters()
         assert pair.eager_calls() == {"SIGNATURE_CHANGED": 2}
-        assert pair.chain.sites[0](pair.input()) is not NotImplemented
+        assert pair.bank.sites[0](pair.input()) is not NotImplemented
     assert pair.step() is None
 
 
@@ -249,8 +242,8 @@ def test_the_grad_mode_belongs_to_the_signature(device: str) -> None:
 def test_a_non_contiguous_input_runs_the_first_site_eager_and_the_others_as_graphs(device: str) -> None:
     pair = Pair(device, [nn.Linear(WIDTH, WIDTH), *blocks(2)]).capture()
     strided = pair.input().t().contiguous().t()
-    with pair.chain.micro_batch("train"):
-        out = pair.chain(strided)
+    with pair.bank.micro_batch("train"):
+        out = pair.bank(strided)
     assert torch.equal(out, run_eager(pair.eager_layers, strided))
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
     assert pair.bank.counters()["replays"] == 2
@@ -258,16 +251,16 @@ def test_a_non_contiguous_input_runs_the_first_site_eager_and_the_others_as_grap
 
 def test_an_input_on_another_device_is_refused(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    with pair.chain.micro_batch("train"):
-        assert pair.chain.sites[0](torch.empty(ROWS, WIDTH, device="meta")) is NotImplemented
+    with pair.bank.micro_batch("train"):
+        assert pair.bank.sites[0](torch.empty(ROWS, WIDTH, device="meta")) is NotImplemented
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
 def test_a_site_takes_tensors_by_position_only(device: str) -> None:
     pair = Pair(device, blocks(1)).capture()
-    site = pair.chain.sites[0]
+    site = pair.bank.sites[0]
     assert site.index == 0
-    with pair.chain.micro_batch("train"):
+    with pair.bank.micro_batch("train"):
         with pytest.raises(TypeError, match=r"argument 0 is a int"):
             site(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"by position, got keywords"):
@@ -277,18 +270,18 @@ def test_a_site_takes_tensors_by_position_only(device: str) -> None:
 
 def test_changed_numeric_settings_run_eager_and_are_named(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    index = pair.chain.variants["train"]
-    assert pair.chain.core.changed_setting(index) == ""
+    index = pair.bank.variants["train"]
+    assert pair.bank.core.changed_setting(index) == ""
     torch.use_deterministic_algorithms(False)
-    assert pair.chain.core.changed_setting(index) == "deterministic algorithms"
+    assert pair.bank.core.changed_setting(index) == "deterministic algorithms"
     assert pair.step() is EagerReason.NUMERICS_CHANGED
     torch.use_deterministic_algorithms(True)
     with torch.autocast(device, torch.bfloat16):
-        assert pair.chain.core.changed_setting(index) == "autocast"
+        assert pair.bank.core.changed_setting(index) == "autocast"
         assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     try:
         torch.set_float32_matmul_precision("high")
-        assert pair.chain.core.changed_setting(index) == "float32 matmul precision"
+        assert pair.bank.core.changed_setting(index) == "float32 matmul precision"
         assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -306,7 +299,7 @@ def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> N
     with autocast(torch.bfloat16):
         pair.capture()
     with autocast(torch.float16):
-        assert pair.chain.core.changed_setting(pair.chain.variants["train"]) == "autocast dtype"
+        assert pair.bank.core.changed_setting(pair.bank.variants["train"]) == "autocast dtype"
         assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     with autocast(torch.bfloat16):
@@ -316,13 +309,13 @@ def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> N
 
 def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    first, second, _ = pair.chain.sites
-    with pair.chain.micro_batch("train"):
+    first, second, _ = pair.bank.sites
+    with pair.bank.micro_batch("train"):
         hidden = second(first(pair.input()))
-        held = pair.chain.core.describe_holders()
+        held = pair.bank.core.describe_holders()
         assert first(pair.input()) is NotImplemented
         assert second(pair.input()) is NotImplemented
-        assert pair.chain.core.describe_holders() == held
+        assert pair.bank.core.describe_holders() == held
         assert pair.eager_calls() == {"NESTING": 2}
         pair.check_counters()
     hidden.sum().backward()

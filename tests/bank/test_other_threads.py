@@ -15,7 +15,6 @@ from bank_pair import ROWS, WIDTH, Block, new_bank, variant
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.bank.sites import EagerPart, SiteSpec
 
 SECONDS = 0.05  # until the other thread lets go
@@ -70,31 +69,31 @@ def captured(
     *,
     training: bool,
     ends: bool = False,
-) -> tuple[Bank, Chain]:
-    """Graphs with a part between them that stays eager; the last step if the chain `ends` there."""
+) -> Bank:
+    """Graphs with a part between them that stays eager; the last step if the bank `ends` there."""
     first = SiteSpec(name="split", module=sender, forward=Sender.split, parts=("first",), transient=(1,))
     last = SiteSpec(name="finish", module=sender, forward=Sender.finish, parts=("second",))
     between = EagerPart(name="part", module=sender, forward=part)
-    bank = new_bank(next(sender.parameters()).device.type)
-    chain = bank.add_chain([first, between] if ends else [first, between, last])
-    bank.capture({chain: [variant(training=training)]})
+    steps = [first, between] if ends else [first, between, last]
+    bank = new_bank(steps, next(sender.parameters()).device.type)
+    bank.capture([variant(training=training)])
     assert not bank.failures
     sender.kept.clear()
-    return bank, chain
+    return bank
 
 
-def run(sender: Sender, chain: Chain, *, training: bool) -> Tensor:
+def run(sender: Sender, bank: Bank, *, training: bool) -> Tensor:
     hidden = torch.randn(ROWS, WIDTH, device=next(sender.parameters()).device, requires_grad=training)
-    with torch.set_grad_enabled(training), chain.micro_batch("train") as reason:
+    with torch.set_grad_enabled(training), bank.micro_batch("train") as reason:
         assert reason is None
-        return chain(hidden)
+        return bank(hidden)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_next_site_waits_a_moment(sender: Sender, training: bool) -> None:
-    bank, chain = captured(sender, Sender.send, training=training)
+    bank = captured(sender, Sender.send, training=training)
     for _ in range(3):
-        out = run(sender, chain, training=training)
+        out = run(sender, bank, training=training)
         if training:
             out.sum().backward()
         del out
@@ -103,18 +102,18 @@ def test_the_next_site_waits_a_moment(sender: Sender, training: bool) -> None:
 
 def test_a_backward_waits_a_moment(sender: Sender) -> None:
     """It raised, as its memory would be written while somebody reads it."""
-    _bank, chain = captured(sender, Sender.send, training=True, ends=True)
+    bank = captured(sender, Sender.send, training=True, ends=True)
     for _ in range(3):
-        run(sender, chain, training=True).sum().backward()
+        run(sender, bank, training=True).sum().backward()
         assert not sender.kept
 
 
 def test_who_keeps_a_tensor_is_waited_for_once(sender: Sender) -> None:
-    bank, chain = captured(sender, Sender.join, training=False)
+    bank = captured(sender, Sender.join, training=False)
     seconds = []
     for _ in range(6):
         start = time.monotonic()
-        run(sender, chain, training=False)
+        run(sender, bank, training=False)
         seconds.append(time.monotonic() - start)
         sender.kept.clear()
     assert bank.counters()["NESTING"] == 6
@@ -123,22 +122,22 @@ def test_who_keeps_a_tensor_is_waited_for_once(sender: Sender) -> None:
 
 def test_a_wait_in_vain_is_forgotten_after_a_micro_batch_that_met_nobody(sender: Sender) -> None:
     """Bug: a thread that was very late once made every later race run eager."""
-    bank, chain = captured(sender, Sender.send, training=False)
+    bank = captured(sender, Sender.send, training=False)
     for keeps, lets_go in ((True, False), (False, False), (True, True), (True, True)):
         sender.keeps, sender.lets_go = keeps, lets_go
-        run(sender, chain, training=False)
+        run(sender, bank, training=False)
         sender.kept.clear()
     assert bank.counters()["NESTING"] == 1
 
 
 def test_a_backward_waits_again_after_a_wait_in_vain(sender: Sender) -> None:
     """Bug: it did not, and ended the training."""
-    _bank, chain = captured(sender, Sender.send, training=True, ends=True)
+    bank = captured(sender, Sender.send, training=True, ends=True)
     sender.lets_go = False
     with pytest.raises(RuntimeError, match="while somebody holds an output"):
-        run(sender, chain, training=True).sum().backward()
+        run(sender, bank, training=True).sum().backward()
     sender.kept.clear()
     sender.lets_go = True
     for _ in range(3):
-        run(sender, chain, training=True).sum().backward()
+        run(sender, bank, training=True).sum().backward()
         assert not sender.kept

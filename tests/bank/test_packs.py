@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.bank.sites import MetadataSpec, SiteSpec, VariantSpec
 
 TOKENS, NUM_SEQS = 10, 4
@@ -56,10 +55,9 @@ def pack_variant(device: str, counter: Tensor, **changes: Any) -> VariantSpec:
     return variant(**{**arguments, **changes})
 
 
-def chain_of(device: str, layers: list[nn.Module], num_slots: int = 1) -> tuple[Bank, Chain]:
-    bank = new_bank(device)
+def bank_of(device: str, layers: list[nn.Module], num_slots: int = 1) -> Bank:
     sites = [SiteSpec(name=f"mixer {index}", module=layer) for index, layer in enumerate(layers)]
-    return bank, bank.add_chain(sites, num_slots=num_slots)
+    return new_bank(sites, device, num_slots=num_slots)
 
 
 def mixers(device: str) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -79,8 +77,8 @@ PACKS = [([3, 4], 7), ([10], 10), ([1, 0, 2, 3], 9), ([2, 2], 10), ([0], 2), ([5
 def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) -> None:
     layers, eager_layers = mixers(device)
     counter = torch.zeros(1, dtype=torch.int64, device=device)
-    bank, chain = chain_of(device, layers, num_slots=2)
-    bank.capture({chain: [pack_variant(device, counter)]})
+    bank = bank_of(device, layers, num_slots=2)
+    bank.capture([pack_variant(device, counter)])
     assert counter.item() == 0
     seen = 0
     for lengths, rows in PACKS * 2:
@@ -88,9 +86,9 @@ def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) ->
         hidden = torch.randn(rows, WIDTH, device=device)
         hidden[end:] = torch.nan
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with chain.micro_batch("train", [offsets(lengths, device)]) as reason:
+        with bank.micro_batch("train", [offsets(lengths, device)]) as reason:
             assert reason is None
-            out = chain(x)
+            out = bank(x)
         eager = canonical(eager_x, end)
         for layer in eager_layers:
             eager = layer(eager, offsets(lengths, device, NUM_SEQS + 1))
@@ -113,39 +111,39 @@ def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) ->
 
 def test_the_gradient_of_an_inner_input_has_its_rows_too(device: str) -> None:
     layers, _ = mixers(device)
-    bank, chain = chain_of(device, layers)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+    bank = bank_of(device, layers)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
     leaf = torch.randn(6, WIDTH, device=device, requires_grad=True)
-    with chain.micro_batch("train", [offsets([2, 3], device)]):
-        out = chain(leaf * 2)
+    with bank.micro_batch("train", [offsets([2, 3], device)]):
+        out = bank(leaf * 2)
     out.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (6, WIDTH)
     assert torch.equal(leaf.grad[5:], torch.zeros(1, WIDTH, device=device))
 
 
-def test_the_chain_takes_fewer_rows_and_no_more(device: str) -> None:
+def test_the_bank_takes_fewer_rows_and_no_more(device: str) -> None:
     layers, _ = mixers(device)
-    bank, chain = chain_of(device, layers)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
-    with chain.micro_batch("train", [offsets([2], device)]):
-        assert chain.sites[0](torch.randn(TOKENS + 1, WIDTH, device=device)) is NotImplemented
-        assert chain.sites[0](torch.randn(2, WIDTH + 1, device=device)) is NotImplemented
-        out = chain.sites[0](torch.randn(2, WIDTH, device=device))
+    bank = bank_of(device, layers)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
+    with bank.micro_batch("train", [offsets([2], device)]):
+        assert bank.sites[0](torch.randn(TOKENS + 1, WIDTH, device=device)) is NotImplemented
+        assert bank.sites[0](torch.randn(2, WIDTH + 1, device=device)) is NotImplemented
+        out = bank.sites[0](torch.randn(2, WIDTH, device=device))
         assert out.shape == (TOKENS, WIDTH)
-        assert chain.sites[1](out[:2]) is NotImplemented
+        assert bank.sites[1](out[:2]) is NotImplemented
     assert bank.counters()["SIGNATURE_CHANGED"] == 3
 
 
 def test_metadata_of_micro_batches_in_flight_is_kept_apart(device: str) -> None:
     layers, eager_layers = mixers(device)
-    bank, chain = chain_of(device, layers, num_slots=2)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+    bank = bank_of(device, layers, num_slots=2)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
     flights = []
     for lengths in ([1, 5], [3, 3]):
         x, eager_x = (torch.ones(6, WIDTH, device=device).requires_grad_() for _ in range(2))
-        with chain.micro_batch("train", [offsets(lengths, device)]) as reason:
+        with bank.micro_batch("train", [offsets(lengths, device)]) as reason:
             assert reason is None
-            flights.append((x, chain(x), eager_x, lengths))
+            flights.append((x, bank(x), eager_x, lengths))
     for x, out, eager_x, lengths in flights:
         eager = canonical(eager_x, 6)
         for layer in eager_layers:
@@ -180,14 +178,14 @@ class ReadsInBackward(nn.Module):
 def test_a_backward_reads_the_metadata_of_its_own_micro_batch(device: str) -> None:
     """The second forward stages other offsets before the first backward has read its own."""
     layers: list[nn.Module] = [ReadsInBackward(), ReadsInBackward()]
-    bank, chain = chain_of(device, layers, num_slots=2)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+    bank = bank_of(device, layers, num_slots=2)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
     flights = []
     for first in (2, 3):
         x = torch.ones(6, WIDTH, device=device).requires_grad_()
-        with chain.micro_batch("train", [offsets([first, 6 - first], device)]) as reason:
+        with bank.micro_batch("train", [offsets([first, 6 - first], device)]) as reason:
             assert reason is None
-            flights.append((x, chain(x), first))
+            flights.append((x, bank(x), first))
     for x, out, first in flights:
         out.backward(torch.ones_like(out))
         assert_same_bits(x.grad, torch.full_like(x, first**2), "gradient of the input")
@@ -205,11 +203,11 @@ def test_a_backward_reads_the_metadata_of_its_own_micro_batch(device: str) -> No
 )
 def test_unfit_metadata_is_an_error_that_leases_nothing(device: str, make: Any, expected: str) -> None:
     layers, _ = mixers(device)
-    bank, chain = chain_of(device, layers)
-    bank.capture({chain: [pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))]})
+    bank = bank_of(device, layers)
+    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
     with pytest.raises(ValueError, match=expected):
-        chain.begin("train", [make(device)])
-    assert chain.core.all_free() and not chain.core.is_running
+        bank.begin("train", [make(device)])
+    assert bank.core.all_free() and not bank.core.is_running
     assert bank.counters()["calls"] == 0
 
 
@@ -262,17 +260,15 @@ def test_staging_fills_metadata_as_it_was_specified(
         return {}
 
     layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank, chain = chain_of(device, [layer])
+    bank = bank_of(device, [layer])
     spec = MetadataSpec(example=example, **specification)
-    bank.capture(
-        {chain: [variant(rows=TOKENS, metadata={"it": spec}, end_source=0, fewer_rows=True, arguments=look)]}
-    )
+    bank.capture([variant(rows=TOKENS, metadata={"it": spec}, end_source=0, fewer_rows=True, arguments=look)])
     mask = torch.tensor([0, 1, 0, 0, 0, 0, 0], dtype=torch.bool, device=device)
     copied = torch.tensor([4, 5], device=device)
     for lengths, content in zip(([3, 2], [6]), contents, strict=True):
-        with chain.micro_batch("train", [offsets(lengths, device), mask, copied]) as reason:
+        with bank.micro_batch("train", [offsets(lengths, device), mask, copied]) as reason:
             assert reason is None
-            chain(torch.randn(7, WIDTH, device=device))
+            bank(torch.randn(7, WIDTH, device=device))
         assert buffers[0].long().tolist() == content
     assert (buffers[0] is example) == specification.get("shared", False)
 
@@ -280,11 +276,11 @@ def test_staging_fills_metadata_as_it_was_specified(
 def test_one_launch_stages_a_limited_number_of_buffers(device: str) -> None:
     spec = MetadataSpec(kind=Kind.OFFSETS, example=torch.zeros(3, dtype=torch.int32, device=device), source=0)
     layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank, chain = chain_of(device, [layer])
-    bank.capture({chain: [variant(metadata={str(i): spec for i in range(16)})]})
+    bank = bank_of(device, [layer])
+    bank.capture([variant(metadata={str(i): spec for i in range(16)})])
     with (
-        chain.micro_batch("train", [offsets([2], device)]),
+        bank.micro_batch("train", [offsets([2], device)]),
         pytest.raises(RuntimeError, match=r"takes up to 16 buffers"),
     ):
-        chain(torch.randn(6, WIDTH, device=device))
-    assert chain.core.all_free()
+        bank(torch.randn(6, WIDTH, device=device))
+    assert bank.core.all_free()

@@ -12,6 +12,7 @@ from test_eligibility import accumulator_of, found, keep
 from torch import Tensor, nn
 
 from megagraph import _C
+from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
@@ -23,8 +24,8 @@ def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
     kept: list[Tensor] = []
     scaled = pair.input().requires_grad_() * 2
     scaled.register_hook(kept.append)
-    with pair.chain.micro_batch("train"):
-        out = pair.chain(scaled)
+    with pair.bank.micro_batch("train"):
+        out = pair.bank(scaled)
     out.sum().backward()
     before = kept[0].clone()
     pointers = {kept[0].data_ptr(), micro_batch.output.data_ptr()}
@@ -54,10 +55,10 @@ def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
     for _ in range(3):
         hidden = pair.input()
         x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with pair.chain.micro_batch("train"):
-            first = pair.chain.sites[0](x)
+        with pair.bank.micro_batch("train"):
+            first = pair.bank.sites[0](x)
             between = first * first  # saves what it was given
-            out = pair.chain.sites[1](between)
+            out = pair.bank.sites[1](between)
             if out is NotImplemented:
                 out = pair.layers[1](between)
         eager_first = pair.eager_layers[0](eager_x)
@@ -76,8 +77,8 @@ def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
 ) -> None:
     """Once the site was not live any more, its held output was overwritten."""
     pair = Pair(device, blocks(1)).capture()
-    site = pair.chain.sites[0]
-    with pair.chain.micro_batch("train"):
+    site = pair.bank.sites[0]
+    with pair.bank.micro_batch("train"):
         out = site(pair.input())
         if detach:
             out = out.detach()
@@ -113,10 +114,10 @@ def test_a_gradient_of_a_gradient_is_refused(device: str) -> None:
 def test_release_within_a_micro_batch_runs_the_rest_eager(device: str) -> None:
     """The next site raised `vector::_M_range_check`."""
     pair = Pair(device, blocks(2)).capture()
-    with pair.chain.micro_batch("train"):
-        first = pair.chain.sites[0](pair.input())
+    with pair.bank.micro_batch("train"):
+        first = pair.bank.sites[0](pair.input())
         pair.bank.release()
-        assert pair.chain.sites[1](first) is NotImplemented
+        assert pair.bank.sites[1](first) is NotImplemented
     assert pair.eager_calls() == {"RELEASED": 1}
 
 
@@ -196,50 +197,45 @@ def test_a_mask_without_a_source_is_filled_from_the_end(device: str) -> None:
     """It kept its example's content."""
     buffers: list[Tensor] = []
     layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank(device)
-    chain = bank.add_chain([layer])
+    bank = new_bank([layer], device)
     mask = MetadataSpec(
         kind=_C.SegmentKind.MASK, example=torch.zeros(5, dtype=torch.bool, device=device), source=-1
     )
     bank.capture(
-        {
-            chain: [
-                variant(
-                    rows=5,
-                    metadata={"mask": mask},
-                    end_source=0,
-                    fewer_rows=True,
-                    arguments=lambda given: buffers.append(given["mask"]) or {},
-                )
-            ]
-        }
+        [
+            variant(
+                rows=5,
+                metadata={"mask": mask},
+                end_source=0,
+                fewer_rows=True,
+                arguments=lambda given: buffers.append(given["mask"]) or {},
+            )
+        ]
     )
-    with chain.micro_batch("train", [torch.tensor([0, 2, 3], dtype=torch.int32, device=device)]):
-        chain(torch.randn(4, WIDTH, device=device))
+    with bank.micro_batch("train", [torch.tensor([0, 2, 3], dtype=torch.int32, device=device)]):
+        bank(torch.randn(4, WIDTH, device=device))
     assert buffers[0].tolist() == [False, False, False, True, True]
 
 
 def test_a_mask_without_an_end_is_an_error(device: str) -> None:
     """It read through a null pointer."""
     layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank(device)
-    chain = bank.add_chain([layer])
+    bank = new_bank([layer], device)
     mask = MetadataSpec(
         kind=_C.SegmentKind.MASK, example=torch.zeros(ROWS, dtype=torch.bool, device=device), source=0
     )
     with pytest.raises(ValueError, match=r"a mask needs the pack's end"):
-        bank.capture({chain: [variant(metadata={"mask": mask})]})
+        bank.capture([variant(metadata={"mask": mask})])
 
 
 def test_missing_metadata_is_an_error_that_leases_nothing(device: str) -> None:
     """It raised `vector::_M_range_check`, for the pack's end after a slot had been leased."""
     layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank(device)
-    chain = bank.add_chain([layer])
-    bank.capture({chain: [variant(fewer_rows=True, end_source=0)]})
+    bank = new_bank([layer], device)
+    bank.capture([variant(fewer_rows=True, end_source=0)])
     with pytest.raises(ValueError, match=r"expected 1 metadata sources, got 0"):
-        chain.begin("train", [])
-    assert chain.core.all_free()
+        bank.begin("train", [])
+    assert bank.core.all_free()
 
 
 @pytest.mark.gpu
@@ -247,15 +243,15 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
     """torch frees a cuBLAS workspace with any graph of its stream: other graphs went on using it."""
     width, rows = 640, 8192
 
-    def captured() -> tuple[Any, Any, nn.Linear]:
-        bank, layer = new_bank("cuda"), nn.Linear(width, width).to("cuda", torch.bfloat16)
-        chain = bank.add_chain([layer])
+    def captured() -> tuple[Bank, nn.Linear]:
+        layer = nn.Linear(width, width).to("cuda", torch.bfloat16)
+        bank = new_bank([layer], "cuda")
         spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
-        bank.capture({chain: [spec]})
-        return bank, chain, layer
+        bank.capture([spec])
+        return bank, layer
 
-    bank, chain, layer = captured()
-    other, _, _ = captured()
+    bank, layer = captured()
+    other, _ = captured()
     other.release()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -263,9 +259,9 @@ def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
         layer.weight.grad = None
-        with chain.micro_batch("train") as reason:
+        with bank.micro_batch("train") as reason:
             assert reason is None
-            chain(x).sum().backward()
+            bank(x).sum().backward()
         weight_grad = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
         assert_same_bits(layer.weight.grad, weight_grad, "gradient")
     assert all(bool(stranger.isnan().all()) for stranger in strangers)
@@ -283,10 +279,9 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
         nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to("cuda", torch.bfloat16)
         for _ in range(3)
     ]
-    bank = new_bank("cuda")
-    chain = bank.add_chain(layers)
+    bank = new_bank(layers, "cuda")
     spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
-    bank.capture({chain: [spec]})
+    bank.capture([spec])
     params = [param for layer in layers for param in layer.parameters()]
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     eager = x
@@ -304,9 +299,9 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
         x.grad = None
         for param in params:
             param.grad = None
-        with chain.micro_batch("train") as reason:
+        with bank.micro_batch("train") as reason:
             assert reason is None
-            out = chain(x)
+            out = bank(x)
         got = [out.detach().clone()]
         out.square().sum().backward()
         del out

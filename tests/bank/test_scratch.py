@@ -36,9 +36,9 @@ class Wide(nn.Module):
 
 
 def pool_bytes(num_slots: int) -> int:
-    bank, modules = new_bank("cuda"), [Wide().cuda(), Wide().cuda()]
-    chain = bank.add_chain(modules, num_slots=num_slots)
-    bank.capture({chain: [variant(rows=ROWS), variant("evaluation", rows=ROWS, training=False)]})
+    modules = [Wide().cuda(), Wide().cuda()]
+    bank = new_bank(modules, "cuda", num_slots=num_slots)
+    bank.capture([variant(rows=ROWS), variant("evaluation", rows=ROWS, training=False)])
     assert not bank.failures
     found = bank.pool_bytes()
     bank.release()
@@ -53,10 +53,10 @@ def test_temporary_memory_is_paid_once_for_all_slots() -> None:
 
 
 def test_banks_of_a_device_share_it() -> None:
-    banks = [new_bank("cuda") for _ in range(2)]
+    banks = [new_bank([Wide().cuda(), Wide().cuda()], "cuda", num_slots=4) for _ in range(2)]
     alone = pool_bytes(4)
     for bank in banks:
-        bank.capture({bank.add_chain([Wide().cuda(), Wide().cuda()], num_slots=4): [variant(rows=ROWS)]})
+        bank.capture([variant(rows=ROWS)])
     together = sum(bank.pool_bytes() for bank in banks)
     assert together < alone * 2 - ROWS * WIDTH * COPIES * 4, f"{together} bytes of two banks, {alone} of one"
     for bank in banks:
@@ -111,9 +111,9 @@ def test_a_site_that_cannot_be_captured_is_left_out_by_all_slots() -> None:
 
 def test_graphs_on_two_streams_take_turns() -> None:
     """Side by side they would write over each other's temporary memory."""
-    bank, module = new_bank("cuda"), Wide(sleeps=True).cuda()
-    chain = bank.add_chain([module], num_slots=2)
-    bank.capture({chain: [variant(training=False)]})
+    module = Wide(sleeps=True).cuda()
+    bank = new_bank([module], "cuda", num_slots=2)
+    bank.capture([variant(training=False)])
     assert not bank.failures
     inputs = [torch.full((6, WIDTH), float(value), device="cuda") for value in (1, 2)]
     with torch.no_grad():
@@ -122,9 +122,9 @@ def test_graphs_on_two_streams_take_turns() -> None:
         torch.cuda.synchronize()
         found = []
         for x, stream in zip(inputs, streams, strict=True):
-            with torch.cuda.stream(stream), chain.micro_batch("train") as reason:
+            with torch.cuda.stream(stream), bank.micro_batch("train") as reason:
                 assert reason is None
-                found.append(chain(x))
+                found.append(bank(x))
     torch.cuda.synchronize()
     assert_same_bits(found, expected)
 

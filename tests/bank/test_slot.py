@@ -4,7 +4,6 @@
 import random
 
 import pytest
-import torch
 
 from megagraph import _C
 
@@ -159,29 +158,6 @@ def test_holders_are_counted_exactly_in_any_order() -> None:
             else:
                 slot.end_micro_batch()
         assert slot.is_free
-
-
-def chain(num_sites: int = 1) -> _C.Chain:
-    return _C.GraphBank(torch.device("cpu")).add_chain(num_sites)
-
-
-def test_a_chain_needs_a_slot() -> None:
-    with pytest.raises(ValueError, match=r"at least one slot, got 0"):
-        chain().set_slots(0, [], False, False)
-
-
-def test_a_chain_needs_a_site() -> None:
-    with pytest.raises(ValueError, match=r"at least one site, got 0"):
-        chain(0)
-
-
-def test_slots_are_set_once_and_before_variants() -> None:
-    alone = chain()
-    with pytest.raises(RuntimeError, match=r"set_slots\(\) comes before"):
-        alone.add_variant(training=True, end_source=-1, fewer_rows=False, metadata=[], buffers=[])
-    alone.set_slots(1, [], False, False)
-    with pytest.raises(RuntimeError, match=r"has its slots already"):
-        alone.set_slots(1, [], False, False)
 
 
 def test_a_run_of_sites_enters_and_leaves_as_one() -> None:

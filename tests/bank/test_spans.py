@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chain that replays is one call and one autograd node; else it is one of each for every site."""
+"""A bank that replays is one call and one autograd node; else it is one of each for every site."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +36,9 @@ def test_all_sites_are_one_run(device: str) -> None:
 
 def test_site_by_site_has_the_same_bits(device: str) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
-    replay_all = pair.chain.replay_all
+    replay_all = pair.bank.replay_all
     for calls_sites in (False, True, False):
-        pair.chain.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
+        pair.bank.replay_all = (lambda hidden: NotImplemented) if calls_sites else replay_all  # type: ignore[assignment]
         micro_batch = pair.forward()
         assert nodes_of(micro_batch.output) == (SITES if calls_sites else 1)
         micro_batch.backward()
@@ -48,13 +48,13 @@ def test_site_by_site_has_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("eager", [0, 1, SITES - 1])
-def test_a_chain_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
+def test_a_bank_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
     pair = Pair(device, blocks(SITES))
-    pair.chain.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
+    pair.bank.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
     pair.capture()
-    with pair.chain.micro_batch("train") as reason:
+    with pair.bank.micro_batch("train") as reason:
         assert reason is None
-        assert pair.chain.replay_all(pair.input()) is NotImplemented
+        assert pair.bank.replay_all(pair.input()) is NotImplemented
     assert pair.eager_calls() == {}  # a run that cannot be is not counted, its sites are
     pair.step()
     assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
@@ -62,9 +62,9 @@ def test_a_chain_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
 
 def test_a_run_that_does_not_fit_is_counted_once(device: str) -> None:
     pair = Pair(device, blocks(SITES)).capture()
-    with pair.chain.micro_batch("train"), torch.no_grad():
-        assert pair.chain.replay_all(pair.input()) is NotImplemented
-        out = pair.chain(pair.input())
+    with pair.bank.micro_batch("train"), torch.no_grad():
+        assert pair.bank.replay_all(pair.input()) is NotImplemented
+        out = pair.bank(pair.input())
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": SITES}
     del out
     assert pair.step() is None
@@ -72,9 +72,9 @@ def test_a_run_that_does_not_fit_is_counted_once(device: str) -> None:
 
 def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) -> None:
     pair = Pair(device, blocks(SITES)).capture()
-    assert pair.chain.replay_all(pair.input()) is NotImplemented
+    assert pair.bank.replay_all(pair.input()) is NotImplemented
     with pytest.raises(RuntimeError, match="outside a micro-batch"):
-        pair.chain(pair.input())
+        pair.bank(pair.input())
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,17 @@ def test_finished_backwards_are_told_where_asked_for_and_at_the_end(
 ) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
     heard: list[tuple[int, int]] = []
-    pair.chain.listen(lambda: True, lambda *sites: heard.append(sites), noticed)
+    pair.bank.listen(lambda: True, lambda *sites: heard.append(sites), noticed)
     pair.step()
     assert heard == told
 
 
 def test_sites_that_run_one_by_one_are_told_one_by_one(device: str) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True)
-    pair.chain.keep_eager(2, EagerReason.FOREIGN_HOOK)
+    pair.bank.keep_eager(2, EagerReason.FOREIGN_HOOK)
     pair.capture()
     heard: list[tuple[int, int]] = []
-    pair.chain.listen(lambda: True, lambda *sites: heard.append(sites), [1])
+    pair.bank.listen(lambda: True, lambda *sites: heard.append(sites), [1])
     pair.step()
     assert heard == [(3, 3), (1, 1), (0, 0)]
 
@@ -118,7 +118,7 @@ def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
     def done(first: int, last: int) -> None:
         raise AssertionError("nobody asked for it")
 
-    pair.chain.listen(wants, done, range(SITES))
+    pair.bank.listen(wants, done, range(SITES))
     for count in (1, 2):
         pair.step()
         assert len(asked) == count, "once for each micro-batch"
@@ -126,7 +126,7 @@ def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
 
 def test_a_run_of_one_site_is_that_site(device: str) -> None:
     pair = Pair(device, blocks(1)).capture()
-    assert isinstance(pair.chain.replay_all, _C.Site)
+    assert isinstance(pair.bank.replay_all, _C.Site)
     for _ in range(3):
         assert pair.step() is None
     assert pair.bank.counters()["replays"] == 3
@@ -189,10 +189,10 @@ def troubled_pair() -> tuple[Pair, Troubled]:
 def test_after_a_forward_that_raised_in_the_middle_the_next_micro_batch_replays() -> None:
     pair, troubled = troubled_pair()
     troubled.raises_in = "forward"
-    with pytest.raises(ValueError, match="forward gave up"), pair.chain.micro_batch("train"):
-        pair.chain(pair.input())
+    with pytest.raises(ValueError, match="forward gave up"), pair.bank.micro_batch("train"):
+        pair.bank(pair.input())
     troubled.raises_in = ""
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
     for _ in range(2):
         assert pair.step() is None
 
@@ -205,11 +205,11 @@ def test_a_backward_that_raised_in_the_middle_frees_its_slot(raises: str) -> Non
         if raises == "the listener" and first == 2:
             raise ValueError("listener gave up")
 
-    pair.chain.listen(lambda: True, done, [2])
+    pair.bank.listen(lambda: True, done, [2])
     troubled.raises_in = "backward" if raises == "the backward" else ""
-    with pair.chain.micro_batch("train"):
-        out = pair.chain(pair.input().requires_grad_())
+    with pair.bank.micro_batch("train"):
+        out = pair.bank(pair.input().requires_grad_())
     with pytest.raises(ValueError, match="gave up"):
         out.sum().backward()
     del out
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()

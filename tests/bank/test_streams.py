@@ -15,14 +15,12 @@ def test_micro_batches_on_two_streams_do_not_meet() -> None:
     for param in (param for layer in layers for param in layer.parameters()):
         param.requires_grad_(False)  # gradients of parameters are for the caller to order
     rows = 256
-    banks, chains = [], []
+    banks = []
     for _ in range(2):
-        bank = new_bank("cuda")
-        chain = bank.add_chain([layer.cuda() for layer in layers])
+        bank = new_bank([layer.cuda() for layer in layers], "cuda")
         shape = variant(rows=rows)
-        bank.capture({chain: [dataclasses.replace(shape, row_shape=(1024,))]})
+        bank.capture([dataclasses.replace(shape, row_shape=(1024,))])
         banks.append(bank)
-        chains.append(chain)
     streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
     inputs = [torch.randn(rows, 1024, device="cuda") for _ in range(12)]
     want = []
@@ -33,12 +31,12 @@ def test_micro_batches_on_two_streams_do_not_meet() -> None:
     leaves = [given.clone().requires_grad_() for given in inputs]
     torch.cuda.synchronize()
     for turn, leaf in enumerate(leaves):
-        chain = chains[turn // 2 % 2]
+        bank = banks[turn // 2 % 2]
         with torch.cuda.stream(streams[turn % 3]):
             torch.cuda._sleep(3_000_000)  # what was launched before is still running then
-            with chain.micro_batch("train") as reason:
+            with bank.micro_batch("train") as reason:
                 assert reason is None
-                out = chain(leaf)
+                out = bank(leaf)
             out.square().sum().backward()
             del out
     torch.cuda.synchronize()

@@ -37,8 +37,8 @@ def test_tensors_that_are_not_plain_run_eager(
 ) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     hidden = make(pair.input())
-    with torch.no_grad(), pair.chain.micro_batch("train"):
-        out = pair.chain(hidden)
+    with torch.no_grad(), pair.bank.micro_batch("train"):
+        out = pair.bank(hidden)
     assert type(out) is type(hidden)
     assert_same_bits(out, run_eager(pair.eager_layers, hidden), "output")
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": num_eager}
@@ -50,10 +50,10 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         hidden = mode.from_tensor(pair.input())
-    with torch.no_grad(), pair.chain.micro_batch("train") as reason:
+    with torch.no_grad(), pair.bank.micro_batch("train") as reason:
         assert reason is None
-        assert pair.chain.replay_all(hidden) is NotImplemented
-        assert pair.chain.sites[0](hidden) is NotImplemented
+        assert pair.bank.replay_all(hidden) is NotImplemented
+        assert pair.bank.sites[0](hidden) is NotImplemented
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
@@ -69,16 +69,16 @@ def test_a_dtensor_fares_as_in_eager() -> None:
         mesh = init_device_mesh("cpu", (1,))
         pair = Pair("cpu", blocks()).capture(variant(training=False))
         hidden = DTensor.from_local(pair.input(), mesh)
-        with torch.no_grad(), pair.chain.micro_batch("train") as reason:
+        with torch.no_grad(), pair.bank.micro_batch("train") as reason:
             assert reason is None
-            assert pair.chain.replay_all(hidden) is NotImplemented
+            assert pair.bank.replay_all(hidden) is NotImplemented
             with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-                pair.chain(hidden)
+                pair.bank(hidden)
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             run_eager(pair.eager_layers, hidden)
         layer = distribute_module(Block(), mesh)
         of_dtensors = Pair("cpu", [layer]).capture(variant(training=False))
-        with of_dtensors.chain.micro_batch("train") as reason:
+        with of_dtensors.bank.micro_batch("train") as reason:
             assert reason is EagerReason.CAPTURE_FAILED  # static inputs are plain tensors
     finally:
         if is_first:
@@ -90,8 +90,8 @@ def test_a_forward_mode_tangent_is_kept(device: str) -> None:
     hidden = pair.input()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
-        with pair.chain.micro_batch("train"):
-            out = pair.chain(dual)
+        with pair.bank.micro_batch("train"):
+            out = pair.bank(dual)
         eager = run_eager(pair.eager_layers, dual)
         assert_same_bits(
             forward_ad.unpack_dual(out).tangent, forward_ad.unpack_dual(eager).tangent, "tangent"
@@ -107,8 +107,8 @@ def test_inside_a_transform_calls_run_eager(device: str) -> None:
         return lambda given: layers(given).sum()
 
     def under_the_bank(given: Tensor) -> Tensor:
-        with pair.chain.micro_batch("train"):
-            return pair.chain(given)
+        with pair.bank.micro_batch("train"):
+            return pair.bank(given)
 
     ours = torch.func.grad(loss(under_the_bank))(hidden)
     eager = torch.func.grad(loss(lambda given: run_eager(pair.eager_layers, given)))(hidden)
@@ -165,9 +165,9 @@ def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(device:
     reasons = []
 
     def under_the_bank(hidden: Tensor) -> Tensor:
-        with pair.chain.micro_batch("train") as reason:
+        with pair.bank.micro_batch("train") as reason:
             reasons.append(reason)
-            out = pair.chain(hidden) if reason is None else run_eager(pair.layers, hidden)
+            out = pair.bank(hidden) if reason is None else run_eager(pair.layers, hidden)
         return torch.tanh(head(out))
 
     def eager(hidden: Tensor) -> Tensor:
@@ -192,10 +192,10 @@ def test_hooks_inside_a_micro_batch_are_seen_by_each_site(device: str) -> None:
         kept.append(tensor)
         return tensor
 
-    with pair.chain.micro_batch("train") as reason:
+    with pair.bank.micro_batch("train") as reason:
         assert reason is None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            pair.chain(pair.input()).sum().backward()
+            pair.bank(pair.input()).sum().backward()
     assert kept
     assert pair.eager_calls() == {"RECOMPUTING": 3}
 
@@ -219,7 +219,7 @@ class Meddles(nn.Module):
 
 
 @pytest.mark.parametrize("call", ["begin", "end", "replay"])
-def test_who_calls_a_chain_while_another_thread_replays_it_gets_an_error(call: str) -> None:
+def test_who_calls_a_bank_while_another_thread_replays_it_gets_an_error(call: str) -> None:
     layer = Meddles()
     pair = Pair("cpu", [layer, Block()]).capture()
     errors: list[str] = []
@@ -227,11 +227,11 @@ def test_who_calls_a_chain_while_another_thread_replays_it_gets_an_error(call: s
     def calls() -> None:
         try:
             if call == "begin":
-                pair.chain.begin("train")
+                pair.bank.begin("train")
             elif call == "end":
-                pair.chain.end()
+                pair.bank.end()
             else:
-                pair.chain.replay_all(pair.input())
+                pair.bank.replay_all(pair.input())
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -243,5 +243,5 @@ def test_who_calls_a_chain_while_another_thread_replays_it_gets_an_error(call: s
     layer.meddle = meddle  # type: ignore[assignment]
     pair.forward().backward()
     layer.meddle = None
-    assert errors and all("another thread is replaying this chain" in error for error in errors[:1])
+    assert errors and all("another thread is replaying this bank" in error for error in errors[:1])
     assert pair.step() is None

@@ -21,10 +21,10 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
 
     def under_the_bank(hidden: Tensor) -> Tensor:
         key = "train" if torch.is_grad_enabled() else "first pass"
-        with pair.chain.micro_batch(key) as reason:
+        with pair.bank.micro_batch(key) as reason:
             if reason is not None:
                 return run_eager(pair.layers, hidden)
-            return pair.chain(hidden) if torch.is_grad_enabled() else pair.chain(hidden).clone()
+            return pair.bank(hidden) if torch.is_grad_enabled() else pair.bank(hidden).clone()
 
     inputs = [pair.input() for _ in range(3)]
     for _ in range(2):  # into empty gradients, and on top of the former ones
@@ -35,7 +35,7 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
             (first.square().sum() + middle.square().sum() + last.square().sum()).backward()
             del first, middle, last
         pair.check_state()
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 @contextmanager
@@ -94,9 +94,9 @@ def test_a_numeric_setting_that_changed_runs_eager(device: str, name: str) -> No
         pytest.skip("torch without CUDA has one")
     pair = Pair(device, blocks()).capture()
     with SETTINGS[name]():
-        changed = pair.chain.core.changed_setting(0)
+        changed = pair.bank.core.changed_setting(0)
         assert changed == name or (name == "plain attention" and "attention" in changed)
-        with pair.chain.micro_batch("train") as reason:
+        with pair.bank.micro_batch("train") as reason:
             assert reason is EagerReason.NUMERICS_CHANGED
     assert pair.step() is None
 
@@ -104,8 +104,8 @@ def test_a_numeric_setting_that_changed_runs_eager(device: str, name: str) -> No
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
 def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: str, name: str) -> None:
     pair = Pair(device, blocks()).capture()
-    with pair.chain.micro_batch("train"):
-        out = pair.chain(pair.input().requires_grad_())
+    with pair.bank.micro_batch("train"):
+        out = pair.bank(pair.input().requires_grad_())
     is_deterministic = torch.backends.cudnn.deterministic
     other = {
         "cuDNN deterministic": _set(torch.backends.cudnn, "deterministic", not is_deterministic),
@@ -134,9 +134,9 @@ def _both_backwards(pair: Pair, write: Callable[[Tensor, Tensor], object]) -> li
     for is_ours in (True, False):
         given = hidden.clone().requires_grad_() * 1.0
         if is_ours:
-            with pair.chain.micro_batch("train") as reason:
+            with pair.bank.micro_batch("train") as reason:
                 assert reason is None
-                out = pair.chain(given)
+                out = pair.bank(given)
         else:
             out = run_eager(pair.eager_layers, given)
         write(given, out)
@@ -156,7 +156,7 @@ def test_a_write_into_an_output_is_the_error_that_it_is_in_eager(
     pair = Pair(device, [Block(), Ends(last)]).capture()
     ours, eager = _both_backwards(pair, lambda given, out: out.mul_(2))
     assert ours == eager == ("inplace operation" if last is torch.tanh else "")
-    assert pair.chain.core.all_free()
+    assert pair.bank.core.all_free()
 
 
 def test_a_write_into_an_input_is_the_error_that_it_is_in_eager(device: str) -> None:
@@ -168,9 +168,9 @@ def test_a_write_into_an_input_is_the_error_that_it_is_in_eager(device: str) -> 
 def test_a_write_between_two_sites_is_the_error_that_it_is_in_eager(device: str) -> None:
     pair = Pair(device, blocks(2)).capture()
     hidden = pair.input().requires_grad_()
-    with pair.chain.micro_batch("train"):
-        between = pair.chain.sites[0](hidden)
-        out = pair.chain.sites[1](between)
+    with pair.bank.micro_batch("train"):
+        between = pair.bank.sites[0](hidden)
+        out = pair.bank.sites[1](between)
     between.detach().zero_()
     with pytest.raises(RuntimeError, match="inplace operation"):
         out.sum().backward()

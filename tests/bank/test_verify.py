@@ -16,10 +16,9 @@ from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, rng_sta
 from torch import Tensor, nn
 
 from megagraph.bank.backends import KeptMemoryError
-from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
+from megagraph.bank.bank import Bank, BankOptions
 from megagraph.bank.sites import EagerPart, SiteSpec
-from megagraph.bank.verify import Example, Verification
+from megagraph.bank.verify import Example, Verification, verify
 
 
 class Baked(nn.Module):
@@ -47,12 +46,11 @@ def _captures() -> Iterator[None]:
         Baked.is_captured = False
 
 
-def captured(layers: Sequence[nn.Module], device: str, *, training: bool) -> tuple[Bank, Chain]:
-    bank = Bank(device, guard=_captures)
-    chain = bank.add_chain([layer.to(device) for layer in layers])
-    bank.capture({chain: [variant("it", training=training)]})
+def captured(layers: Sequence[nn.Module], device: str, *, training: bool) -> Bank:
+    bank = Bank([layer.to(device) for layer in layers], device, options=BankOptions(guard=_captures))
+    bank.capture([variant("it", training=training)])
     assert not bank.failures
-    return bank, chain
+    return bank
 
 
 def example(device: str, *, rows: int = ROWS) -> Example:
@@ -68,7 +66,7 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
 ) -> None:
     layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
     held = give_main_grads(layers) if main_grads else []
-    bank, chain = captured(layers, device, training=training)
+    bank = captured(layers, device, training=training)
     params = [param for layer in layers for param in layer.parameters()]
     for param in params:
         if main_grads:
@@ -77,20 +75,20 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
             param.grad = torch.rand_like(param)
     before = [getattr(param, "main_grad", param.grad).clone() for param in params]
     states, counters = rng_states(device), bank.counters()
-    verified = bank.verify(chain, "it", example(device))
+    verified = verify(bank, "it", example(device))
     assert verified.differences == [] and verified.within_spread == set()
     assert verified.num_replays == len(layers)
     after = [getattr(param, "main_grad", param.grad) for param in params]
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, states, rng_states(device))) and bank.counters() == counters
-    assert chain.core.all_free() and len(held) == (len(params) if main_grads else 0)
+    assert bank.core.all_free() and len(held) == (len(params) if main_grads else 0)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training: bool) -> None:
     layers = [Block(), Baked(2.5), Block()]
-    bank, chain = captured(layers, device, training=training)
-    verified = bank.verify(chain, "it", example(device))
+    bank = captured(layers, device, training=training)
+    verified = verify(bank, "it", example(device))
     assert {found.index for found in verified.differences} == {1}  # and not what comes after it
     names = [found.tensor for found in verified.differences]
     assert names == (["output", "gradient of the input", "gradient of weight"] if training else ["output"])
@@ -110,15 +108,15 @@ def test_a_gradient_that_only_one_of_them_makes_is_a_difference(device: str, gra
             return hidden * 2 + (self.weight if Baked.is_captured is graph_has_it else 0)
 
     layers = [Partly(), nn.Tanh()]
-    bank, chain = captured(layers, device, training=True)
-    (found,) = bank.verify(chain, "it", example(device)).differences
+    bank = captured(layers, device, training=True)
+    (found,) = verify(bank, "it", example(device)).differences
     assert (found.index, found.tensor, found.off) == (0, "gradient of weight", float("inf"))
 
 
 def test_one_bit_is_a_difference(device: str) -> None:
     layer = Baked(2.0 * (1 + 2**-23))
-    bank, chain = captured([layer], device, training=False)
-    assert bank.verify(chain, "it", example(device)).differences
+    bank = captured([layer], device, training=False)
+    assert verify(bank, "it", example(device)).differences
 
 
 def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(device: str) -> None:
@@ -135,11 +133,11 @@ def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(dev
 
     random.seed(3)
     wide, narrow = Noisy(1.0, 2.0), Noisy(1.0, 1.1)
-    bank, chain = captured([wide], device, training=False)
-    verified = bank.verify(chain, "it", example(device))
+    bank = captured([wide], device, training=False)
+    verified = verify(bank, "it", example(device))
     assert verified.differences == [] and verified.within_spread == {0}
-    bank, chain = captured([narrow], device, training=False)
-    (found,) = bank.verify(chain, "it", example(device)).differences
+    bank = captured([narrow], device, training=False)
+    (found,) = verify(bank, "it", example(device)).differences
     assert 0 < found.spread < found.off and "and eager there from itself by up to" in str(found)
 
 
@@ -165,10 +163,10 @@ def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(de
     for factor, differs in ((3.0, False), (9.0, True)):
         layer = Rarely(factor)
         held = give_main_grads([layer.to(device)])
-        bank, chain = captured([layer], device, training=True)
+        bank = captured([layer], device, training=True)
         given = dataclasses.replace(example(device), hidden=torch.zeros(ROWS, WIDTH, device=device))
         given.hidden[0] = 1e-3  # so that the other gradients hardly matter
-        verified = bank.verify(chain, "it", given)
+        verified = verify(bank, "it", given)
         names = {found.tensor for found in verified.differences}
         assert names == ({"gradient of weight"} if differs else set()), (factor, verified.differences)
         assert held
@@ -192,12 +190,15 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
         return [1 if differs_elsewhere and is_of_runs else it for it in said]
 
     Counts.calls, is_verified = 0, False
-    bank = Bank("cpu", guard=_captures, exchange=exchange)
     layers = [Counts(), nn.Tanh()]
-    chain = bank.add_chain(layers, holds_collectives=True)
-    bank.capture({chain: [variant("it", training=False)]})
+    bank = Bank(
+        layers,
+        "cpu",
+        options=BankOptions(holds_collectives=True, guard=_captures, exchange=exchange),
+    )
+    bank.capture([variant("it", training=False)])
     Counts.calls, is_verified = 0, True
-    verified = bank.verify(chain, "it", example("cpu"))
+    verified = verify(bank, "it", example("cpu"))
     assert verified.differences == [] and verified.within_spread == set()
     assert Counts.calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
 
@@ -220,9 +221,9 @@ def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: i
     random.seed(3)
     is_verified = False
     layer = Scatters()
-    bank, chain = captured([layer], "cpu", training=False)
+    bank = captured([layer], "cpu", training=False)
     is_verified = True
-    verified = bank.verify(chain, "it", example("cpu"))
+    verified = verify(bank, "it", example("cpu"))
     assert [found.tensor for found in verified.differences] == ["output"] * (times - 1)
     assert verified.within_spread == ({0} if times == 1 else set()) and layer.far == []
 
@@ -250,11 +251,11 @@ def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deter
         torch.use_deterministic_algorithms(is_exact)
         is_verified = False
         layer = Rounds()
-        bank, chain = captured([layer], "cpu", training=False)
+        bank = captured([layer], "cpu", training=False)
         is_verified = True
         given = dataclasses.replace(example("cpu"), hidden=torch.ones(ROWS, WIDTH))
         is_chance = not is_exact and entry < 1.5 and times < 4
-        assert bool(bank.verify(chain, "it", given).differences) is not is_chance
+        assert bool(verify(bank, "it", given).differences) is not is_chance
         assert len(layer.others) == (0 if not is_exact and entry < 1.5 else times - 1)
 
 
@@ -273,8 +274,8 @@ def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device:
             return hidden * self.factor - hidden.detach() * (self.factor - 1)
 
     layers = [Baked(2.5), *(Scale(growth) for _ in range(12))]
-    bank, chain = captured(layers, device, training=True)
-    found = bank.verify(chain, "it", example(device)).differences
+    bank = captured(layers, device, training=True)
+    found = verify(bank, "it", example(device)).differences
     assert "gradient of the input" in {it.tensor for it in found if it.index == 0}
     assert {it.index for it in found} == {0}
 
@@ -296,7 +297,7 @@ def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
 
     layers = [layer.to(device) for layer in (Block(), Raises(), Block())]
     held = give_main_grads(layers)
-    bank, chain = captured(layers, device, training=True)
+    bank = captured(layers, device, training=True)
     params = [param for layer in layers for param in layer.parameters()]
     for param in params:
         param.main_grad.uniform_()  # type: ignore[attr-defined]
@@ -304,13 +305,13 @@ def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
     counters = bank.counters()
     Raises.is_broken = True
     with pytest.raises(ValueError, match="of this module"):
-        bank.verify(chain, "it", example(device))
+        verify(bank, "it", example(device))
     Raises.is_broken = False
     assert bank.counters() == counters
     assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))  # type: ignore[attr-defined]
     assert all(param.grad is None for param in params)
     gc.collect()
-    assert bank.verify(chain, "it", example(device)).differences == []
+    assert verify(bank, "it", example(device)).differences == []
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -323,21 +324,21 @@ def test_rows_that_nobody_reads_may_hold_anything(device: str, training: bool) -
             return torch.cat([hidden[:4] * 2, litter * hidden[4:].detach()])
 
     layers = [Littered(), nn.Tanh()]
-    bank, chain = captured(layers, device, training=training)
+    bank = captured(layers, device, training=training)
     given = example(device)
-    all_rows = bank.verify(chain, "it", given)
+    all_rows = verify(bank, "it", given)
     assert all_rows.differences or all_rows.within_spread
     read = dataclasses.replace(given, valid_rows=torch.arange(4, device=device))
-    verified = bank.verify(chain, "it", read)
+    verified = verify(bank, "it", read)
     assert verified.differences == [] and verified.within_spread == set()
 
 
 def test_what_is_no_number_in_both_is_the_same(device: str) -> None:
     layer = Block()
-    bank, chain = captured([layer], device, training=True)
+    bank = captured([layer], device, training=True)
     given = example(device)
     given.hidden[0, 0] = float("nan")
-    assert bank.verify(chain, "it", given).differences == []
+    assert verify(bank, "it", given).differences == []
 
 
 def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
@@ -349,34 +350,33 @@ def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
                 raise RuntimeError("not in a capture")
             return hidden * 3
 
-    bank = Bank(device, guard=_captures)
     layers = [layer.to(device) for layer in (Block(), Refuses(), Baked(2.5), Block())]
-    chain = bank.add_chain(layers)
-    bank.capture({chain: [variant("it")]})
-    assert set(chain.eager_sites) == {1}
+    bank = Bank(layers, device, options=BankOptions(guard=_captures))
+    bank.capture([variant("it")])
+    assert set(bank.eager_sites) == {1}
     counters = bank.counters()
-    verified = bank.verify(chain, "it", example(device))
+    verified = verify(bank, "it", example(device))
     assert {found.index for found in verified.differences} == {2} and bank.counters() == counters
 
 
 def test_the_listener_hears_nothing_of_it(device: str) -> None:
     layers = [layer.to(device) for layer in blocks()]
     held = give_main_grads(layers)
-    bank, chain = captured(layers, device, training=True)
+    bank = captured(layers, device, training=True)
     heard: list[Any] = []
-    chain.listen(lambda: True, lambda *sites: heard.append(sites), [0])
-    bank.verify(chain, "it", example(device))
+    bank.listen(lambda: True, lambda *sites: heard.append(sites), [0])
+    verify(bank, "it", example(device))
     assert not heard and held
-    with chain.micro_batch("it"):
-        chain(example(device).hidden.requires_grad_()).sum().backward()
+    with bank.micro_batch("it"):
+        bank(example(device).hidden.requires_grad_()).sum().backward()
     assert heard
 
 
 def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    pair.bank.suspend()
-    with pytest.raises(RuntimeError, match=r"variant train runs eager \(SUSPENDED\) and cannot be verified"):
-        pair.bank.verify(pair.chain, "train", example(device))
+    torch.use_deterministic_algorithms(False)  # the fixture puts it back
+    with pytest.raises(RuntimeError, match=r"variant train runs eager \(NUMERICS_CHANGED\) and cannot be"):
+        verify(pair.bank, "train", example(device))
 
 
 # -- which sites are verified ----------------------------------------------------------------------
@@ -398,26 +398,25 @@ def test_every_site_is_verified_wherever_something_eager_lies(
     steps: list[nn.Module | EagerPart] = [*layers]
     for place in sorted(eager_at, reverse=True):
         steps.insert(place, eager_part(layers[0]))
-    bank = Bank(device, guard=_captures)
-    chain = bank.add_chain(steps)
-    bank.capture({chain: [dataclasses.replace(variant("it", training=training), fewer_rows=True)]})
+    bank = Bank(steps, device, options=BankOptions(guard=_captures))
+    bank.capture([dataclasses.replace(variant("it", training=training), fewer_rows=True)])
     assert not bank.failures
-    verified = bank.verify(chain, "it", example(device, rows=rows))
+    verified = verify(bank, "it", example(device, rows=rows))
     assert verified.num_replays == len(layers) and verified.not_run == {}
     assert {found.index for found in verified.differences} == {2}
 
 
 def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(device: str) -> None:
     layers = [layer.to(device) for layer in blocks(3)]
-    bank, chain = captured(layers, device, training=True)
+    bank = captured(layers, device, training=True)
 
     def site(leaf: Tensor) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
             return second(leaf)
 
-    first, second, third = chain.sites
-    chain.sites = (first, site, third)  # type: ignore[assignment]
-    verified = bank.verify(chain, "it", example(device))
+    first, second, third = bank.sites
+    bank.sites = (first, site, third)  # type: ignore[assignment]
+    verified = verify(bank, "it", example(device))
     assert verified.not_run == {1: "RECOMPUTING"} and verified.num_replays == 2
 
 
@@ -456,25 +455,28 @@ NAMES = {"buffer": "buffer counted", "attribute": "attribute kept", "state": "fu
 @contextlib.contextmanager
 def captured_counts(
     where: str, device: str, *, in_graph: bool, training: bool
-) -> Iterator[tuple[Bank, Chain, Counts]]:
+) -> Iterator[tuple[Bank, Counts]]:
     """One module that counts, between two that do not; they live as long as the context."""
     layer = Counts(where, in_graph=in_graph).to(device)
     before, after = (it.to(device) for it in blocks(2))
     further: dict[str, Any] = {"state": lambda module: module.foreign} if where == "state" else {}
-    bank = Bank(device, guard=_captures)
-    chain = bank.add_chain([before, SiteSpec(name="counts", module=layer, **further), after])
-    bank.capture({chain: [variant("it", training=training)]})
+    bank = Bank(
+        [before, SiteSpec(name="counts", module=layer, **further), after],
+        device,
+        options=BankOptions(guard=_captures),
+    )
+    bank.capture([variant("it", training=training)])
     assert not bank.failures
-    yield bank, chain, layer
+    yield bank, layer
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("where", NAMES)
 def test_what_a_graph_fails_to_write_is_a_difference(device: str, where: str, training: bool) -> None:
     """Bug: it was put back, and never compared."""
-    with captured_counts(where, device, in_graph=False, training=training) as (bank, chain, layer):
+    with captured_counts(where, device, in_graph=False, training=training) as (bank, layer):
         layer.written.fill_(7.0)
-        (found,) = bank.verify(chain, "it", example(device)).differences
+        (found,) = verify(bank, "it", example(device)).differences
         assert (found.index, found.tensor) == (1, NAMES[where]) and bool((layer.written == 7.0).all())
 
 
@@ -484,10 +486,10 @@ def test_what_a_graph_writes_as_its_module_is_right_and_put_back(
     device: str, where: str, training: bool
 ) -> None:
     """Bug: a plain attribute had counted every run of a verification afterwards."""
-    with captured_counts(where, device, in_graph=True, training=training) as (bank, chain, layer):
+    with captured_counts(where, device, in_graph=True, training=training) as (bank, layer):
         assert not layer.written.any()  # as before the capture
         layer.written.fill_(7.0)
-        verified = bank.verify(chain, "it", example(device))
+        verified = verify(bank, "it", example(device))
         assert verified.differences == [] and verified.within_spread == set()
         assert bool((layer.written == 7.0).all())
 
@@ -512,8 +514,8 @@ class Averages(nn.Module):
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_what_requires_a_gradient_is_compared_and_what_cannot_be_written_is_left_out(in_graph: bool) -> None:
     layer = Averages(in_graph=in_graph)
-    bank, chain = captured([layer], "cpu", training=True)
-    found = bank.verify(chain, "it", example("cpu")).differences
+    bank = captured([layer], "cpu", training=True)
+    found = verify(bank, "it", example("cpu")).differences
     assert [it.tensor for it in found] == ([] if in_graph else ["attribute averages[0]"])
     assert not layer.averages[0].any()
 
@@ -537,9 +539,9 @@ def test_one_run_is_let_go_before_the_next(device: str) -> None:
     outs: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     layer = Counted()
-    bank, chain = captured([layer], device, training=False)
+    bank = captured([layer], device, training=False)
     alive.clear()
-    bank.verify(chain, "it", example(device))
+    verify(bank, "it", example(device))
     assert len(alive) >= 5 and set(alive) == {0}
 
 
@@ -550,14 +552,17 @@ def test_what_one_rank_cannot_run_no_rank_compares() -> None:
         return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
 
     is_verified = False
-    bank = Bank("cpu", guard=_captures, exchange=exchange)
     layers = blocks(3)
-    chain = bank.add_chain(layers, holds_collectives=True)
-    bank.capture({chain: [variant("it")]})
+    bank = Bank(
+        layers,
+        "cpu",
+        options=BankOptions(holds_collectives=True, guard=_captures, exchange=exchange),
+    )
+    bank.capture([variant("it")])
     is_verified = True
-    verified = bank.verify(chain, "it", example("cpu"))
+    verified = verify(bank, "it", example("cpu"))
     assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
-    assert verified.differences == [] and chain.core.all_free()
+    assert verified.differences == [] and bank.core.all_free()
 
 
 def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
@@ -574,8 +579,8 @@ def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
             return hidden * self.scale
 
     layers = [Scratch(), Scratch()]
-    bank, chain = captured(layers, device, training=True)
-    assert bank.verify(chain, "it", example(device)).differences == []
+    bank = captured(layers, device, training=True)
+    assert verify(bank, "it", example(device)).differences == []
 
 
 # -- memory of graphs and of what is verified -------------------------------------------------------
@@ -602,12 +607,11 @@ def test_a_kernel_that_reads_freed_memory_is_found() -> None:
             out: Tensor = _ReadsFreed.apply(hidden, bank.backend.boundary)
             return out
 
-    bank = Bank("cuda")
     layers = [layer.to("cuda") for layer in (Block(), Doubles(), *blocks(6))]
-    chain = bank.add_chain(layers)
-    bank.capture({chain: [variant("it")]})
+    bank = Bank(layers, "cuda")
+    bank.capture([variant("it")])
     assert not bank.failures
-    verified = bank.verify(chain, "it", example("cuda"))
+    verified = verify(bank, "it", example("cuda"))
     # Whoever comes before it gets a gradient of its own.
     assert {(found.index, found.tensor) for found in verified.differences} == {(1, "gradient of the input")}
 
@@ -615,8 +619,8 @@ def test_a_kernel_that_reads_freed_memory_is_found() -> None:
 @pytest.mark.gpu
 def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = blocks()
-    bank, chain = captured(layers, "cuda", training=True)
-    assert bank.verify(chain, "it", example("cuda")).differences == []
+    bank = captured(layers, "cuda", training=True)
+    assert verify(bank, "it", example("cuda")).differences == []
     original = Verification._run_backwards
 
     def spoil(verification: Verification) -> None:
@@ -631,8 +635,8 @@ def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch
         original(verification)
 
     monkeypatch.setattr(Verification, "_run_backwards", spoil)
-    found = bank.verify(chain, "it", example("cuda")).differences
-    assert {difference.index for difference in found} == {*range(len(chain.sites))}
+    found = verify(bank, "it", example("cuda")).differences
+    assert {difference.index for difference in found} == {*range(len(bank.sites))}
 
 
 class _Wide(nn.Module):
@@ -659,25 +663,24 @@ def _wide_example() -> Example:
     return Example(hidden=torch.randn(_MANY_ROWS, WIDTH, device="cuda"))
 
 
-def _captured_wide(layers: Sequence[nn.Module]) -> tuple[Bank, Chain]:
-    bank = Bank("cuda", guard=_captures)
-    chain = bank.add_chain([layer.to("cuda") for layer in layers])
-    bank.capture({chain: [dataclasses.replace(variant("it"), rows=_MANY_ROWS)]})
+def _captured_wide(layers: Sequence[nn.Module]) -> Bank:
+    bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=_captures))
+    bank.capture([dataclasses.replace(variant("it"), rows=_MANY_ROWS)])
     assert not bank.failures
-    return bank, chain
+    return bank
 
 
 @pytest.mark.gpu
 def test_modules_run_in_memory_that_the_graphs_have() -> None:
     layers = [_Wide() for _ in range(4)]
-    bank, chain = _captured_wide(layers)
+    bank = _captured_wide(layers)
     given, pool = _wide_example(), bank.pool_bytes()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        verified = bank.verify(chain, "it", given)
+        verified = verify(bank, "it", given)
         assert verified.differences == [] and verified.num_replays == 4
     # Copies of what one site makes: of 2 MiB each, where a module alone needs three times 64 MiB.
     assert torch.cuda.max_memory_reserved() - before <= 48 << 20
@@ -687,23 +690,23 @@ def test_modules_run_in_memory_that_the_graphs_have() -> None:
 @pytest.mark.gpu
 def test_a_module_that_keeps_what_was_lent_is_an_error() -> None:
     layers = [_Wide(), _Wide(keeps=True), _Wide()]
-    bank, chain = _captured_wide(layers)
+    bank = _captured_wide(layers)
     _Wide.kept.clear()
     with pytest.raises(KeptMemoryError, match=f"{64 << 20} bytes that were lent are still in use"):
-        bank.verify(chain, "it", _wide_example())
+        verify(bank, "it", _wide_example())
     _Wide.kept.clear()
 
 
 @pytest.mark.gpu
 def test_where_a_pool_cannot_be_lent_modules_run_in_memory_of_their_own() -> None:
     layers = [_Wide() for _ in range(3)]
-    bank, chain = _captured_wide(layers)
-    note = chain.captured[0].notes[0][2]
-    with bank.backend.recording(), bank.backend.lend(chain.first_pool, note) as lent:
+    bank = _captured_wide(layers)
+    note = bank.captured[0].notes[0][2]
+    with bank.backend.recording(), bank.backend.lend(0, note) as lent:
         with lent():
             held = torch.empty(1 << 20, device="cuda")
-        with bank.backend.lend(chain.first_pool, note) as again, again():
+        with bank.backend.lend(0, note) as again, again():
             elsewhere = torch.empty(1 << 20, device="cuda")
-        assert bank.verify(chain, "it", _wide_example()).differences == []
+        assert verify(bank, "it", _wide_example()).differences == []
         assert held.data_ptr() != elsewhere.data_ptr()
         del held, elsewhere

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megagraph.bank.chain import CapturedVariant
+from megagraph.bank.bank import CapturedVariant
 from megagraph.bank.verify import Verification
 from megagraph.megatron.graphs.block_bank import BlockBank
 
@@ -31,16 +31,16 @@ def every_graph_is_compared_or_named() -> Iterator[None]:
         compare(verification, flight, *args)
         _compared(verification._variant).add(flight.index)
 
-    def checking(bank: BlockBank) -> dict[str, Any]:
-        found = figures(bank)
+    def checking(block: BlockBank) -> dict[str, Any]:
+        found = figures(block)
         named = {(it["variant"], it["site"]) for it in found["verification"]["unverified_sites"]}
         missing = [
             (str(captured.spec), site.name)
-            for captured in bank.chain.captured.values()
-            for index, site in bank.chain.graphable().items()
+            for captured in block.bank.captured.values()
+            for index, site in block.bank.graphable().items()
             if index not in _compared(captured) and (str(captured.spec), site.name) not in named
         ]
-        assert bank._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
+        assert block._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
         return found
 
     with (

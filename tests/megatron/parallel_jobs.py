@@ -246,7 +246,7 @@ _capture = Bank.capture
 def _seals_less(bank: Bank, *args: Any) -> None:
     """Loses the graphs of a layer, and tells nobody."""
     _capture(bank, *args)
-    bank.chains[0].keep_eager(1, EagerReason.CAPTURE_FAILED)
+    bank.keep_eager(1, EagerReason.CAPTURE_FAILED)
 
 
 @contextlib.contextmanager

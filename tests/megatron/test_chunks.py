@@ -42,8 +42,8 @@ def sites(pair: Pair) -> list[str]:
     """The names of the sites that have graphs, as present."""
     plugin = installed_plugin()
     assert plugin is not None
-    chain = plugin.graphs_of_model(pair.graphed.chunk).block.chain
-    return [spec.short_name for index, spec in enumerate(chain.specs) if index not in chain.eager_sites]
+    bank = plugin.graphs_of_model(pair.graphed.chunk).block.bank
+    return [spec.short_name for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
 
 
 def test_all_layers_have_one_graph_for_each_pass(pair: Pair) -> None:

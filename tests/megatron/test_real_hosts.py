@@ -138,7 +138,7 @@ def replay_costs(trainer: Trainer) -> dict[str, int]:
 
     def replay() -> None:
         with replays.micro_batch():
-            out = replays.chain(replays.hidden)
+            out = replays.bank(replays.hidden)
         torch.autograd.grad(out, replays.hidden, replays.grad)
 
     replay()
@@ -149,7 +149,7 @@ def replay_costs(trainer: Trainer) -> dict[str, int]:
             replay()
     waiting = [event.name for event in trace.events() if any(name in event.name for name in WAITING)]
     return {
-        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.chain.sites),
+        "replays": REPLAYED_MICRO_BATCHES * 2 * len(replays.bank.sites),
         "allocations": torch.cuda.memory_stats()["allocation.all.allocated"] - before,
         "synchronisations": len(waiting) - 1,  # the profiler itself waits once, when it stops
     }

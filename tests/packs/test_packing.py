@@ -263,8 +263,8 @@ def staged(
         )
         for name, rule in rules.items()
     }
-    bank, site = Bank("cpu"), Site()
-    chain = bank.add_chain([site])
+    site = Site()  # which a bank does not keep alive
+    bank = Bank([site], "cpu")
     variant = VariantSpec(
         key="pack",
         training=False,
@@ -274,15 +274,15 @@ def staged(
         metadata=metadata,
         arguments=lambda buffers: dict(buffers),
     )
-    bank.capture({chain: [variant]})
+    bank.capture([variant])
     seen.clear()
     for pack in packs:
         with (
             torch.no_grad(),
-            chain.micro_batch("pack", [given for given in pack if given is not None]) as why,
+            bank.micro_batch("pack", [given for given in pack if given is not None]) as why,
         ):
             assert why is None
-            chain(torch.zeros(2, 1))
+            bank(torch.zeros(2, 1))
     assert bank.counters()["replays"] == len(packs)
     return seen
 

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/bank/replay/graph_bank.h"
 
-#include <c10/util/Exception.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/bank/replay/launch.h"
+#include "csrc/torch/attempt.h"
+#include "csrc/torch/surroundings.h"
 
 #ifdef MEGAGRAPH_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -19,10 +26,7 @@ bool may_become(BankState from, BankState to) {
     case BankState::kCapturing:
       return to == BankState::kSealed || to == BankState::kReleased;
     case BankState::kSealed:
-      return to == BankState::kCapturing || to == BankState::kSuspended ||
-             to == BankState::kReleased;
-    case BankState::kSuspended:
-      return to == BankState::kSealed || to == BankState::kReleased;
+      return to == BankState::kCapturing || to == BankState::kReleased;
     case BankState::kReleased:
       return to == BankState::kReleased;
   }
@@ -46,13 +50,42 @@ void wait_for([[maybe_unused]] c10::Device device) noexcept {
 
 const char* name_of(BankState state) { return kBankStateNames[static_cast<size_t>(state)]; }
 
+std::vector<at::Tensor> staged_offsets(const Variant& variant, int slot) {
+  std::vector<at::Tensor> found;
+  for (size_t i = 0; i < variant.metadata.size(); ++i) {
+    const MetadataSpec& spec = variant.metadata[i];
+    if (spec.kind == SegmentKind::kOffsets && spec.is_staged()) {
+      found.push_back(variant.buffers[i].at(slot));
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
-GraphBank::GraphBank(c10::Device device)
-    : device_(device), status_(std::make_shared<BankStatus>()) {}
+GraphBank::Turn::Turn(GraphBank& bank) : bank_(bank) {
+  bank.check_nobody_replays();
+  bank.is_replaying_ = true;
+}
+
+void GraphBank::check_nobody_replays() const {
+  TORCH_CHECK(!is_replaying_, "another thread is replaying this bank: one thread at a time");
+}
+
+GraphBank::GraphBank(c10::Device device, int num_sites,
+                     const std::vector<std::shared_ptr<void>>& pools, bool poison,
+                     bool holds_collectives)
+    : status_(std::make_shared<BankStatus>()),
+      device_(device),
+      slots_(pools, num_sites, [this](int slot, int variant) { on_slot_free(slot, variant); }),
+      poison_(poison),
+      holds_collectives_(holds_collectives) {
+  TORCH_CHECK_VALUE(num_sites >= 1, "a bank needs at least one site, got ", num_sites);
+  for (int index = 0; index < num_sites; ++index) sites_.push_back(std::make_unique<Site>());
+}
 
 GraphBank::~GraphBank() {
-  if (state() != BankState::kReleased && !chains_.empty()) wait_for(device_);
+  if (state() != BankState::kReleased) wait_for(device_);
   release();
 }
 
@@ -60,21 +93,265 @@ void GraphBank::become(BankState next) {
   const BankState now = state();
   TORCH_CHECK(may_become(now, next), "a ", name_of(now), " bank cannot become ", name_of(next));
   status_->state.store(next);
-  if (next != BankState::kSealed) return;
-  for (const auto& chain : chains_) chain->seal();
+  if (next == BankState::kSealed) seal();
 }
 
-std::shared_ptr<Chain> GraphBank::add_chain(int num_sites) {
-  TORCH_CHECK(state() == BankState::kWarmUp, "chains are added during warm-up, this bank is ",
-              name_of(state()));
-  chains_.push_back(std::make_shared<Chain>(status_, device_, num_sites));
-  return chains_.back();
+int GraphBank::add_variant(Variant variant) {
+  TORCH_CHECK_VALUE(variant.buffers.size() == variant.metadata.size(), "expected the buffers of ",
+                    variant.metadata.size(), " metadata specs, got ", variant.buffers.size());
+  for (const MetadataSpec& spec : variant.metadata) {
+    TORCH_CHECK_VALUE(spec.kind != SegmentKind::kMask || variant.end_source >= 0,
+                      "a mask needs the pack's end: set the variant's end_source");
+  }
+  for (const auto& by_slot : variant.buffers) {
+    TORCH_CHECK_VALUE(static_cast<int>(by_slot.size()) == num_slots(), "expected ", num_slots(),
+                      " buffers, one for each slot, got ", by_slot.size());
+  }
+  variants_.push_back(std::move(variant));
+  for (const auto& site : sites_) site->add_variant(num_slots());
+  grids_.emplace_back(num_slots());
+  return num_variants() - 1;
+}
+
+void GraphBank::set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph> graph) {
+  const Boundaries& edges = graph->boundaries;
+  TORCH_CHECK(graph->forward != nullptr, "site ", site, " has no forward to replay");
+  TORCH_CHECK((graph->backward != nullptr) == variants_.at(variant).training, "site ", site,
+              ": a training variant needs a backward, any other has none");
+  TORCH_CHECK(edges.inputs.size() == edges.grad_inputs.size() &&
+                  edges.outputs.size() == edges.grad_outputs.size() &&
+                  edges.params.size() == edges.param_grads.size(),
+              "site ", site, ": every boundary needs its gradient's place");
+  TORCH_CHECK(edges.outputs.size() == graph->saves_outputs.size() &&
+                  edges.outputs.size() == graph->is_transient.size(),
+              "site ", site, ": every output needs to be said whether it is saved, or transient");
+  Site& owner = *sites_.at(site);
+  TORCH_CHECK(owner.graph(variant, slot) == nullptr, "site ", site, " has captured variant ",
+              variant, ", slot ", slot, " already");
+  for (size_t i = 0; i < edges.inputs.size(); ++i) {
+    const bool fewer_rows = variants_[variant].fewer_rows && graph->is_entry && i == 0;
+    graph->accepts.push_back(
+        TensorSignature::of(edges.inputs[i], edges.grad_inputs[i].defined(), fewer_rows));
+  }
+  GridTables& grids = grids_.at(variant).at(slot);
+  grids.add(graph->forward->document_grids());
+  if (graph->backward != nullptr) grids.add(graph->backward->document_grids());
+  owner.set_graph(variant, slot, std::move(graph));
+}
+
+void GraphBank::drop_variant(int variant) {
+  TORCH_CHECK(all_free(), "graphs go when no slot is held; still held: ", describe_holders());
+  for (const auto& site : sites_) site->drop_variant(variant);
+  Variant& dropped = variants_.at(variant);
+  dropped.metadata.clear();
+  dropped.buffers.clear();
+  grids_.at(variant).assign(num_slots(), {});
+  graphs_.at(variant).clear();
+}
+
+void GraphBank::check_source(const Variant& variant, size_t spec,
+                             const std::vector<at::Tensor>& sources) const {
+  const MetadataSpec& buffer = variant.metadata[spec];
+  if (buffer.source < 0) return;
+  const at::Tensor& source = sources.at(buffer.source);
+  const at::Tensor& target = variant.buffers[spec].front();
+  const bool counted = buffer.kind == SegmentKind::kCount;
+  const auto type = counted ? at::kInt : target.scalar_type();
+  TORCH_CHECK_VALUE(source.device() == device_ && source.is_contiguous() &&
+                        source.scalar_type() == type && source.numel() >= 1,
+                    "metadata source ", buffer.source, ": expected contiguous ", type, " on ",
+                    device_, ", got ", source.scalar_type(), " on ", source.device());
+  TORCH_CHECK_VALUE(counted || source.numel() <= target.numel(), "metadata source ", buffer.source,
+                    ": expected up to ", target.numel(), " entries, got ", source.numel());
+}
+
+std::optional<EagerReason> GraphBank::begin(int variant, const std::vector<at::Tensor>& sources,
+                                            bool look_at_grads) {
+  check_nobody_replays();
+  TORCH_CHECK(current_ == nullptr, "the previous micro-batch of this bank has not ended");
+  TORCH_CHECK(!has_unpoisoned_.exchange(false),
+              "a slot that became free could not be filled with NaN (poison)");
+  const BankState state = status_->state.load();
+  if (state == BankState::kReleased) return EagerReason::kReleased;
+  if (state != BankState::kSealed) return EagerReason::kWarmingUp;
+  const Variant& wanted = variants_.at(variant);
+  if (!(NumericSettings::current(device_.type()) == wanted.numerics)) {
+    return EagerReason::kNumericsChanged;
+  }
+  // Saved tensors are packed, or dropped and recomputed: a replay saves none, and a recompute that
+  // replays nothing would save some.
+  if (wanted.training && has_saved_tensor_hooks()) return EagerReason::kRecomputing;
+  if (has_dispatch_modes()) return EagerReason::kSignatureChanged;
+  if (look_at_grads && wanted.training && graphs_.at(variant).at(0)->have_other_grads()) {
+    return EagerReason::kParametersChanged;
+  }
+  int num_sources = wanted.end_source + 1;
+  for (const MetadataSpec& spec : wanted.metadata) {
+    num_sources = std::max(num_sources, spec.source + 1);
+  }
+  TORCH_CHECK_VALUE(static_cast<int>(sources.size()) >= num_sources, "expected ", num_sources,
+                    " metadata sources, got ", sources.size());
+  for (size_t spec = 0; spec < wanted.metadata.size(); ++spec) {
+    check_source(wanted, spec, sources);
+  }
+  current_ = slots_.acquire(variant, wanted.training);
+  if (current_ == nullptr) {
+    // How many backwards are to come is the same on every rank, as the program is. A tensor that
+    // somebody keeps is not.
+    TORCH_CHECK(!holds_collectives_ || slots_.are_pending(),
+                "no slot is free, and these graphs hold collectives, so this "
+                "rank cannot run eager alone. Still held: ",
+                describe_holders());
+    return EagerReason::kNoFreeSlot;
+  }
+  sources_ = sources;
+  metadata_pending_ = true;
+  return std::nullopt;
+}
+
+void GraphBank::end() {
+  check_nobody_replays();
+  TORCH_CHECK(current_ != nullptr, "no micro-batch of this bank is running");
+  sources_.clear();
+  metadata_pending_ = false;
+  std::exchange(current_, nullptr)->end_micro_batch();
+}
+
+void GraphBank::append_metadata(SegmentList& segments) {
+  if (!metadata_pending_) return;
+  const Variant& variant = variants_[current_->variant()];
+  const int32_t* end = nullptr;
+  if (variant.end_source >= 0) {
+    const at::Tensor& offsets = sources_.at(variant.end_source);
+    end = offsets.const_data_ptr<int32_t>() + offsets.numel() - 1;
+  }
+  for (size_t i = 0; i < variant.metadata.size(); ++i) {
+    const MetadataSpec& spec = variant.metadata[i];
+    if (!spec.is_staged()) continue;
+    const at::Tensor& target = variant.buffers[i][current_->index()];
+    const at::Tensor* source = spec.source < 0 ? nullptr : &sources_.at(spec.source);
+    Segment segment{};
+    segment.kind = spec.kind;
+    segment.src = source ? source->const_data_ptr() : nullptr;
+    segment.dst = target.mutable_data_ptr();
+    const bool in_bytes = spec.kind == SegmentKind::kCopy;
+    segment.dst_size = in_bytes ? target.nbytes() : target.numel();
+    segment.src_size = segment.dst_size;  // a mask without a source: only the pack's end counts
+    if (source) segment.src_size = in_bytes ? source->nbytes() : source->numel();
+    segment.end = end;
+    segment.fill = spec.fill;
+    segment.extend_last = spec.extend_last;
+    segments.add(segment);
+    if (spec.kind == SegmentKind::kOffsets) append_document_grids(segments, segment, target);
+  }
+}
+
+int GraphBank::num_document_grids(int variant, int slot) const {
+  const GridTables& grids = grids_.at(variant).at(slot);
+  int count = 0;
+  for (const at::Tensor& offsets : staged_offsets(variants_[variant], slot)) {
+    count += grids.count(offsets);
+  }
+  return count;
+}
+
+void GraphBank::seal() {
+  graphs_.resize(variants_.size());
+  for (size_t variant = 0; variant < variants_.size(); ++variant) {
+    auto& by_slot = graphs_[variant];
+    by_slot.clear();
+    for (int slot = 0; slot < num_slots(); ++slot) {
+      by_slot.push_back(gather(static_cast<int>(variant), slot));
+      for (const at::Tensor& offsets : staged_offsets(variants_[variant], slot)) {
+        grids_[variant][slot].make(offsets);
+      }
+    }
+  }
+}
+
+void GraphBank::append_document_grids(SegmentList& segments, const Segment& offsets,
+                                      const at::Tensor& target) {
+  const at::Tensor& table = grids_[current_->variant()][current_->index()].of(target);
+  if (!table.defined()) return;
+  Segment segment = offsets;
+  segment.kind = SegmentKind::kGrids;
+  segment.num_offsets = segment.dst_size;
+  segment.dst = table.mutable_data_ptr();
+  segment.dst_size = table.numel() / static_cast<int64_t>(sizeof(DocumentGrid));
+  segments.add(segment);
+}
+
+void GraphBank::append_input(SegmentList& segments, const at::Tensor& input,
+                             const at::Tensor& buffer, bool is_packed) const {
+  Segment segment{};
+  segment.kind = SegmentKind::kCopy;
+  segment.src = input.const_data_ptr();
+  segment.dst = buffer.mutable_data_ptr();
+  segment.src_size = input.nbytes();
+  segment.dst_size = buffer.nbytes();
+  const int end_source = variants_[current_->variant()].end_source;
+  if (is_packed && end_source >= 0) {
+    const at::Tensor& offsets = sources_.at(end_source);
+    segment.kind = SegmentKind::kRows;
+    segment.row_bytes = static_cast<int64_t>(buffer.nbytes()) / buffer.size(0);
+    segment.end = offsets.const_data_ptr<int32_t>() + offsets.numel() - 1;
+  }
+  segments.add(segment);
+}
+
+void GraphBank::on_slot_free(int slot, int variant) noexcept {
+  if (!poison_) return;
+  const bool is_done = attempt([&] {
+    const Launch launch(device_);
+    const at::NoGradGuard no_grad;
+    const NoDispatchModes plain;  // somebody's may be on wherever a tensor dies
+    for (const auto& site : sites_) {
+      if (SiteGraph* graph = site->graph(variant, slot)) graph->poison();
+    }
+  });
+  if (!is_done) has_unpoisoned_ = true;
+}
+
+bool GraphBank::all_free() const {
+  for (const auto& slot : slots_.slots()) {
+    if (!slot->is_free()) return false;
+  }
+  return true;
+}
+
+std::string GraphBank::describe_holders() const {
+  std::string text;
+  for (const auto& slot : slots_.slots()) {
+    if (slot->is_free()) continue;
+    if (!text.empty()) text += "; ";
+    text += "slot " + std::to_string(slot->index()) + ": " + slot->describe_holders();
+  }
+  return text;
+}
+
+std::shared_ptr<const VariantGraphs> GraphBank::gather(int variant, int slot) const {
+  auto gathered = std::make_shared<VariantGraphs>();
+  gathered->numerics = variants_[variant].numerics;
+  gathered->is_linked = true;
+  const SiteGraph* before = nullptr;
+  for (const auto& site : sites_) {
+    const auto& graph = site->shared_graph(variant, slot);
+    gathered->is_linked = gathered->is_linked && graph != nullptr && graph->follows(before);
+    gathered->sites.push_back(graph);
+    before = graph.get();
+  }
+  return gathered;
 }
 
 void GraphBank::release() {
   if (state() == BankState::kReleased) return;
   status_->state.store(BankState::kReleased);
-  for (const auto& chain : chains_) chain->release();
+  for (const auto& slot : slots_.slots()) slot->detach();
+  for (const auto& site : sites_) site->release();
+  variants_.clear();
+  grids_.clear();
+  graphs_.clear();
+  listener_ = nullptr;
 }
 
 }  // namespace megagraph

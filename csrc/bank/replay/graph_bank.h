@@ -1,46 +1,188 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of one bank: all graphs of one model.
+// All graphs of one chunk of a model: sites that run one after another, their slots and variants,
+// and the micro-batch that runs in them.
 //
 // Note [Life of a bank]
-// warm-up -> capturing -> sealed <-> suspended -> released. A sealed bank may capture further
-// variants between steps (sealed -> capturing -> sealed). It is append-only until it is released:
-// freeing one graph of a living bank would free a cuBLAS workspace that others use, so everything
-// goes at once.
+// warm-up -> capturing -> sealed -> released. A sealed bank may capture further variants between
+// steps (sealed -> capturing -> sealed).
+//
+// A micro-batch is begin(), the sites' calls in order, end(). begin() leases a slot and remembers
+// what has to be staged; the first site that replays stages it together with its own input.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/bank/bank_status.h"
-#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/staging/grid_tables.h"
+#include "csrc/bank/signature.h"
+#include "csrc/bank/replay/site.h"
+#include "csrc/bank/replay/slot_ring.h"
+#include "csrc/bank/replay/variant_graphs.h"
+#include "csrc/bank/staging/staging.h"
+#include "csrc/torch/numerics.h"
 
 namespace megagraph {
 
+// A small buffer that graphs read and that staging refills for each micro-batch.
+struct MetadataSpec {
+  SegmentKind kind;
+  at::Tensor example;  // its content during warm-up and capture
+  // Index into the sources that begin() is given; -1: none. A mask without one has the pack's end
+  // alone; any other buffer without one is constant.
+  int source = -1;
+  int32_t fill = -1;         // past the source's entries; -1 repeats its last one
+  bool extend_last = false;  // the last given offset, too, becomes `fill`
+  bool shared = false;       // one buffer for all slots, the example itself
+
+  bool is_staged() const { return source >= 0 || kind == SegmentKind::kMask; }
+};
+
+// What a bank captured for: a capacity, with or without a backward pass.
+struct Variant {
+  bool training;  // captured with a backward pass
+  // The source whose last entry is the pack's physical end; -1: inputs are staged whole.
+  int end_source;
+  bool fewer_rows;  // the first site's input may have fewer rows than were captured
+  std::vector<MetadataSpec> metadata;
+  std::vector<std::vector<at::Tensor>> buffers;  // of each spec, by slot
+  NumericSettings numerics;
+};
+
+// Learns of finished backward passes. Called from autograd threads; takes the GIL by itself.
+struct GradientListener {
+  std::function<bool()> wants;  // asked once for each lease
+  // Every gradient of the sites first..last is in its main_grad.
+  std::function<void(int first, int last)> done;
+  // Sites by which somebody waits for what is done by then. The rest is told with the next of
+  // them, or with the first site of its node.
+  std::vector<bool> is_noticed;
+};
+
 class GraphBank {
  public:
-  explicit GraphBank(c10::Device device);
+  // `pools`: what keeps the memory of each slot alive; one entry a slot. `poison`: fill a freed
+  // slot's floating-point boundaries with NaN. `holds_collectives`: the graphs contain collectives,
+  // so that falling back to eager on one rank alone would hang the group.
+  GraphBank(c10::Device device, int num_sites, const std::vector<std::shared_ptr<void>>& pools,
+            bool poison, bool holds_collectives);
   ~GraphBank();
   GraphBank(const GraphBank&) = delete;
   GraphBank& operator=(const GraphBank&) = delete;
 
-  c10::Device device() const { return device_; }
   BankState state() const { return status_->state.load(); }
-  // Throws where Note [Life of a bank] does not allow the step.
+  // Throws where Note [Life of a bank] does not allow the step. Sealing gathers each variant's
+  // graphs, copies what staging reads of their grids to the device, and waits for it. Tables that
+  // are there already stay.
   void become(BankState next);
   Counters& counters() { return status_->counters; }
 
-  std::shared_ptr<Chain> add_chain(int num_sites);
+  int num_sites() const { return static_cast<int>(sites_.size()); }
+  int num_slots() const { return slots_.size(); }
+  // The most micro-batches that were in flight at once, so far.
+  int most_in_flight() const { return slots_.most_leased(); }
+  std::vector<Lease> last_leases() const { return slots_.last_leases(); }
+  int num_variants() const { return static_cast<int>(variants_.size()); }
+  Site& site(int index) { return *sites_.at(index); }
+  const Variant& variant(int index) const { return variants_.at(index); }
+  c10::Device device() const { return device_; }
+  const std::shared_ptr<BankStatus>& status() const { return status_; }
 
+  int add_variant(Variant variant);
+  // What a site captured for a variant and a slot, before anything of it is launched.
+  void set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph> graph);
+  // Releases the graphs of a variant, which nobody begins again; its pool goes to later ones. The
+  // caller has waited for the device, and holds no slot.
+  void drop_variant(int variant);
+  // How many kernels have their grids set by each micro-batch of this variant and slot.
+  int num_document_grids(int variant, int slot) const;
+  // Null: nobody listens.
+  void set_listener(std::shared_ptr<const GradientListener> listener) {
+    listener_ = std::move(listener);
+  }
+
+  // One thread's turn to replay, taken with the GIL held and kept without it. Another thread that
+  // meanwhile begins, ends or replays gets an error instead of a race.
+  class Turn {
+   public:
+    explicit Turn(GraphBank& bank);
+    ~Turn() { bank_.is_replaying_ = false; }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    GraphBank& bank_;
+  };
+
+  // Whether begin() would raise because somebody keeps a tensor of every slot: Note [Other
+  // threads] in slot_ring.h.
+  bool awaits_tensors() const {
+    return holds_collectives_ && slots_.are_held() && !slots_.are_pending();
+  }
+  // Leases a slot for a micro-batch of `variant`, or answers why not. `sources` are tensors on the
+  // bank's device, as the variant's metadata buffers name them by index. `look_at_grads`:
+  // parameters may hold gradients beside main_grad (VariantGraphs); to look at each of them costs
+  // more than all the rest.
+  std::optional<EagerReason> begin(int variant, const std::vector<at::Tensor>& sources,
+                                   bool look_at_grads);
+  void end();
+  // The running micro-batch's slot; null between micro-batches.
+  const std::shared_ptr<Slot>& current() const { return current_; }
+
+  // Whether the running micro-batch can replay all sites in one go: Note [Spans] in
+  // replay_span.cpp.
+  bool is_linked() const;
+  // Replays the running micro-batch's graphs on `inputs` and appends the last one's outputs, or
+  // answers why the caller has to run eager, which is for the caller to count. Of one site, or of
+  // several where is_linked(). On the current stream; never waits for the device.
+  std::optional<EagerReason> replay(int first, int last, const std::vector<at::Tensor>& inputs,
+                                    std::vector<at::Tensor>& outputs);
+
+  // Appends the running micro-batch's metadata, as long as it is not staged.
+  void append_metadata(SegmentList& segments);
+  // Appends `input`. Of a packed one, rows past the pack's end become zero.
+  void append_input(SegmentList& segments, const at::Tensor& input, const at::Tensor& buffer,
+                    bool is_packed) const;
+
+  bool all_free() const;
+  std::string describe_holders() const;
+  const std::shared_ptr<const GradientListener>& listener() const { return listener_; }
   // Drops every graph. Backward passes that are still pending raise from now on. The caller has
   // waited for the device.
   void release();
 
  private:
-  const c10::Device device_;
+  void seal();
+  void append_document_grids(SegmentList& segments, const Segment& offsets,
+                             const at::Tensor& target);
+  void on_slot_free(int slot, int variant) noexcept;
+  void check_nobody_replays() const;
+  std::shared_ptr<const VariantGraphs> gather(int variant, int slot) const;
+  void check_source(const Variant& variant, size_t spec,
+                    const std::vector<at::Tensor>& sources) const;
+
   const std::shared_ptr<BankStatus> status_;
-  std::vector<std::shared_ptr<Chain>> chains_;
+  const c10::Device device_;
+  std::vector<std::unique_ptr<Site>> sites_;
+  SlotRing slots_;
+  std::vector<Variant> variants_;
+  std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
+  std::shared_ptr<const GradientListener> listener_;
+  const bool poison_, holds_collectives_;
+
+  std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]
+  std::atomic<bool> is_replaying_{false};
+  std::atomic<bool> has_unpoisoned_{false};  // a freed slot could not be filled with NaN
+
+  std::shared_ptr<Slot> current_;
+  std::vector<at::Tensor> sources_;  // of the running micro-batch
+  bool metadata_pending_ = false;
 };
 
 }  // namespace megagraph

@@ -15,18 +15,18 @@ namespace megagraph {
 
 using torch::autograd::variable_list;
 
-ReplayNode::ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs, int first,
+ReplayNode::ReplayNode(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs graphs, int first,
                        int last)
-    : listener_(chain.listener()),
-      device_(chain.device()),
+    : listener_(bank.listener()),
+      device_(bank.device()),
       slot_(std::move(slot)),
       graphs_(std::move(graphs)),
       first_(first),
       last_(last) {}
 
-NodePtr<ReplayNode> ReplayNode::make(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs,
-                                     int first, int last) {
-  return own_node(new ReplayNode(chain, std::move(slot), std::move(graphs), first, last));
+NodePtr<ReplayNode> ReplayNode::make(const GraphBank& bank, std::shared_ptr<Slot> slot,
+                                     Graphs graphs, int first, int last) {
+  return own_node(new ReplayNode(bank, std::move(slot), std::move(graphs), first, last));
 }
 
 ReplayNode::~ReplayNode() { let_go(); }

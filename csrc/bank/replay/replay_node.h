@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/bank/replay/variant_graphs.h"
@@ -27,7 +27,7 @@ class ReplayNode final : public LendingNode {
 
   // The slot has been entered for the sites from `first` to `last`, which have their graphs among
   // these; the node leaves it, by its backward or by its end.
-  static NodePtr<ReplayNode> make(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs,
+  static NodePtr<ReplayNode> make(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs graphs,
                                   int first, int last);
   ~ReplayNode() override;
   ReplayNode(const ReplayNode&) = delete;
@@ -40,7 +40,7 @@ class ReplayNode final : public LendingNode {
   std::string name() const override { return "MegagraphReplay"; }
 
  private:
-  ReplayNode(const Chain& chain, std::shared_ptr<Slot> slot, Graphs graphs, int first, int last);
+  ReplayNode(const GraphBank& bank, std::shared_ptr<Slot> slot, Graphs graphs, int first, int last);
   void let_go() noexcept override;
   SiteGraph& graph_of(int site) const { return *graphs_->sites[site]; }
   void check_unchanged() const;

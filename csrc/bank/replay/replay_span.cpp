@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replays a span of sites that follow one another: one, or a whole chain.
+// Replays a span of sites that follow one another: one, or all of a bank.
 //
 // Note [Spans]
-// In a chain each output lies where the next site reads it. Handed out to the host between two
+// Each output lies where the next site reads it. Handed out to the host between two
 // sites, it would cost a leased tensor, an autograd node and a way through Python, several times
-// the launch itself. So where every site of a chain has its graph and takes over the one before it,
+// the launch itself. So where every site has its graph and takes over the one before it,
 // they are launched in one call, with one node as their history, whose backward launches theirs.
 // Where that does not hold, nothing is done, and the host calls site by site.
 
@@ -12,7 +12,7 @@
 
 #include <utility>
 
-#include "csrc/bank/replay/chain.h"
+#include "csrc/bank/replay/graph_bank.h"
 #include "csrc/bank/replay/launch.h"
 #include "csrc/bank/replay/leased_storage.h"
 #include "csrc/bank/replay/range.h"
@@ -21,16 +21,16 @@
 
 namespace megagraph {
 
-bool Chain::is_linked() const {
-  if (current_ == nullptr || bank_->state.load() == BankState::kReleased) return false;
+bool GraphBank::is_linked() const {
+  if (current_ == nullptr || status_->state.load() == BankState::kReleased) return false;
   return graphs_[current_->variant()][current_->index()]->is_linked;
 }
 
-std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<at::Tensor>& inputs,
-                                         std::vector<at::Tensor>& outputs) {
-  TORCH_CHECK(current_ != nullptr, "site ", first,
-              " was called outside a micro-batch of its chain");
-  if (bank_->state.load() == BankState::kReleased) return EagerReason::kReleased;
+std::optional<EagerReason> GraphBank::replay(int first, int last,
+                                             const std::vector<at::Tensor>& inputs,
+                                             std::vector<at::Tensor>& outputs) {
+  TORCH_CHECK(current_ != nullptr, "site ", first, " was called outside a micro-batch of its bank");
+  if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
   // Copies: another thread may release the bank during a wait.
   const std::shared_ptr<Slot> slot = current_;
   const int variant = slot->variant();
@@ -47,7 +47,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   }
   if (!slot->enter(first, last)) {
     if (!slot->await_stray_transients()) return EagerReason::kNesting;
-    if (bank_->state.load() == BankState::kReleased) return EagerReason::kReleased;
+    if (status_->state.load() == BankState::kReleased) return EagerReason::kReleased;
     if (!slot->enter(first, last)) return EagerReason::kNesting;
   }
   if (poison_ && first > 0 && graphs->sites[first - 1] != nullptr) {
@@ -87,7 +87,7 @@ std::optional<EagerReason> Chain::replay(int first, int last, const std::vector<
   if (node != nullptr) {
     node->connect(inputs, {outputs.begin() + static_cast<int64_t>(begin), outputs.end()});
   }
-  bank_->counters.count_replays(calls);
+  status_->counters.count_replays(calls);
   return std::nullopt;
 }
 

@@ -38,7 +38,7 @@ struct SiteGraph {
   // between is an error then.
   bool saves_input = false;
   std::vector<bool> saves_outputs;
-  // The first site of its chain, whose input is the caller's as it was given.
+  // The first site, whose input is the caller's as it was given.
   bool is_entry = false;
   // The input is the previous site's only output, where that lies, and its gradient is that one's.
   bool is_chained = false;
@@ -47,14 +47,14 @@ struct SiteGraph {
   // What profilers call its replays; empty if nobody asked.
   std::string forward_range, backward_range;
 
-  // Set by the chain: what each input must look like.
+  // Set by the bank: what each input must look like.
   std::vector<TensorSignature> accepts;
   bool released = false;
 
   // Whether the gradient of the input keeps its memory until the micro-batch has ended. That of a
   // site behind a gap is used again by the passes after it, and is handed out as a copy.
   bool lends_gradient() const { return is_entry || is_chained; }
-  // Whether this can be launched right after `before`; null is the beginning of a chain.
+  // Whether this can be launched right after `before`; null is the beginning.
   bool follows(const SiteGraph* before) const;
   // Of the accumulated parameters: VariantGraphs says what it means.
   bool have_other_grads() const;

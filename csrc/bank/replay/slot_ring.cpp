@@ -194,12 +194,10 @@ void Slot::detach() {
   on_free_ = nullptr;
 }
 
-SlotRing::SlotRing(int num_slots, int num_sites,
-                   const std::function<void(int slot, int variant)>& on_free,
-                   const std::vector<std::shared_ptr<void>>& keep_alive) {
-  TORCH_CHECK_VALUE(num_slots >= 1, "a chain needs at least one slot, got ", num_slots);
-  TORCH_CHECK_VALUE(static_cast<int>(keep_alive.size()) == num_slots, "expected ", num_slots,
-                    " pools, one for each slot, got ", keep_alive.size());
+SlotRing::SlotRing(const std::vector<std::shared_ptr<void>>& pools, int num_sites,
+                   const std::function<void(int slot, int variant)>& on_free) {
+  const int num_slots = static_cast<int>(pools.size());
+  TORCH_CHECK_VALUE(num_slots >= 1, "a bank needs at least one slot, got ", num_slots);
   lease_of_slot_.resize(num_slots);
   if (num_slots > 1) leases_.reserve(kLastLeases);
   for (int i = 0; i < num_slots; ++i) {
@@ -208,7 +206,7 @@ SlotRing::SlotRing(int num_slots, int num_sites,
       end_lease(i);
       if (on_free) on_free(i, variant);
     };
-    slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), keep_alive[i]));
+    slots_.push_back(std::make_shared<Slot>(i, num_sites, std::move(freed), pools[i]));
   }
 }
 

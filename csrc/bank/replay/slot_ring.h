@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slots: storage for one in-flight micro-batch of one chain.
+// Slots: storage for one in-flight micro-batch of one bank.
 //
 // Note [Nesting rule]
 // All graphs of a slot share one memory pool; beside it slots share another, for what is temporary
@@ -128,11 +128,12 @@ struct Lease {
   int64_t end;  // 0 while it is held
 };
 
-// The slots of one chain, handed out in ring order.
+// The slots of one bank, handed out in ring order.
 class SlotRing {
  public:
-  SlotRing(int num_slots, int num_sites, const std::function<void(int slot, int variant)>& on_free,
-           const std::vector<std::shared_ptr<void>>& keep_alive);
+  // A slot for each of `pools`, which it keeps alive.
+  SlotRing(const std::vector<std::shared_ptr<void>>& pools, int num_sites,
+           const std::function<void(int slot, int variant)>& on_free);
   ~SlotRing();
   SlotRing(const SlotRing&) = delete;
   SlotRing& operator=(const SlotRing&) = delete;

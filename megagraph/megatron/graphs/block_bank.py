@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.bank import Bank, Progress
+from megagraph.bank.bank import Bank, BankOptions, Progress
 from megagraph.bank.capture import GroupGaveUp, Verdict
-from megagraph.bank.chain import Chain
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
@@ -24,9 +23,7 @@ from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.joining import Joining, Why
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, Overriding
-from megagraph.megatron.graphs.loops import Key, Loops
-from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.new_bank import new_bank
+from megagraph.megatron.graphs.micro_batch import Key, MicroBatch
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
@@ -35,6 +32,7 @@ from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import slots_of
 from megagraph.megatron.scopes.walk import LayerLoop
+from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
 from megagraph.timeline import Lease
 
 __all__ = ["BlockBank"]
@@ -53,7 +51,7 @@ class BlockBank:
         may_join: as `Joining` takes it.
 
     Attributes:
-        chain: of the present bank.
+        bank: the present one.
         layers, scopes: of the block; what of each layer is graphed, none for whole ones.
         watch: what its graphs rely on.
         device: where the model is.
@@ -90,7 +88,8 @@ class BlockBank:
         self.have_only_gradients_moved = False
         self.watch = self.layers.new_watch()
         self._set_ddp(ddp)
-        self._bank, self.chain, self._loops = self._new_bank()
+        self.bank = self._new_bank()
+        self._loops: dict[Key, LayerLoop] = {}
 
     # -- the model and its DDP -------------------------------------------------------------------
 
@@ -118,42 +117,60 @@ class BlockBank:
         self.failures.clear()  # of its hooks, which nobody expected
         self.reset()
 
-    def _new_bank(self) -> tuple[Bank, Chain, Loops]:
-        plan, num_slots = self.layers.plan, slots_of(self._live(), self._config.cuda_graph_slots)
-        bank, chain = new_bank(plan, num_slots, self.device, self._peers, self._config)
-        return bank, chain, Loops(plan, chain, self.constants, self._param_syncs.before_sites)
+    def _new_bank(self) -> Bank:
+        options = BankOptions(
+            holds_collectives=self._peers.size > 1,
+            exchange=self._peers.exchange,
+            trackers=[while_capturing.rng_tracker_source()],
+            guard=while_capturing.capturing,
+            left_out=IGNORED_ATTRIBUTES,
+            poison=self._config.poison,
+            annotate=self._config.cuda_graph_nvtx,
+        )
+        num_slots = slots_of(self._live(), self._config.cuda_graph_slots)
+        plan = self.layers.plan
+        return Bank(plan.bank_steps(), self.device, num_slots=num_slots, options=options)
+
+    def _follow_variants(self) -> None:
+        """Makes loops of variants that were captured, and lets go of those that were dropped."""
+        variants = self.bank.variants
+        for key in variants.keys() - self._loops.keys():
+            constants, before_sites = self.constants[key], self._param_syncs.before_sites
+            self._loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
+        for key in self._loops.keys() - variants.keys():
+            del self._loops[key], self.constants[key]
 
     # -- micro-batches ---------------------------------------------------------------------------
 
     def begin(self, batch: MicroBatch) -> LayerLoop | None:
         """Leases a slot and returns the loop that replays the batch; None where `batch.reason` says why."""
-        batch.reason = self.chain.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
+        batch.reason = self.bank.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
         if batch.reason is not None:
             self._peers.run_alone(batch.reason, batch.kind.cp_size)
             return None
-        loop = self._loops.by_key[batch.key]
+        loop = self._loops[batch.key]
         loop.batch = batch
         return loop
 
     def end(self, loop: LayerLoop) -> None:
         """Ends the micro-batch that `begin()` returned a loop for."""
         loop.batch = None
-        self.chain.end()
+        self.bank.end()
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
         """Counts what runs eager: a call of every site, or of some."""
-        self._bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
+        self.bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
 
     def eager_reason(self, key: Key) -> EagerReason | None:
         """Why a variant has no graph of any layer and will get none, or None."""
-        chain = self.chain
-        return None if key in chain.variants else chain.eager_variants.get(key)
+        bank = self.bank
+        return None if key in bank.variants else bank.eager_variants.get(key)
 
     # -- capture ---------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:
         """Whether nobody holds a slot, so that a capture may begin; says who does otherwise."""
-        holders = self.chain.holders()
+        holders = self.bank.holders()
         if holders and holders != self._last_holders:  # once, and not in each step
             log.warning("capture waits: %s", holders)
         self._last_holders = holders
@@ -215,13 +232,13 @@ class BlockBank:
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return False
         self._workspaces = while_capturing.held_workspaces()
-        self.failures += self._bank.take_failures()
+        self.failures += self.bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
-        self._loops.follow()
-        listen(self.chain, self._ddp())
+        self._follow_variants()
+        listen(self.bank, self._ddp())
         shapes = "; ".join(dict.fromkeys(str(capacity) for capacity, _kind in keys))
         log.info(
-            "captured %d graphs in %.2f s for %s", self._bank.num_graphs, self._bank.capture_seconds, shapes
+            "captured %d graphs in %.2f s for %s", self.bank.num_graphs, self.bank.capture_seconds, shapes
         )
         return has_kept
 
@@ -233,10 +250,10 @@ class BlockBank:
         """
         keys, has_kept = [variant.key for variant in variants], True
         while True:
-            self._bank.capture({self.chain: variants}, self._progress)
+            self.bank.capture(variants, self._progress)
             self._agree_on_variants()
             failing: Mapping[int, Why] = {
-                error.index: (error.reason, error.detail) for error in self._bank.failures
+                error.index: (error.reason, error.detail) for error in self.bank.failures
             }
             if not self._joins_otherwise(failing):
                 failing = self._find_failing(keys)
@@ -244,9 +261,9 @@ class BlockBank:
                     return has_kept
                 if not self._joins_otherwise(failing):
                     self._leave_eager(failing)
-                    self._bank.drop(self.chain, keys)
+                    self.bank.drop(keys)
                     continue
-            has_kept = has_kept and {*self.chain.variants} <= {*keys}
+            has_kept = has_kept and {*self.bank.variants} <= {*keys}
             self.reset()
             self._prepare()
             self._peers.hold(self.layers.specs)
@@ -256,23 +273,23 @@ class BlockBank:
 
     def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
-            return self.verifier.failing(self._bank, self.chain, keys)
+            return self.verifier.failing(self.bank, keys)
 
     def is_still_right(self) -> bool:
         """Verifies a variant that is due; drops every graph where that of a layer is wrong."""
         key, self.verifier.pending = self.verifier.pending, None
-        failing = self._find_failing([key]) if key is not None and key in self.chain.variants else {}
+        failing = self._find_failing([key]) if key is not None and key in self.bank.variants else {}
         if self._joins_otherwise(failing):
             self.reset()
         elif failing:
             self._leave_eager(failing)
-            self._drop([*self.chain.variants])
+            self._drop([*self.bank.variants])
         return not failing
 
     def _drop(self, keys: Sequence[Key]) -> None:
-        self._bank.drop(self.chain, keys)
-        self._loops.follow()
-        self._latent_tables.keep(self.chain.variants)
+        self.bank.drop(keys)
+        self._follow_variants()
+        self._latent_tables.keep(self.bank.variants)
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
@@ -287,20 +304,19 @@ class BlockBank:
         self.failures += [warned(note) for note in self.layers.notes if note not in self.failures]
 
     def _has_sites_of_now(self) -> bool:
-        """Whether the chain is of the sites that the layers have now."""
-        return [*self.chain.specs] == [*self.layers.specs]
+        """Whether the bank is of the sites that the layers have now."""
+        return [*self.bank.specs] == [*self.layers.specs]
 
     def _leave_eager(self, layers: Mapping[int, Why]) -> None:
         for index, (reason, what) in layers.items():
-            sentence = f"{self.chain.specs[index].name} stays eager ({reason.name}): {what}"
+            sentence = f"{self.bank.specs[index].name} stays eager ({reason.name}): {what}"
             if sentence not in self.failures:  # as it was of the bank before
                 self.failures.append(warned(sentence))
-            self.chain.keep_eager(index, reason)
+            self.bank.keep_eager(index, reason)
 
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
-        chain = self.chain
-        sealed = sorted(map(repr, chain.variants)), sorted(chain.eager_sites)
+        sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
         are_fine = self._peers.exchange([Verdict.FINE]) == [Verdict.FINE]
         if not are_fine or not self._peers.agree_on(repr(sealed)):
             raise GroupGaveUp
@@ -309,7 +325,7 @@ class BlockBank:
         """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.reset()
-        self.chain.eager_variants |= {variant.key: reason for variant in variants}
+        self.bank.eager_variants |= {variant.key: reason for variant in variants}
 
     def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
         @contextlib.contextmanager
@@ -330,7 +346,7 @@ class BlockBank:
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
         self.have_only_gradients_moved = False
-        if self._bank.has_other_streams():
+        if self.bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
         are_others = self.layers.follow()
         if self._joining is not None:
@@ -347,35 +363,36 @@ class BlockBank:
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
-        self._totals.add(self._bank, self.chain)
-        self._bank.release()
+        self._totals.add(self.bank)
+        self.bank.release()
         self._peers.let_go()
         self.constants.clear()
         self._latent_tables.clear()
         stay_eager = self.watch.stay_eager if self._has_sites_of_now() else ()
         self.watch = self.layers.new_watch(stay_eager)
         self._set_ddp(self._ddp())
-        self._bank, self.chain, self._loops = self._new_bank()
+        self.bank = self._new_bank()
+        self._loops.clear()
 
     def drop_gradients(self) -> None:
         """Releases the graphs that read main gradients. Only where no slot is held."""
-        self._drop([key for key in self.chain.variants if key[1].grad])
+        self._drop([key for key in self.bank.variants if key[1].grad])
         self.watch.forget_gradients()
 
     def drop_states(self, states: Collection[int]) -> None:
         """Releases the graphs of some states of the layers. Only where no slot is held."""
         if states:
-            self._drop([key for key in self.chain.variants if key[1].state in states])
+            self._drop([key for key in self.bank.variants if key[1].state in states])
 
     def release(self) -> None:
         """Drops every graph for good."""
-        self._bank.release()
+        self.bank.release()
 
     # -- figures ---------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""
-        return self._totals.counters(self._bank)
+        return self._totals.counters(self.bank)
 
     def valid_tokens(self) -> int:
         """Valid tokens of all replayed packs. Waits for the device."""
@@ -383,18 +400,18 @@ class BlockBank:
 
     def leases(self) -> list[Lease]:
         """When slots were last leased; none where there is only one."""
-        return self._totals.last_leases(self.chain)
+        return self._totals.last_leases(self.bank)
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
         return {
             "layers": self.layers.num_sites,
-            "sites": len(self.chain.specs),
-            "graphs": self._bank.num_graphs,
-            "slots": self.chain.num_slots,
-            "most_in_flight": self._totals.most_in_flight(self.chain),
-            "pool_bytes": self._bank.pool_bytes(),
-            "capture_seconds": self._totals.capture_seconds(self._bank),
+            "sites": len(self.bank.specs),
+            "graphs": self.bank.num_graphs,
+            "slots": self.bank.num_slots,
+            "most_in_flight": self._totals.most_in_flight(self.bank),
+            "pool_bytes": self.bank.pool_bytes(),
+            "capture_seconds": self._totals.capture_seconds(self.bank),
             "failures": list(self.failures),
             "verification": self.verifier.report(),
         }

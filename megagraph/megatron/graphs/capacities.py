@@ -10,8 +10,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
 from megagraph.log import log
-from megagraph.megatron.graphs.loops import Key
-from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.megatron.graphs.micro_batch import Key, Kind
 from megagraph.packs.packing import TailConvention, pack_shape
 
 __all__ = ["Capacities"]

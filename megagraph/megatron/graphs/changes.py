@@ -130,7 +130,7 @@ class Changes:
         if self._peers.run_other_packs:
             # What others have met is captured here as well, so whatever keeps a capture back does so first.
             block = self._block
-            is_held = torch.is_inference_mode_enabled() or bool(block.chain.holders())
+            is_held = torch.is_inference_mode_enabled() or bool(block.bank.holders())
             can_capture = can_capture and not is_held and block.has_memory(grad=False)
             has_gradients = self.gradients_reason is None and block.has_memory(grad=True)
             return self._shared.of_all(due, can_capture=can_capture, has_gradients=has_gradients)
@@ -154,11 +154,11 @@ class Changes:
     def _clean_up(self) -> None:
         """After a step that raised: frees what is left of it, where the error and its frames are garbage."""
         self.has_raised = False
-        chain, layers = self._block.chain, self._block.layers
-        if chain.holders():
+        bank, layers = self._block.bank, self._block.layers
+        if bank.holders():
             layers.forget_calls()
             gc.collect()
-        if holders := chain.holders():
+        if holders := bank.holders():
             log.warning("a step that raised has left tensors that somebody holds: %s", holders)
 
     def _costs_step(self, changed: EagerReason, captures: bool) -> bool:
@@ -175,8 +175,8 @@ class Changes:
 
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
-        chain = self._block.chain
-        (everything,) = self._peers.exchange([int(not is_partial or bool(chain.holders()))])
+        bank = self._block.bank
+        (everything,) = self._peers.exchange([int(not is_partial or bool(bank.holders()))])
         if everything:
             self.drop_everything()
         else:

@@ -85,8 +85,8 @@ class LayerStates:
             RuntimeError: where the ranks' last calls were in different states, naming what differs. Not while
                 nothing has been captured: no rank can have replayed.
         """
-        chain = self._block.chain
-        if not self._numbers.agree(largest) and chain.variants:
+        bank = self._block.bank
+        if not self._numbers.agree(largest) and bank.variants:
             self._raise_for_ranks()
         self.current, self._call = self._numbers.current, (self._met[0], self._numbers.current)
         self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
@@ -162,8 +162,8 @@ class LayerStates:
 
     def follow_eager_layers(self) -> None:
         """After the first capture of a bank: layers that have no graphs are no part of the state any more."""
-        watch, chain = self._block.watch, self._block.chain
-        if watch.leave_out(chain.eager_sites):
+        watch, bank = self._block.watch, self._block.bank
+        if watch.leave_out(bank.eager_sites):
             self._numbers.add_name(watch.whole_state())
             self._items = self._items_of_now()
         self._unguarded = sorted(watch.names_left_out())

@@ -34,7 +34,7 @@ from megagraph.packs.packing import (
     offsets_rules,
 )
 
-__all__ = ["Kind", "MicroBatch", "is_mask"]
+__all__ = ["Key", "Kind", "MicroBatch", "is_mask"]
 
 
 class Kind(NamedTuple):
@@ -70,6 +70,10 @@ class Kind(NamedTuple):
             *(() if self.grad else ("forward only",)),
             *(("with a padding mask",) if self.has_mask else ()),
         ]
+
+
+# A variant's name.
+Key = tuple[Capacity, Kind]
 
 
 @functools.cache
@@ -128,7 +132,7 @@ class MicroBatch:
         self,
         params: Any,
         tokens: int,
-        key: tuple[Capacity, Kind],
+        key: Key,
         reason: EagerReason | None,
         tail: TailConvention,
         pads_at_entry: bool,

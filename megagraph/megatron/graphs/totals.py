@@ -4,7 +4,6 @@
 from collections import Counter
 
 from megagraph.bank.bank import Bank
-from megagraph.bank.chain import Chain
 from megagraph.timeline import Lease
 
 __all__ = ["Totals"]
@@ -21,12 +20,12 @@ class Totals:
         self._most_in_flight = 0
         self._leases: list[Lease] = []
 
-    def add(self, bank: Bank, chain: Chain) -> None:
-        """A bank that is about to be released, and its chain."""
+    def add(self, bank: Bank) -> None:
+        """A bank that is about to be released."""
         self._counts.update(bank.counters())
         self._seconds += bank.capture_seconds
-        self._most_in_flight = self.most_in_flight(chain)
-        self._leases = self.last_leases(chain)
+        self._most_in_flight = self.most_in_flight(bank)
+        self._leases = self.last_leases(bank)
 
     def counters(self, bank: Bank) -> dict[str, int]:
         """Calls, replays and eager calls by reason.
@@ -40,22 +39,22 @@ class Totals:
         """Spent capturing."""
         return self._seconds + bank.capture_seconds
 
-    def most_in_flight(self, chain: Chain) -> int:
+    def most_in_flight(self, bank: Bank) -> int:
         """The most micro-batches that held slots at once.
 
         Args:
-            chain: of the present bank.
+            bank: the present one.
         """
-        return max(self._most_in_flight, chain.core.most_in_flight)
+        return max(self._most_in_flight, bank.core.most_in_flight)
 
-    def last_leases(self, chain: Chain) -> list[Lease]:
+    def last_leases(self, bank: Bank) -> list[Lease]:
         """When slots were last leased; none where there is only one.
 
         Args:
-            chain: of the present bank.
+            bank: the present one.
         """
         present = [
             Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
-            for slot, grad, begin, end in chain.core.last_leases()
+            for slot, grad, begin, end in bank.core.last_leases()
         ]
         return [*self._leases, *present][-_MOST_LEASES:]

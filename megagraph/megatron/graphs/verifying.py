@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from megagraph.bank.backends import KeptMemoryError
-from megagraph.bank.bank import Bank
-from megagraph.bank.chain import CapturedVariant, Chain
-from megagraph.bank.verify import Example, Verification
+from megagraph.bank.bank import Bank, CapturedVariant
+from megagraph.bank.verify import Example, Verification, verify
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.loops import Key
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
+from megagraph.megatron.graphs.micro_batch import Key, Kind, MicroBatch
 from megagraph.megatron.graphs.pack_fields import sources_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
@@ -156,7 +154,7 @@ class Verifier:
 
     # -- graphs ----------------------------------------------------------------------------------
 
-    def failing(self, bank: Bank, chain: Chain, keys: Sequence[Key]) -> Failing:
+    def failing(self, bank: Bank, keys: Sequence[Key]) -> Failing:
         """Verifies variants where micro-batches were kept that they hold.
 
         Returns:
@@ -166,12 +164,12 @@ class Verifier:
             return {}
         found: dict[int, str] = {}
         for key in keys:
-            verification = self._verify(bank, chain, key)
+            verification = self._verify(bank, key)
             for difference in () if verification is None else verification.differences:
                 found.setdefault(difference.index, str(difference))
-            if self._kept_memory is not None and key in chain.variants:
-                found = dict.fromkeys(range(len(chain.specs)), self._kept_memory)
-        anywhere = self._peers.exchange([int(index in found) for index in range(len(chain.specs))])
+            if self._kept_memory is not None and key in bank.variants:
+                found = dict.fromkeys(range(len(bank.specs)), self._kept_memory)
+        anywhere = self._peers.exchange([int(index in found) for index in range(len(bank.specs))])
         return {
             index: (EagerReason.VERIFY_FAILED, found[index])
             if index in found
@@ -180,34 +178,34 @@ class Verifier:
             if is_wrong
         }
 
-    def _verify(self, bank: Bank, chain: Chain, key: Key) -> Verification | None:
+    def _verify(self, bank: Bank, key: Key) -> Verification | None:
         capacity, _kind = key
         kept = self._example(key)
-        can = key in chain.variants and kept is not None
+        can = key in bank.variants and kept is not None
         (somebody_cannot,) = self._peers.exchange([int(not can)])
         if somebody_cannot or kept is None:
-            self._note_unverified(chain, key, dict.fromkeys(chain.graphable(), _NO_EXAMPLE))
+            self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
             return None
         start = time.perf_counter()
         valid = self._valid_rows(kept, key)
         example = Example(hidden=kept.hidden, sources=kept.sources, grad=kept.grad, valid_rows=valid)
         try:
-            verification = bank.verify(chain, key, example)
+            verification = verify(bank, key, example)
         except KeptMemoryError as error:
             self._kept_memory = f"a module keeps memory of its call, over which graphs would write: {error}"
             return None
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             what = f"{type(error).__name__}: {error}"
             log.warning("graphs for %s could not be verified, and are used: %s", capacity, what)
-            self._note_unverified(chain, key, dict.fromkeys(chain.graphable(), what))
+            self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), what))
             return None
         finally:
             self._seconds += time.perf_counter() - start
         why = {index: f"{_NOT_TAKEN} ({reason})" for index, reason in verification.not_run.items()}
-        self._note_unverified(chain, key, why)
+        self._note_unverified(bank, key, why)
         self._verified += not verification.not_run
         self._bytes = max(self._bytes, verification.most_bytes)
-        self._within_spread |= {chain.specs[index].name for index in verification.within_spread}
+        self._within_spread |= {bank.specs[index].name for index in verification.within_spread}
         return verification
 
     def _example(self, key: Key) -> _Kept | None:
@@ -217,17 +215,17 @@ class Verifier:
         others = (kept for (family, _), kept in reversed(self._kept.items()) if family == kind.family)
         return own or next((kept for kept in others if kept.fits(capacity)), None)
 
-    def _note_unverified(self, chain: Chain, key: Key, sites: Mapping[int, str]) -> None:
+    def _note_unverified(self, bank: Bank, key: Key, sites: Mapping[int, str]) -> None:
         """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""
-        if key not in chain.variants:
+        if key not in bank.variants:
             return
-        captured = chain.captured[chain.variants[key]]
+        captured = bank.captured[bank.variants[key]]
         if not sites:
             self._compared.add(captured)
             self._unverified.pop(captured, None)
         elif captured not in self._compared:
             self._unverified[captured] = [
-                {"variant": str(captured.spec), "site": chain.specs[index].name, "why": why}
+                {"variant": str(captured.spec), "site": bank.specs[index].name, "why": why}
                 for index, why in sites.items()
             ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank.chain import Chain
+from megagraph.bank.bank import Bank
 from megagraph.bank.sites import SiteSpec
 
 __all__ = ["ParamSyncs", "accumulator_hooks", "borders_of", "find_ddp", "is_ddp_hook", "listen"]
@@ -36,7 +36,7 @@ def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     return lambda param: int(param in groups)
 
 
-def listen(chain: Chain, ddp: nn.Module | None) -> None:
+def listen(bank: Bank, ddp: nn.Module | None) -> None:
     """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
@@ -55,10 +55,10 @@ def listen(chain: Chain, ddp: nn.Module | None) -> None:
     reports = [
         [
             (group_of[param], param)
-            for param in dict.fromkeys((*chain.gradient_order.get(index, ()), *spec.parameters()))
+            for param in dict.fromkeys((*bank.gradient_order.get(index, ()), *spec.parameters()))
             if param.requires_grad and param in group_of
         ]
-        for index, spec in enumerate(chain.specs)
+        for index, spec in enumerate(bank.specs)
     ]
     # By group the last site of it that the backward pass reaches.
     groups = {group: index for index in reversed(range(len(reports))) for group, _param in reports[index]}
@@ -73,7 +73,7 @@ def listen(chain: Chain, ddp: nn.Module | None) -> None:
             for group, param in reports[site]:
                 group.register_grad_ready(param, force_all_reduce)
 
-    chain.listen(wants, done, sorted(set(groups.values())))
+    bank.listen(wants, done, sorted(set(groups.values())))
 
 
 def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:

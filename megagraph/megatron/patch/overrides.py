@@ -230,9 +230,10 @@ def _one_by_one(
     """Runs a block of layers, each of which replays or runs eager by itself."""
     loop = graphs.begin(batch, given.get("hidden_states"), given.get("rotary_pos_emb"), None)
     given.put("packed_seq_params", batch.params)
-    bank = graphs.block
-    count_site = functools.partial(bank.count_eager, sites=1)
-    layers = LayersOneByOne(batch, bank.layers.plan, bank.chain, bank.constants[batch.key], loop, count_site)
+    block = graphs.block
+    count_site = functools.partial(block.count_eager, sites=1)
+    constants = block.constants[batch.key]
+    layers = LayersOneByOne(batch, block.layers.plan, block.bank, constants, loop, count_site)
     try:
         with layers.shadowing():
             out = original(*given.args, **given.kwargs)

@@ -43,7 +43,7 @@ class LayerStep:
     """One step of a layer, or of several whole layers.
 
     Args:
-        step: as a chain takes it.
+        step: as a bank takes it.
         layer: the place in the block of its layer, or the first one of them.
         run: runs it eager, inside of the block.
         is_whole: it is all of the layer.
@@ -107,8 +107,8 @@ class BlockPlan:
         """The layers that still exist."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
 
-    def chain_steps(self) -> list[SiteSpec | EagerPart]:
-        """All steps, as a chain takes them."""
+    def bank_steps(self) -> list[SiteSpec | EagerPart]:
+        """All steps, as a bank takes them."""
         return [step.step for step in self.steps]
 
     def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megagraph.bank.chain import Chain
+from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.scopes.parts import given_to_mamba
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep
@@ -88,7 +88,7 @@ class LayerLoop:
 
     Args:
         plan: the steps of the layers.
-        chain: of these steps, with their graphs.
+        bank: of these steps, with their graphs.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
         before_sites: asked before each forward for what to call with a site's index before that site;
             None for nothing.
@@ -97,14 +97,14 @@ class LayerLoop:
     def __init__(
         self,
         plan: BlockPlan,
-        chain: Chain,
+        bank: Bank,
         constants: Constants,
         before_sites: Callable[[], Callable[[int], None] | None],
     ) -> None:
         self._plan = plan
-        self._steps = plan.walk(chain.eager_sites)
-        self._sites = chain.sites
-        self._replay_all = chain.replay_all
+        self._steps = plan.walk(bank.eager_sites)
+        self._sites = bank.sites
+        self._replay_all = bank.replay_all
         self._constants = constants
         self.before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
@@ -210,7 +210,7 @@ class LayersOneByOne:
     Args:
         batch: the micro-batch.
         plan: the steps of the layers.
-        chain: of these steps, with their graphs.
+        bank: of these steps, with their graphs.
         constants: the arguments of the capture.
         loop: of the variant that replays; None where the decision was to run eager.
         count_eager: counts a call that runs as given although the micro-batch replays.
@@ -220,14 +220,14 @@ class LayersOneByOne:
         self,
         batch: GivenBatch,
         plan: BlockPlan,
-        chain: Chain,
+        bank: Bank,
         constants: Constants,
         loop: LayerLoop | None,
         count_eager: Callable[[EagerReason], None],
     ) -> None:
         self._batch = batch
         self._plan = plan
-        self._sites = chain.sites
+        self._sites = bank.sites
         self._constants = constants
         self._replays = loop is not None
         self._before_site = None if loop is None else loop.before_sites()
