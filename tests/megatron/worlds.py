@@ -2,8 +2,8 @@
 """Processes that stand for the ranks of a job: started once, they run one function after another.
 
 Over gloo on the CPU, over NCCL on GPUs, which ranks share where there are fewer. Each file of tests has
-processes of its own, as many for each number of ranks, and each function has groups of its own. On the CPU
-processes are forks of a server that has imported what takes seconds; CUDA does not survive a fork.
+processes of its own, as many for each number of ranks, and each function has groups of its own. Processes are
+forks of a server that has imported what takes seconds, and has not asked for CUDA, which survives no fork.
 Nothing is compiled in them but where a test asks for it: what Megatron fuses has the bits of its parts.
 Ranks that wait for one another for ever are a failure that says where. How processes end is the failure of a
 test of its own, the last one of each file.
@@ -41,8 +41,7 @@ IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagrap
 
 def _processes() -> Any:
     """Where ranks come from."""
-    if torch.cuda.is_available():
-        return multiprocessing.get_context("spawn")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is asked without CUDA
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
