@@ -39,11 +39,11 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test nightly mutants gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
-	@echo "make nightly | mutants: what takes too long for every change"
+	@echo "make nightly | mutants: what takes too long for every change; make sizes: how large the project is"
 
 # ---- environment: each stamp is one step ----
 
@@ -104,6 +104,10 @@ nightly: $(VENV)/.built $(VENV)/.test $(OTHER_CORE_DIR)/.unpacked $(BRIDGE_DIR)/
 # Puts each fault of tests/mutants.txt into a copy of the tree: its test must fail.
 mutants: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python .ci/mutants $(MUTANTS)
+
+# How large the project is, beside the bounds that tests/test_sizes.py keeps.
+sizes:
+	@$(PYTHON) .ci/sizes
 
 # An environment for each minor of torch (5.4 GB each, reused), with a wheel of the sdist beside it: the
 # checkout's own build stays as it is, and out of the path (Python 3.11 and newer).
