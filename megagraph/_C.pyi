@@ -86,7 +86,6 @@ class MetadataSpec(metaclass=_pybind11_type):
         source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
             and any other buffer is constant.
         fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
-        extend_last: whether the last given offset, too, becomes `fill`.
         shared: one buffer for all slots, the example itself (a counter).
     """
 
@@ -97,7 +96,6 @@ class MetadataSpec(metaclass=_pybind11_type):
         example: Tensor,
         source: int = -1,
         fill: int = -1,
-        extend_last: bool = False,
         shared: bool = False,
     ) -> None: ...
     def buffer(self) -> Tensor:

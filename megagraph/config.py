@@ -121,8 +121,6 @@ class GraphConfig:
         if any(size & (size - 1) for size in self.cp_sizes) or [*self.cp_sizes] != sorted({*self.cp_sizes}):
             raise ValueError(f"cp_sizes: expected ascending powers of two, got {self.cp_sizes}")
         largest = max(self.cp_sizes, default=1)
-        if largest > 1 and self.tail is TailConvention.EXTEND_LAST:
-            raise ValueError("tail: expected hidden, dummy or empty-dummy with cp_sizes, got extend-last")
         for capacity in self.all_capacities(largest):
             tokens = capacity.tokens * largest
             if capacity.max_seqlen > tokens:
@@ -131,7 +129,7 @@ class GraphConfig:
                 )
             if self.tail is not TailConvention.HIDDEN and capacity.max_seqlen < tokens:
                 raise ValueError(
-                    f"tail: {self.tail.value!r} makes documents as long as the tail, which needs a "
+                    f"tail: {self.tail.value!r} makes a document as long as the tail, which needs a "
                     f"max_seqlen of {tokens}, got {capacity.max_seqlen}"
                 )
 

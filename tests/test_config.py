@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     "verify": ("'off'", "off", "off"),
     "cuda_graph_modules": ("['attn', 'mlp']", "attn,mlp", ("attn", "mlp")),
     "cuda_graph_granularity": ("'chunk'", "chunk", "chunk"),
-    "tail": ("'extend-last'", "extend-last", TailConvention.EXTEND_LAST),
+    "tail": ("'empty-dummy'", "empty-dummy", TailConvention.EMPTY_DUMMY),
     "progress": ("false", "false", False),
     "poison": ("true", "true", True),
     "report": ("'out/graphs.json'", "out/graphs.json", Path("out/graphs.json")),
@@ -121,7 +121,8 @@ def test_one_number_or_table_is_a_list_of_one() -> None:
 
 
 def test_values_that_are_parsed_already_pass_as_they_are() -> None:
-    values = {"capacities": [Capacity(tokens=9, num_seqs=2, max_seqlen=9)], "tail": TailConvention.DUMMY}
+    capacity = Capacity(tokens=9, num_seqs=2, max_seqlen=9)
+    values = {"capacities": [capacity], "tail": TailConvention.EMPTY_DUMMY}
     config = GraphConfig.from_mapping(values, source="test")
     assert (list(config.capacities), config.tail) == (values["capacities"], values["tail"])
 
@@ -165,8 +166,9 @@ def test_one_way_of_naming_capacities_takes_the_place_of_the_other() -> None:
 
 
 def test_a_variable_that_does_not_go_with_the_base_is_refused_with_its_source() -> None:
-    with pytest.raises(ValueError, match=r"environment: tail: 'dummy' .* needs a max_seqlen of 512, got 100"):
-        GraphConfig.from_env(variables(tail="dummy"), GraphConfig(max_seqlen=100, **PAIR))
+    message = r"environment: tail: 'empty-dummy' .* needs a max_seqlen of 512, got 100"
+    with pytest.raises(ValueError, match=message):
+        GraphConfig.from_env(variables(tail="empty-dummy"), GraphConfig(max_seqlen=100, **PAIR))
 
 
 def test_an_empty_list_in_the_environment_takes_the_bases_away() -> None:
@@ -212,8 +214,8 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
             "or of attn, mlp, moe, moe_router, moe_preprocess, mamba; 'full_iteration' is not supported yet",
         ),
         ({"cuda_graph_modules": ["lm_head"]}, "'lm_head' is not one of full_iteration, full, attn, "),
-        ({"tail": "none"}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got 'none'"),
-        ({"tail": ["dummy"]}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got ['dummy']"),
+        ({"tail": "none"}, "tail: expected one of hidden, empty-dummy, got 'none'"),
+        ({"tail": ["hidden"]}, "tail: expected one of hidden, empty-dummy, got ['hidden']"),
         ({"progress": "maybe"}, "expected true or false, got 'maybe'"),
         ({"poison": 2}, "expected true or false, got 2"),
         ({"max_seqlen": "1k"}, "expected an integer, got '1k'"),
@@ -257,14 +259,11 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
         (PAIR | {"capacities": "64:4"}, "capacities: expected either this or cuda_graph_max_packed_seqs"),
         ({"max_seqlen": 64, "capacities": "64:4"}, "capacities: expected either this or"),
         (
-            PAIR | {"max_seqlen": 100, "tail": "dummy"},
-            "tail: 'dummy' makes documents as long as the tail, which needs a max_seqlen of 512, got 100",
+            PAIR | {"max_seqlen": 100, "tail": "empty-dummy"},
+            "tail: 'empty-dummy' makes a document as long as the tail, which needs a max_seqlen of 512, "
+            "got 100",
         ),
-        ({"capacities": "64:4:63", "tail": "extend-last"}, "needs a max_seqlen of 64, got 63"),
-        (
-            PAIR | {"cp_sizes": [1, 2], "tail": "extend-last"},
-            "tail: expected hidden, dummy or empty-dummy with cp_sizes, got extend-last",
-        ),
+        ({"capacities": "64:4:63", "tail": "empty-dummy"}, "needs a max_seqlen of 64, got 63"),
     ],
 )
 def test_a_refused_value_is_named_with_its_source(values: Mapping[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ PAIR = {"cuda_graph_max_packed_seqs": (16,), "max_seqlen_per_dp_cp_rank": 512}
     ("option", "given", "expected"),
     [
         ("report", "out/graphs.json", Path("out/graphs.json")),
-        ("tail", "dummy", TailConvention.DUMMY),
+        ("tail", "empty-dummy", TailConvention.EMPTY_DUMMY),
         ("capacities", ("256:8",), (Capacity(tokens=256, num_seqs=8, max_seqlen=256),)),
         ("capacities", ["256:8:64"], (Capacity(tokens=256, num_seqs=8, max_seqlen=64),)),
         (
@@ -59,7 +59,7 @@ def test_the_number_of_documents_may_be_spelled_as_upstream_does(given: Any) -> 
         ),
         (PAIR | {"max_seqlen": 1024}, "max_seqlen: expected at most the 512 tokens of a pack, got 1024"),
         ({"report": 3}, "report: expected a path, got 3"),
-        ({"tail": None}, "tail: expected one of hidden, dummy, empty-dummy, extend-last, got None"),
+        ({"tail": None}, "tail: expected one of hidden, empty-dummy, got None"),
         ({"mode": None}, "mode: expected one of graph, eager, off, got None"),
         ({"progress": "perhaps"}, "progress: expected true or false, got 'perhaps'"),
         ({"capacities": (3,)}, "capacities: expected tokens:num_seqs[:max_seqlen], got 3"),

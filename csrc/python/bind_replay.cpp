@@ -177,12 +177,11 @@ void bind_graph_bank(py::module_& m) {
       .value("MASK", SegmentKind::kMask)
       .value("COUNT", SegmentKind::kCount);
   py::class_<MetadataSpec>(m, "MetadataSpec")
-      .def(py::init([](SegmentKind kind, at::Tensor example, int source, int fill, bool extend_last,
-                       bool shared) {
-             return MetadataSpec{kind, std::move(example), source, fill, extend_last, shared};
+      .def(py::init([](SegmentKind kind, at::Tensor example, int source, int fill, bool shared) {
+             return MetadataSpec{kind, std::move(example), source, fill, shared};
            }),
            py::kw_only(), py::arg("kind"), py::arg("example"), py::arg("source") = -1,
-           py::arg("fill") = -1, py::arg("extend_last") = false, py::arg("shared") = false)
+           py::arg("fill") = -1, py::arg("shared") = false)
       .def("buffer", [](const MetadataSpec& spec) {
         return spec.shared ? spec.example : spec.example.clone();
       });

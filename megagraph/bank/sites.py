@@ -67,7 +67,6 @@ class MetadataSpec(_C.MetadataSpec):
         source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
             and any other buffer is constant.
         fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
-        extend_last: whether the last given offset, too, becomes `fill`.
         shared: one buffer for all slots, the example itself (a counter).
     """
 
@@ -78,14 +77,10 @@ class MetadataSpec(_C.MetadataSpec):
         example: Tensor,
         source: int = -1,
         fill: int = -1,
-        extend_last: bool = False,
         shared: bool = False,
     ) -> None:
-        super().__init__(
-            kind=kind, example=example, source=source, fill=fill, extend_last=extend_last, shared=shared
-        )
-        self._kind, self._source = kind, source
-        self._fill, self._extend_last = fill, extend_last
+        super().__init__(kind=kind, example=example, source=source, fill=fill, shared=shared)
+        self._kind, self._source, self._fill = kind, source, fill
 
     @property
     def is_staged(self) -> bool:
@@ -111,18 +106,12 @@ class MetadataSpec(_C.MetadataSpec):
             return mask_content(buffer.numel(), source, end).view(buffer.shape)
         assert source is not None
         if self._kind == _Kind.OFFSETS:
-            return self._offsets(buffer, source)
+            given = (source, buffer.numel() - 1, None if self._fill < 0 else self._fill)
+            offsets: Tensor = torch.ops.megagraph.pad_cu_seqlens(*given)
+            return offsets.view(buffer.shape)
         out = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
         out.view(-1)[: source.numel()] = source
         return out
-
-    def _offsets(self, buffer: Tensor, source: Tensor) -> Tensor:
-        given = source[:-1] if self._extend_last and source.numel() > 1 else source
-        out = source[-1:].expand(buffer.numel()).clone()
-        if self._fill >= 0:
-            out.fill_(self._fill)
-        out[: given.numel()] = given
-        return out.view(buffer.shape)
 
 
 # What a site hands out: one tensor or several.

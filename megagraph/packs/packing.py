@@ -10,25 +10,21 @@ rows; if a pack carries no padded offsets the actual ones are physical.
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from megagraph import _C
 from megagraph.decide.dispatch import Capacity, PackShape
-from megagraph.packs import ops
 
 __all__ = [
-    "OffsetsRule",
     "PackForm",
     "PackedSequences",
     "TailConvention",
+    "added_offsets",
     "canonical_constants",
     "canonical_fields",
     "canonical_offsets",
-    "offsets_rules",
     "pack_shape",
 ]
 
@@ -49,20 +45,15 @@ class TailConvention(enum.Enum):
     """What the offsets say of the rows between a pack's end and the end of the buffer.
 
     HIDDEN: nothing; every offset past the last document repeats it. Upstream leaves such rows
-        undefined; here every op writes zeros. The default, and also what fits a pack whose last
-        document has been extended already.
-    DUMMY: one more document, valid in both kinds of offsets. Takes a place of `num_seqs`.
-    EMPTY_DUMMY: one more document with padded rows and no valid token.
-    EXTEND_LAST: the last document's padded rows reach to the end; its valid tokens do not.
+        undefined; here every op writes zeros.
+    EMPTY_DUMMY: one more document with padded rows and no valid token. Takes a place of `num_seqs`.
     """
 
     HIDDEN = "hidden"
-    DUMMY = "dummy"
     EMPTY_DUMMY = "empty-dummy"
-    EXTEND_LAST = "extend-last"
 
     def __init__(self, name: str) -> None:
-        self.extra_seqs = int(name in ("dummy", "empty-dummy"))  # documents that the convention adds
+        self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
 
 
 class PackForm(NamedTuple):
@@ -107,37 +98,20 @@ def pack_shape(
     return None if found is None else PackShape(*found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffsetsRule:
-    """How one kind of offsets is padded to a capacity; `fill` -1 repeats the last given offset."""
-
-    fill: int
-    extend_last: bool = False
-
-    def apply(self, offsets: Tensor, num_seqs: int) -> Tensor:
-        """Offsets of `num_seqs` documents, int32 [num_seqs + 1], on the device of `offsets`."""
-        if self.extend_last and offsets.numel() > 1:
-            end = offsets.new_full((1,), self.fill)
-            offsets = torch.cat([offsets[:-1], end])
-        return ops.pad_cu_seqlens(offsets, num_seqs, None if self.fill < 0 else self.fill)
-
-
-def offsets_rules(tail: TailConvention, tokens: int, *, has_padded: bool) -> Mapping[str, OffsetsRule]:
-    """The rule of the actual and, if the canonical pack has them, of the padded offsets.
+def added_offsets(tail: TailConvention, tokens: int, *, has_padded: bool) -> Mapping[str, int | None]:
+    """What is added to the actual and, if the canonical pack has them, to the padded offsets.
 
     Args:
         tail: the convention.
         tokens: physical tokens of the whole pack, all context-parallel ranks together.
         has_padded: the pack carries padded offsets.
+
+    Returns:
+        By the kind of offsets; None repeats the last one.
     """
-    repeat, to_end = OffsetsRule(fill=-1), OffsetsRule(fill=tokens)
-    if tail is TailConvention.HIDDEN:
-        return {"actual": repeat, "padded": repeat} if has_padded else {"actual": repeat}
-    if tail is TailConvention.DUMMY:
-        return {"actual": to_end, "padded": to_end} if has_padded else {"actual": to_end}
     if tail is TailConvention.EMPTY_DUMMY:
-        return {"actual": repeat, "padded": to_end}
-    return {"actual": repeat, "padded": OffsetsRule(fill=tokens, extend_last=True)}
+        return {"actual": None, "padded": tokens}
+    return {"actual": None, "padded": None} if has_padded else {"actual": None}
 
 
 def canonical_constants(form: PackForm, tail: TailConvention, capacity: Capacity) -> dict[str, Any]:
@@ -153,9 +127,7 @@ def canonical_constants(form: PackForm, tail: TailConvention, capacity: Capacity
         "max_seqlen_q": capacity.max_seqlen,
         "max_seqlen_kv": capacity.max_seqlen,
     }
-    between = form.pad_between_seqs
-    if tail in (TailConvention.EMPTY_DUMMY, TailConvention.EXTEND_LAST):
-        between = True
+    between = True if tail is TailConvention.EMPTY_DUMMY else form.pad_between_seqs
     if between is not None:
         fields["pad_between_seqs"] = between
     return fields

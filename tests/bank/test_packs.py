@@ -223,11 +223,6 @@ METADATA: dict[str, tuple[dict[str, Any], Tensor, list[list[int]]]] = {
         torch.zeros(4, dtype=torch.int32),
         [[0, 3, 5, 9], [0, 6, 9, 9]],
     ),
-    "extend the last": (
-        {"kind": Kind.OFFSETS, "source": 0, "fill": 9, "extend_last": True},
-        torch.zeros(4, dtype=torch.int32),
-        [[0, 3, 9, 9], [0, 9, 9, 9]],
-    ),
     "mask": (
         {"kind": Kind.MASK, "source": 1},
         torch.zeros(8, dtype=torch.bool),

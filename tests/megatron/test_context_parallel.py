@@ -30,23 +30,12 @@ def test_packs_that_fit_no_capacity_run_eager_on_all_ranks(world2: World) -> Non
         assert set(report["eager"]) == WARMING_UP | {"TOO_MANY_SEQUENCES"} and report["failures"] == []
 
 
-@pytest.mark.parametrize("tail", ["dummy", "empty-dummy"])
-def test_other_conventions_of_the_tail(world2: World, tail: str) -> None:
-    plugin = {"tail": tail, "cuda_graph_max_packed_seqs": (6,)}
+def test_a_tail_that_is_a_document(world2: World) -> None:
+    plugin = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (6,)}
     for report in world2.run(context_jobs.train_shared, cp_size=2, num_steps=6, plugin=plugin):
         assert set(report["eager"]) == WARMING_UP and report["failures"] == []
     for losses, gradients, _ in world2.run(context_jobs.beside_one_process, cp_size=2, plugin=plugin):
         assert losses <= BOUND and gradients <= BOUND
-
-
-def test_a_last_document_that_is_made_longer_is_refused(world2: World) -> None:
-    """Bug: ranks took their rows of it for others. Graphs had the bits of eager, and both were wrong."""
-    plugin = {"tail": "extend-last"}
-    options: dict[str, Any] = {"cp_size": 2, "num_steps": 3, "has_tails": False, "plugin": plugin}
-    for report in world2.run(context_jobs.train_shared, **options):
-        assert set(report["eager"]) == {"SCOPE_UNSUPPORTED"}
-        (sentence,) = report["failures"]
-        assert "tail='extend-last' with context parallelism (context_parallel_size=2)" in sentence
 
 
 def test_capacities_are_learned(world2: World) -> None:

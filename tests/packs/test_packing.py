@@ -16,9 +16,10 @@ from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.megatron.graphs.micro_batch import sources_of
-from megagraph.packs.packing import PackForm, TailConvention, canonical_fields, offsets_rules, pack_shape
+from megagraph.packs.ops import pad_cu_seqlens
+from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_fields, pack_shape
 
-HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST = TailConvention
+HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
 CAPACITY = Capacity(tokens=64, num_seqs=8, max_seqlen=64)
 
@@ -137,7 +138,7 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
     pack = pack_of(offsets(lengths), max_seqlen_q=torch.tensor(longest) if on_host_tensor else longest)
     assert pack_shape(pack, tokens, tail, cp_size=cp_size) == PackShape(
         tokens=tokens,
-        num_seqs=len(lengths) + (1 if tail in (DUMMY, EMPTY_DUMMY) else 0),
+        num_seqs=len(lengths) + (1 if tail is EMPTY_DUMMY else 0),
         max_seqlen=max(longest, 1),
         cp_size=cp_size,
     )
@@ -182,8 +183,8 @@ def canonical(
     actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
 ) -> dict[str, list[int]]:
     given = {"actual": actual, "padded": actual if padded is None else padded}
-    rules = offsets_rules(tail, tokens, has_padded=padded is not None)
-    return {name: rule.apply(given[name], num_seqs).tolist() for name, rule in rules.items()}
+    added = added_offsets(tail, tokens, has_padded=padded is not None)
+    return {name: pad_cu_seqlens(given[name], num_seqs, end).tolist() for name, end in added.items()}
 
 
 @tails
@@ -199,9 +200,7 @@ def test_canonical_offsets_say_what_the_convention_says(
     ends, repeats = [tokens] * extra, [actual[-1]] * extra
     table = {
         HIDDEN: (actual + repeats, None if padded is None else padded + [padded[-1]] * extra),
-        DUMMY: (actual + ends, None if padded is None else padded + ends),
         EMPTY_DUMMY: (actual + repeats, physical + ends),
-        EXTEND_LAST: (actual + repeats, [*physical[:-1], tokens, *ends]),
     }
     expected = dict(zip(("actual", "padded"), table[tail], strict=True))
     if expected["padded"] is None:
@@ -220,11 +219,10 @@ def test_every_row_belongs_to_a_document_unless_the_tail_is_hidden(
     physical = found.get("padded", found["actual"])
     assert physical == sorted(physical)
     assert (physical[0], physical[-1]) == (0, end if tail is HIDDEN else end + tail_rows)
-    # The tail is valid for the dummy alone.
-    assert found["actual"][-1] == (end + tail_rows if tail is DUMMY else int(actual[-1]))
+    assert found["actual"][-1] == int(actual[-1])  # no row of the tail is valid
 
 
-@pytest.mark.parametrize("tail", [HIDDEN, DUMMY, EMPTY_DUMMY, EXTEND_LAST])
+@tails
 def test_a_pack_without_documents_starts_at_row_0(tail: TailConvention) -> None:
     for padded in (None, offsets([])):
         expected = canonical(offsets([]), padded, tail, 16, 3)
@@ -237,7 +235,7 @@ def test_one_document_too_many_is_refused() -> None:
         canonical(offsets([1, 2, 3]), None, HIDDEN, 8, 2)
 
 
-# -- the same rules in staging -------------------------------------------------------------------
+# -- the same in staging -------------------------------------------------------------------------
 
 
 def staged(
@@ -252,16 +250,15 @@ def staged(
             seen.append({name: buffer.tolist() for name, buffer in buffers.items()})
             return hidden + 1
 
-    rules = offsets_rules(tail, tokens, has_padded=has_padded)
+    added = added_offsets(tail, tokens, has_padded=has_padded)
     metadata = {
         name: MetadataSpec(
             kind=_C.SegmentKind.OFFSETS,
             example=torch.full((num_seqs + 1,), -7, dtype=torch.int32),
             source=int(has_padded and name == "padded"),
-            fill=rule.fill,
-            extend_last=rule.extend_last,
+            fill=-1 if end is None else end,
         )
-        for name, rule in rules.items()
+        for name, end in added.items()
     }
     site = Site()  # which a bank does not keep alive
     bank = Bank([site], "cpu")
@@ -290,7 +287,7 @@ def staged(
 @tails
 @settings(max_examples=15)
 @given(first=packs(), second=packs(), slack=st.integers(0, 3))
-def test_staging_writes_what_the_rules_say(
+def test_staging_writes_the_same_offsets(
     tail: TailConvention,
     first: tuple[Tensor, Tensor | None],
     second: tuple[Tensor, Tensor | None],
@@ -315,7 +312,7 @@ def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
 ) -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
-    names = offsets_rules(tail, CAPACITY.tokens, has_padded=has_padded)
+    names = added_offsets(tail, CAPACITY.tokens, has_padded=has_padded)
     given = {name: cu.clone() for name in names}
     fields = canonical_fields(given, form, tail, CAPACITY)
     assert fields["qkv_format"] == "thd"
@@ -324,7 +321,7 @@ def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
         assert fields[f"cu_seqlens_{side}"] is given["actual"]
         assert fields[f"cu_seqlens_{side}_padded"] is given.get("padded")
     # A tail that is padded but not valid needs it said, whatever the pack said.
-    expected = True if tail in (EMPTY_DUMMY, EXTEND_LAST) else said
+    expected = True if tail is EMPTY_DUMMY else said
     assert fields.get("pad_between_seqs") is expected
 
 
@@ -356,6 +353,6 @@ def test_every_release_takes_the_canonical_fields_of_its_own_packs(tail: TailCon
 
     cu = offsets([2, 3])
     given = PackedSeqParams(**vars(pack_of(cu)))
-    names = offsets_rules(tail, CAPACITY.tokens, has_padded=False)
+    names = added_offsets(tail, CAPACITY.tokens, has_padded=False)
     fields = canonical_fields(dict.fromkeys(names, cu), form_of(given), tail, CAPACITY)
     assert new_params(PackedSeqParams, fields).cu_seqlens_q is cu

@@ -240,7 +240,6 @@ void GraphBank::append_metadata(SegmentList& segments) {
     if (source) segment.src_size = in_bytes ? source->nbytes() : source->numel();
     segment.end = end;
     segment.fill = spec.fill;
-    segment.extend_last = spec.extend_last;
     segments.add(segment);
     if (spec.kind == SegmentKind::kOffsets) append_document_grids(segments, segment, target);
   }

@@ -37,9 +37,8 @@ struct MetadataSpec {
   // Index into the sources that begin() is given; -1: none. A mask without one has the pack's end
   // alone; any other buffer without one is constant.
   int source = -1;
-  int32_t fill = -1;         // past the source's entries; -1 repeats its last one
-  bool extend_last = false;  // the last given offset, too, becomes `fill`
-  bool shared = false;       // one buffer for all slots, the example itself
+  int32_t fill = -1;    // past the source's entries; -1 repeats its last one
+  bool shared = false;  // one buffer for all slots, the example itself
 
   bool is_staged() const { return source >= 0 || kind == SegmentKind::kMask; }
 };

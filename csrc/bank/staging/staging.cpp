@@ -29,9 +29,8 @@ void stage_segment(const Segment& s) {
     case SegmentKind::kOffsets: {
       const auto* in = static_cast<const int32_t*>(s.src);
       auto* out = static_cast<int32_t*>(s.dst);
-      const int64_t kept = s.src_size - (s.extend_last && s.src_size > 1 ? 1 : 0);
-      std::copy_n(in, kept, out);
-      std::fill(out + kept, out + s.dst_size, s.fill >= 0 ? s.fill : in[s.src_size - 1]);
+      std::copy_n(in, s.src_size, out);
+      std::fill(out + s.src_size, out + s.dst_size, s.fill >= 0 ? s.fill : in[s.src_size - 1]);
       return;
     }
     case SegmentKind::kMask: {

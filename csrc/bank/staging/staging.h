@@ -36,7 +36,6 @@ struct Segment {
   int64_t num_offsets;
   const int32_t* end;  // the last physical offset of the pack, on the same device
   int32_t fill;        // -1: repeat the last entry
-  bool extend_last;    // kOffsets, kGrids: the last given entry, too, becomes `fill`
 };
 
 constexpr int kMaxSegments = 16;

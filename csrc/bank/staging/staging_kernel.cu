@@ -51,8 +51,7 @@ __device__ void copy_and_zero(const Segment& s, Kept kept, int64_t thread, int64
 // The entry of a buffer of offsets that a kOffsets or a kGrids segment stages.
 __device__ int32_t offset_at(const Segment& s, int64_t i) {
   const auto* in = static_cast<const int32_t*>(s.src);
-  const int64_t kept = s.src_size - (s.extend_last && s.src_size > 1 ? 1 : 0);
-  if (i < kept) return in[i];
+  if (i < s.src_size) return in[i];
   return s.fill >= 0 ? s.fill : in[s.src_size - 1];
 }
 

@@ -72,7 +72,7 @@ class Capacities:
             )
         if self._tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens * cp_size:
             raise ValueError(
-                f"tail: {self._tail.value!r} makes documents as long as the tail, which needs a "
+                f"tail: {self._tail.value!r} makes a document as long as the tail, which needs a "
                 f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
             )
 

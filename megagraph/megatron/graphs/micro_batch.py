@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One micro-batch on its way through a model chunk: what was given, what was decided."""
 
-import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +24,7 @@ from megagraph.megatron.graphs.positions import (
     without_positions,
 )
 from megagraph.packs import ops
-from megagraph.packs.packing import (
-    OffsetsRule,
-    PackForm,
-    TailConvention,
-    canonical_offsets,
-    offsets_rules,
-)
+from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_offsets
 
 __all__ = ["Key", "Kind", "MicroBatch", "is_mask"]
 
@@ -74,11 +66,6 @@ class Kind(NamedTuple):
 
 # A variant's name.
 Key = tuple[Capacity, Kind]
-
-
-@functools.cache
-def _rules(tail: TailConvention, tokens: int, has_padded: bool) -> Mapping[str, OffsetsRule]:
-    return offsets_rules(tail, tokens, has_padded=has_padded)
 
 
 def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
@@ -234,12 +221,13 @@ class MicroBatch:
             return self.params
         if self._canonical is None:
             form = self.kind.form
-            rules = _rules(self._tail, self.capacity.tokens * self.kind.cp_size, form.has_padded)
+            tokens, slots = self.capacity.tokens * self.kind.cp_size, self.capacity.num_seqs
             given = {"actual": self.sources[0], "padded": self.physical_offsets}
-            offsets = {name: rule.apply(given[name], self.capacity.num_seqs) for name, rule in rules.items()}
+            added = added_offsets(self._tail, tokens, has_padded=form.has_padded)
+            offsets = {name: ops.pad_cu_seqlens(given[name], slots, end) for name, end in added.items()}
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
             if form.has_seq_idx:
-                rows, slots = self.capacity.tokens, self.capacity.num_seqs
+                rows = self.capacity.tokens
                 index = functional.pad(self.params.seq_idx, (0, rows - self.tokens), value=slots)
                 put_seq_idx(self._canonical, index, rows)
             remember_positions(self._canonical, self._rows_are_positions)

@@ -24,7 +24,6 @@ from megagraph.megatron.seams import (
     replaced_latent_rope,
     replaced_rope,
 )
-from megagraph.packs.packing import TailConvention
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -139,7 +138,7 @@ def refusal_of(
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
     refusal = _refusal_of_prediction(model) or _refusal_of_pattern(block) or _refusal_of_modules(block)
-    refusal = refusal or _refusal_of_context(model, options.tail) or _refusal_of_pipeline(model)
+    refusal = refusal or _refusal_of_context(model) or _refusal_of_pipeline(model)
     if refusal is not None:
         return refusal
     experts = unsupported_experts(config, block)
@@ -171,14 +170,12 @@ def _refusal_of_prediction(model: Any) -> Refusal | None:
     return None
 
 
-def _refusal_of_context(model: Any, tail: TailConvention) -> Refusal | None:
+def _refusal_of_context(model: Any) -> Refusal | None:
     """What ranks cannot share packs in, or None where they share none."""
     size = model.config.context_parallel_size
     if size == 1:
         return None
     why = unsupported_sharing(model)
-    if why is None and tail is TailConvention.EXTEND_LAST:
-        why = f"tail={tail.value!r}"  # of a longer document a rank has other rows
     if why is None:
         return None
     return _not_supported(f"{why} with context parallelism (context_parallel_size={size})")

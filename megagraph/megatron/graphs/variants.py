@@ -18,7 +18,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
 from megagraph.megatron.graphs.positions import remember_positions
-from megagraph.packs.packing import OffsetsRule, TailConvention, canonical_fields, offsets_rules
+from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
@@ -40,21 +40,9 @@ def example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> T
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-def _offsets_spec(rule: OffsetsRule, example: Tensor, source: int) -> MetadataSpec:
-    return MetadataSpec(
-        kind=_C.SegmentKind.OFFSETS,
-        example=example,
-        source=source,
-        fill=rule.fill,
-        extend_last=rule.extend_last,
-    )
-
-
-def _end_buffer(rules: Mapping[str, OffsetsRule], cp_size: int) -> str:
-    """The buffer whose last entry says where this rank's rows end."""
-    if cp_size > 1:
-        return _ROWS
-    return "padded" if "padded" in rules else "actual"
+def _offsets_spec(example: Tensor, source: int, added: int | None = None) -> MetadataSpec:
+    fill = -1 if added is None else added
+    return MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=source, fill=fill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +85,14 @@ def variant_spec(
     """
     capacity, kind = key
     cp_size = kind.cp_size
-    rules = offsets_rules(block.tail, capacity.tokens * cp_size, has_padded=kind.form.has_padded)
+    added = added_offsets(block.tail, capacity.tokens * cp_size, has_padded=kind.form.has_padded)
     physical = int(kind.form.has_padded)
     example = example_offsets(capacity, cp_size, block.valid_tokens.device)
     # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
     of_rows = physical if cp_size == 1 else physical + kind.form.has_seq_idx + 1
     of_mask = physical + kind.form.has_seq_idx + (1 if cp_size == 1 else 2)
     metadata = {
-        name: _offsets_spec(rule, example, source=physical if name == "padded" else 0)
-        for name, rule in rules.items()
+        name: _offsets_spec(example, physical if name == "padded" else 0, end) for name, end in added.items()
     }
     metadata["valid_tokens"] = MetadataSpec(
         kind=_C.SegmentKind.COUNT,
@@ -113,8 +100,10 @@ def variant_spec(
         source=0 if cp_size == 1 else of_rows,
         shared=True,
     )
+    end_buffer = "padded" if "padded" in added else "actual"
     if cp_size > 1:
-        metadata[_ROWS] = _offsets_spec(OffsetsRule(fill=-1), example // cp_size, of_rows)
+        end_buffer = _ROWS
+        metadata[_ROWS] = _offsets_spec(example // cp_size, of_rows)
     rows = block.local_rows(capacity.tokens)
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
@@ -152,7 +141,7 @@ def variant_spec(
         dtype=block.dtype,
         metadata=metadata,
         end_source=of_rows if is_whole else -1,
-        end_buffer=_end_buffer(rules, cp_size) if is_whole else None,
+        end_buffer=end_buffer if is_whole else None,
         fewer_rows=is_whole,
         arguments=arguments,
         context=context,
