@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a micro-batch carries through the block: rows of no document, there and back; a mask."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 import megagraph
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
-from megagraph.packs.packing import PackForm
+from megagraph.packs.packing import PackForm, TailConvention
 
 pytestmark = pytest.mark.megatron
 
@@ -62,6 +65,44 @@ def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_
         assert torch.equal(out, found[0][0])
         assert_same_bits(left, found[0][1])
     assert pair.report()["replays"] == (1 + 2) * LAYERS
+
+
+class _AddToGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] + 1
+
+
+class _WithPenalty(nn.Module):
+    """A norm with a loss of its own, which every row adds to."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = self.norm(_AddToGradient.apply(hidden_states))
+        return out
+
+
+@pytest.mark.parametrize("tail", TailConvention)
+@pytest.mark.parametrize("padded", [None, (12, 24)], ids=["plain", "padded"])
+def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
+    install: Callable[..., GraphConfig], tail: TailConvention, padded: tuple[int, ...] | None
+) -> None:
+    """Bug: with `empty-dummy` graphs took the end of the buffer for the pack's."""
+    longest = OPTIONS.max_tokens
+    install(tail=tail, capacities=(Capacity(tokens=longest, num_seqs=3, max_seqlen=longest),))
+    pair = Pair()
+    for trainer in pair.both:
+        layer = trainer.chunk.decoder.layers[0]
+        layer.input_layernorm = _WithPenalty(layer.input_layernorm)
+    pair.step(dataclasses.replace(MICRO, padded=padded), times=3)
+    assert pair.report()["replays"] == 2 * LAYERS
 
 
 def test_a_block_that_is_called_again_has_the_later_mask() -> None:

@@ -23,7 +23,7 @@ from megagraph.packs.packing import TailConvention, added_offsets, canonical_fie
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
 _MASK, _SEQ_IDX = "padding_mask", "seq_idx"  # as layers and packs call them
-_ROWS = "rows"  # offsets of this rank's rows, where ranks share the pack
+_ROWS = "rows"  # offsets of this rank's rows
 
 
 def example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> Tensor:
@@ -100,8 +100,8 @@ def variant_spec(
         source=0 if cp_size == 1 else of_rows,
         shared=True,
     )
-    end_buffer = "padded" if "padded" in added else "actual"
-    if cp_size > 1:
+    end_buffer = "padded" if kind.form.has_padded else "actual"
+    if cp_size > 1 or added[end_buffer] is not None:  # where no other buffer ends with this rank's rows
         end_buffer = _ROWS
         metadata[_ROWS] = _offsets_spec(example // cp_size, of_rows)
     rows = block.local_rows(capacity.tokens)
