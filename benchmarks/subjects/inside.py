@@ -113,7 +113,7 @@ def pretended_ranks(cp_sizes: Sequence[int], rank: int = 0) -> Iterator[context.
     groups = context.ContextGroups(parent, cp_sizes, {size: (group,) for size, group in given.items()})
     with (
         mock.patch.object(peers, "ContextRanks", _of_groups(groups)),
-        mock.patch.object(peers.Peers, "exchange", lambda _self, values: [*values]),
+        mock.patch.object(peers.Peers, "max_over_ranks", lambda _self, values: [*values]),
         mock.patch.object(peers.Peers, "gather", lambda self, what: [what] * self.size),
     ):
         yield groups

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, Notes, PassMemories, backend_for
-from megagraph.bank.capture import CapturePlan, Conditions, Exchange, Guard, alone
+from megagraph.bank.capture import CapturePlan, Conditions, Guard, MaxOverRanks, alone
 from megagraph.bank.edges import Saves
 from megagraph.bank.restore import main_grad_of, plain_tensors
 from megagraph.bank.rng import RngSources, RngTracker, TrackerSource
@@ -46,7 +46,7 @@ class BankOptions:
 
     Args:
         holds_collectives: they contain some, so that no rank may fall back alone.
-        exchange: asks the ranks whose graphs hold the same collectives: a site that one of them cannot
+        max_over_ranks: asks the ranks whose graphs hold the same collectives: a site that one of them cannot
             capture stays eager on all of them.
         trackers: named random streams that the model draws from; a function where a tracker may be replaced.
         guard: entered around everything that runs in a capture.
@@ -57,7 +57,7 @@ class BankOptions:
     """
 
     holds_collectives: bool = False
-    exchange: Exchange = alone
+    max_over_ranks: MaxOverRanks = alone
     trackers: Sequence[RngTracker | TrackerSource] = ()
     guard: Guard = contextlib.nullcontext
     left_out: Collection[str] = ()
@@ -155,12 +155,12 @@ class Bank:
         # Whether trackers draw from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
         self.backend: Backend = backend_for(device, self.rng.generators)
-        self.exchange, self.holds_collectives = options.exchange, options.holds_collectives
+        self.max_over_ranks, self.holds_collectives = options.max_over_ranks, options.holds_collectives
         self._conditions = Conditions(
             backend=self.backend,
             rng=self.rng,
             guard=options.guard,
-            exchange=options.exchange,
+            max_over_ranks=options.max_over_ranks,
             left_out=options.left_out,
         )
         self._annotate = options.annotate

@@ -13,7 +13,7 @@ variant's shape. What crosses such a gap is written right before the pass that r
 both sides of it go back to the pool as soon as their pass is captured, and so do outputs that are transient.
 
 What one of the ranks that share communicators cannot capture, none does. No process group is known here:
-whoever makes a bank hands over the exchange.
+whoever makes a bank hands over `max_over_ranks`.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ from megagraph.bank.rng import RngSources, Snapshot
 from megagraph.bank.sites import CaptureError, SiteSpec, StepOrder, VariantSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["CapturePlan", "Conditions", "Exchange", "GroupGaveUp", "Guard", "Verdict", "alone"]
+__all__ = ["CapturePlan", "Conditions", "GroupGaveUp", "Guard", "MaxOverRanks", "Verdict", "alone"]
 
 
 # From this rank's values to the largest of each over the group. Every rank calls it equally often.
-Exchange = Callable[[Sequence[int]], list[int]]
+MaxOverRanks = Callable[[Sequence[int]], list[int]]
 
 
 def alone(values: Sequence[int]) -> list[int]:
-    """The exchange of a rank that shares no communicator."""
+    """For a rank that shares no communicator: its own values."""
     return list(values)
 
 
@@ -78,14 +78,14 @@ class Conditions:
         backend: where captures are recorded.
         rng: restored after each warm-up and capture.
         guard: entered around everything that runs.
-        exchange: asks the ranks that share communicators, after each part.
+        max_over_ranks: asks the ranks that share communicators, after each part.
         left_out: names of attributes that calls may change.
     """
 
     backend: Backend
     rng: RngSources
     guard: Guard
-    exchange: Exchange
+    max_over_ranks: MaxOverRanks
     left_out: Collection[str] = ()
 
 
@@ -122,7 +122,7 @@ class CapturePlan:
         self._backend = conditions.backend
         self._guard = conditions.guard
         self._rng = conditions.rng
-        self._exchange = conditions.exchange
+        self._max_over_ranks = conditions.max_over_ranks
         self._leaves_no_trace = partial(leaves_no_trace, left_out=conditions.left_out)
         self._sites = sites
         self._order = order
@@ -158,10 +158,10 @@ class CapturePlan:
             raise
         except CaptureError as error:
             if error.reason is not EagerReason.GROUP_DISAGREED:  # the others have told this rank
-                self._exchange_verdict(Verdict.FAILED)
+                self._worst_verdict(Verdict.FAILED)
             raise
         except Exception as error:
-            self._exchange_verdict(Verdict.FAILED)
+            self._worst_verdict(Verdict.FAILED)
             detail = f"{phase} failed at {_line_of(error)}, last op {self._last_op()}: "
             raise self._error(
                 index, EagerReason.CAPTURE_FAILED, f"{detail}{type(error).__name__}: {error}"
@@ -173,13 +173,13 @@ class CapturePlan:
 
     def _await_peers(self, index: int, phase: str) -> None:
         """Goes on where every rank of the group can."""
-        if self._exchange_verdict(Verdict.FINE) is Verdict.FAILED:
+        if self._worst_verdict(Verdict.FINE) is Verdict.FAILED:
             detail = f"{phase} failed on another rank of the group"
             raise self._error(index, EagerReason.GROUP_DISAGREED, detail)
 
-    def _exchange_verdict(self, verdict: Verdict) -> Verdict:
+    def _worst_verdict(self, verdict: Verdict) -> Verdict:
         """The worst verdict of the group on what every rank has just tried."""
-        worst = Verdict(self._exchange([verdict])[0])
+        worst = Verdict(self._max_over_ranks([verdict])[0])
         if worst is Verdict.GAVE_UP:
             raise GroupGaveUp
         return worst
@@ -234,7 +234,7 @@ class CapturePlan:
     def _compare_draws(self, index: int, x: Tensor, before: Snapshot) -> None:
         """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture."""
         after = self._rng.snapshot()
-        (draws,) = self._exchange([int(self._rng.has_moved(before, after))])
+        (draws,) = self._max_over_ranks([int(self._rng.has_moved(before, after))])
         if not draws:
             return
         self._rng.restore(before)

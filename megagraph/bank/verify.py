@@ -147,7 +147,7 @@ class Verification:
         return self._somewhere(any(found.may_be_chance(times) for found in self.differences))
 
     def _somewhere(self, here: bool) -> bool:
-        (found,) = self._bank.exchange([int(here)])
+        (found,) = self._bank.max_over_ranks([int(here)])
         return bool(found)
 
     def keep_what_recurs(self, again: "Verification", times: int) -> None:
@@ -191,7 +191,7 @@ class Verification:
                 out = site(leaf)
             is_refused = out is NotImplemented
             # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
-            refused, _site = self._bank.exchange([int(is_refused), index])
+            refused, _site = self._bank.max_over_ranks([int(is_refused), index])
             if refused:
                 self.not_run[index] = (
                     _counted_since(counts, self._bank.core.counters()) if is_refused else _ELSEWHERE

@@ -185,7 +185,7 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
             Counts.calls += not Baked.is_captured
             return hidden * 2
 
-    def exchange(said: Sequence[int]) -> list[int]:
+    def max_over_ranks(said: Sequence[int]) -> list[int]:
         is_of_runs = is_verified and len(said) == 1  # and not of whether a site is run at all
         return [1 if differs_elsewhere and is_of_runs else it for it in said]
 
@@ -194,7 +194,7 @@ def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsew
     bank = Bank(
         layers,
         "cpu",
-        options=BankOptions(holds_collectives=True, guard=_captures, exchange=exchange),
+        options=BankOptions(holds_collectives=True, guard=_captures, max_over_ranks=max_over_ranks),
     )
     bank.capture([variant("it", training=False)])
     Counts.calls, is_verified = 0, True
@@ -548,7 +548,7 @@ def test_one_run_is_let_go_before_the_next(device: str) -> None:
 def test_what_one_rank_cannot_run_no_rank_compares() -> None:
     """Or it would wait in its module's collective for the others."""
 
-    def exchange(said: Sequence[int]) -> list[int]:
+    def max_over_ranks(said: Sequence[int]) -> list[int]:
         return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
 
     is_verified = False
@@ -556,7 +556,7 @@ def test_what_one_rank_cannot_run_no_rank_compares() -> None:
     bank = Bank(
         layers,
         "cpu",
-        options=BankOptions(holds_collectives=True, guard=_captures, exchange=exchange),
+        options=BankOptions(holds_collectives=True, guard=_captures, max_over_ranks=max_over_ranks),
     )
     bank.capture([variant("it")])
     is_verified = True

@@ -98,14 +98,14 @@ def use_and_leave() -> None:
     other = distributed.new_group([0, 1])
     world = distributed.group.WORLD
     assert peers.use(group) and peers.use(None) and peers.use(world) and not peers.use(other)
-    assert not alone.use(group) and not alone.use(None) and alone.exchange([3]) == [3]
-    assert peers.exchange([3, rank]) == peers.exchange([3, 1]) == [3, 1]
+    assert not alone.use(group) and not alone.use(None) and alone.max_over_ranks([3]) == [3]
+    assert peers.max_over_ranks([3, rank]) == peers.max_over_ranks([3, 1]) == [3, 1]
     assert peers.gather("ab"[:rank]) == ["", "a"]
     distributed.destroy_process_group(other)
-    assert Peers(model).exchange([rank]) == [1]
+    assert Peers(model).max_over_ranks([rank]) == [1]
     peers.leave(None)
     assert not peers.use(group) and peers.use(None)
-    assert peers.exchange([rank]) == [1] and peers.use(group)
+    assert peers.max_over_ranks([rank]) == [1] and peers.use(group)
 
 
 def hold_and_let_go() -> None:

@@ -140,10 +140,10 @@ def graphs(install: Callable[..., GraphConfig]) -> Iterator[ModelGraphs]:
 def vote(graphs: ModelGraphs, micro: Micro, others: Sequence[int], rows: int) -> MicroBatch | EagerReason:
     """What comes out where another rank says this, and has a pack of so many rows."""
 
-    def exchange(values: Sequence[int]) -> list[int]:
+    def max_over_ranks(values: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(values, (*others, rows, -rows), strict=True)]
 
-    ranks = cast(HostGroup, SimpleNamespace(exchange=exchange))
+    ranks = cast(HostGroup, SimpleNamespace(max_over_ranks=max_over_ranks))
     of_rows = EqualRows(ranks, lambda rows: rows, graphs._capacities, TailConvention.HIDDEN, graphs._tables)
     params = micro.params(graphs.block.device)
     batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)

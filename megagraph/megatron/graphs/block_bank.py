@@ -120,7 +120,7 @@ class BlockBank:
     def _new_bank(self) -> Bank:
         options = BankOptions(
             holds_collectives=self._peers.size > 1,
-            exchange=self._peers.exchange,
+            max_over_ranks=self._peers.max_over_ranks,
             trackers=[while_capturing.rng_tracker_source()],
             guard=while_capturing.capturing,
             left_out=IGNORED_ATTRIBUTES,
@@ -203,7 +203,7 @@ class BlockBank:
             False where what was captured before had to be dropped.
         """
         has_kept = True
-        if self.watch.is_watching and self.layers.are_kept_out_otherwise(self._peers.exchange):
+        if self.watch.is_watching and self.layers.are_kept_out_otherwise(self._peers.max_over_ranks):
             has_kept = False
             self.reset()
         if not self.watch.is_watching:
@@ -228,7 +228,7 @@ class BlockBank:
             return False
         except Exception as error:
             log.exception("capture failed; training goes on eager")
-            self._peers.exchange([Verdict.GAVE_UP])
+            self._peers.max_over_ranks([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
             return False
         self._workspaces = while_capturing.held_workspaces()
@@ -294,11 +294,11 @@ class BlockBank:
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
         if self._joining is not None:
-            self._joining.join(self._ddp(), self._peers.exchange)
+            self._joining.join(self._ddp(), self._peers.max_over_ranks)
             if not self._has_sites_of_now():
                 self.reset()
         self.watch.expect_modules(self.layers.find_ineligible(self._ddp()))
-        self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.exchange))
+        self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.max_over_ranks))
         if self._joining is not None:
             self._leave_eager(self._joining.at_fault())
         self.failures += [warned(note) for note in self.layers.notes if note not in self.failures]
@@ -317,7 +317,7 @@ class BlockBank:
     def _agree_on_variants(self) -> None:
         """Makes sure that every rank of the group sealed the same graphs."""
         sealed = sorted(map(repr, self.bank.variants)), sorted(self.bank.eager_sites)
-        are_fine = self._peers.exchange([Verdict.FINE]) == [Verdict.FINE]
+        are_fine = self._peers.max_over_ranks([Verdict.FINE]) == [Verdict.FINE]
         if not are_fine or not self._peers.agree_on(repr(sealed)):
             raise GroupGaveUp
 

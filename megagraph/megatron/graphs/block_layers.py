@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank.capture import Exchange
+from megagraph.bank.capture import MaxOverRanks
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import JoinedSites, SiteSpec
 from megagraph.decide.reasons import EagerReason
@@ -143,27 +143,27 @@ class BlockLayers:
         return {**self.plan.no_longer_graphed(), **self._groups.refused(self.specs)}
 
     def ineligible_in_group(
-        self, ddp: nn.Module | None, exchange: Exchange
+        self, ddp: nn.Module | None, max_over_ranks: MaxOverRanks
     ) -> Mapping[int, tuple[EagerReason, str]]:
         """Those that some rank of the group cannot graph.
 
         Args:
             ddp: Megatron's DDP around the model, or None.
-            exchange: asks the ranks.
+            max_over_ranks: asks the ranks.
         """
         here = self.find_ineligible(ddp)
         self._kept_out = self._kept_out_now()
-        anywhere = exchange([int(index in here) for index in range(len(self.specs))])
+        anywhere = max_over_ranks([int(index in here) for index in range(len(self.specs))])
         disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
         return {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
 
-    def are_kept_out_otherwise(self, exchange: Exchange) -> bool:
+    def are_kept_out_otherwise(self, max_over_ranks: MaxOverRanks) -> bool:
         """Whether other layers than before the first capture must not be in a graph, or not be split.
 
         For groups that they hold, or forwards that a host has set.
 
         Args:
-            exchange: asks the ranks.
+            max_over_ranks: asks the ranks.
         """
-        (somebodys,) = exchange([int(self._kept_out_now() != self._kept_out)])
+        (somebodys,) = max_over_ranks([int(self._kept_out_now() != self._kept_out)])
         return bool(somebodys)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megagraph.bank.capture import Exchange
+from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
@@ -88,7 +88,7 @@ class Capacities:
         if shape is not None:
             self._observed.add(shape)
 
-    def learn(self, is_warm: bool, exchange: Exchange) -> bool:
+    def learn(self, is_warm: bool, max_over_ranks: MaxOverRanks) -> bool:
         """Learns them from what was observed, the same on all ranks, once the warm-up of all is over.
 
         Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
@@ -96,12 +96,13 @@ class Capacities:
 
         Args:
             is_warm: the warm-up of this rank is over.
-            exchange: asks the ranks, in each step until they have learned.
+            max_over_ranks: asks the ranks, in each step until they have learned.
 
         Returns:
             Whether they have.
         """
-        somebody_waits, *needs = exchange([int(not is_warm), *needs_of(self._observed, self._extra_seqs)])
+        here = needs_of(self._observed, self._extra_seqs)
+        somebody_waits, *needs = max_over_ranks([int(not is_warm), *here])
         if somebody_waits:
             self._waited += is_warm
             if is_warm and self._waited == _PATIENCE:

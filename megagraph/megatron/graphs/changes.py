@@ -103,7 +103,7 @@ class Changes:
         is_eager = runs_eager or self.reason is not None
         context = self._peers.context
         flags = changed is not None, is_eager, self.gradients_reason is not None, not context.is_whole
-        has_changed, is_eager_anywhere, is_without_anywhere, is_broken, *heard = self._peers.exchange(
+        has_changed, is_eager_anywhere, is_without_anywhere, is_broken, *heard = self._peers.max_over_ranks(
             [*map(int, flags), *said]
         )
         if said:
@@ -176,7 +176,7 @@ class Changes:
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
         bank = self._block.bank
-        (everything,) = self._peers.exchange([int(not is_partial or bool(bank.holders()))])
+        (everything,) = self._peers.max_over_ranks([int(not is_partial or bool(bank.holders()))])
         if everything:
             self.drop_everything()
         else:

@@ -5,11 +5,11 @@ Note [Equal rows]
 Experts over several ranks see the packs of all of them. A dispatcher that gathers all rows, and experts that
 are padded to a capacity, take as many rows from each rank. Megatron alone leaves that to whoever packs. A
 canonical pack has the rows of its capacity, and ranks with packs of their own would each choose another one.
-So they vote before each forward, in one exchange: for each number of rows that there are capacities of, a
+So they vote before each forward, in one collective: for each number of rows that there are capacities of, a
 rank says whether one of these holds its pack, and all take the least number that every pack has a place in.
 With that number each rank goes its own way, replays or runs eager on its canonical pack: no graph holds
 anything of these ranks. Where one pack has no place at all every rank runs its own as it was given, as
-Megatron alone does. Then the exchange has told whether these have equal rows, and it is an error on all ranks
+Megatron alone does. Then the vote has told whether these have equal rows, and it is an error on all ranks
 if they have not, in place of a dispatch that fails or waits for ever.
 
 Every rank votes in every micro-batch, whatever it thinks of it: one that says nothing, or has fewer of them,
@@ -81,7 +81,7 @@ class EqualRows:
         places = self._places(batch)
         taken = self._taken(rows)
         has_none = [int(place is None) for place in places]
-        *somebody_has_none, most, least = self.ranks.exchange([*has_none, taken, -taken])
+        *somebody_has_none, most, least = self.ranks.max_over_ranks([*has_none, taken, -taken])
         for place, is_missing in zip(places, somebody_has_none, strict=True):
             if place is not None and not is_missing:
                 assert isinstance(batch, MicroBatch)

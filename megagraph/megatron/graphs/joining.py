@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from megagraph.bank.capture import Exchange
+from megagraph.bank.capture import MaxOverRanks
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_layers import BlockLayers
@@ -53,16 +53,16 @@ class Joining:
         self._apart.clear()
         self._wrong.clear()
 
-    def join(self, ddp: nn.Module | None, exchange: Exchange) -> None:
+    def join(self, ddp: nn.Module | None, max_over_ranks: MaxOverRanks) -> None:
         """Before the first capture of a bank.
 
         Args:
             ddp: Megatron's DDP around the model, or None.
-            exchange: asks the ranks that run the same packs.
+            max_over_ranks: asks the ranks that run the same packs.
         """
         layers = self._layers
         layers.part()
-        left = layers.ineligible_in_group(ddp, exchange)
+        left = layers.ineligible_in_group(ddp, max_over_ranks)
         if self._may_join():
             layers.join(borders_of(ddp, layers.specs), {*left, *self._apart, *self._wrong})
         if len(layers.specs) == layers.num_sites > 1 and not self._has_said_why:

@@ -105,7 +105,7 @@ class ModelGraphs:
         self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
         self.changes = Changes(self.block, self.peers, self._kinds, self._states)
         if self.refusal is None and config.mode == "graph":
-            self._states.agree(self.peers.exchange(self._states.local_state(has_changed=False)))
+            self._states.agree(self.peers.max_over_ranks(self._states.local_state(has_changed=False)))
         self._replayed_tokens = 0
         self.running: MicroBatch | EagerReason | None = None  # padded, or as given: what its forward runs now
 
@@ -280,7 +280,7 @@ class ModelGraphs:
         if self.refusal is not None:
             return
         capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
-        if not capacities.by_cp_size and capacities.learn(is_warm, self._learners.exchange):
+        if not capacities.by_cp_size and capacities.learn(is_warm, self._learners.max_over_ranks):
             self.decider.follow()
         if self._config.mode != "graph":
             return

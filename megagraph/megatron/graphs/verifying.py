@@ -169,7 +169,7 @@ class Verifier:
                 found.setdefault(difference.index, str(difference))
             if self._kept_memory is not None and key in bank.variants:
                 found = dict.fromkeys(range(len(bank.specs)), self._kept_memory)
-        anywhere = self._peers.exchange([int(index in found) for index in range(len(bank.specs))])
+        anywhere = self._peers.max_over_ranks([int(index in found) for index in range(len(bank.specs))])
         return {
             index: (EagerReason.VERIFY_FAILED, found[index])
             if index in found
@@ -182,7 +182,7 @@ class Verifier:
         capacity, _kind = key
         kept = self._example(key)
         can = key in bank.variants and kept is not None
-        (somebody_cannot,) = self._peers.exchange([int(not can)])
+        (somebody_cannot,) = self._peers.max_over_ranks([int(not can)])
         if somebody_cannot or kept is None:
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), _NO_EXAMPLE))
             return None

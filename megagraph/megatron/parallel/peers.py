@@ -72,7 +72,7 @@ class HostGroup:
         self._ranks, self._who = ranks, who
         self.size: int = max(len(ranks()), 1)
 
-    def exchange(self, values: Sequence[int]) -> list[int]:
+    def max_over_ranks(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks. Every one of them calls this equally often."""
         if self.size == 1:
             return list(values)
@@ -130,7 +130,7 @@ class Peers(HostGroup):
         if self.size == 1:
             return [what]
         own = what.encode()
-        (longest,) = self.exchange([len(own)])
+        (longest,) = self.max_over_ranks([len(own)])
         if longest == 0:
             return [""] * self.size
         padded = torch.frombuffer(bytearray(own.ljust(longest + 1, b"\0")), dtype=torch.uint8)
@@ -141,7 +141,7 @@ class Peers(HostGroup):
     def agree_on(self, what: str) -> bool:
         """Whether all of them say the same."""
         said = zlib.crc32(what.encode())
-        largest, least = self.exchange([said, -said])
+        largest, least = self.max_over_ranks([said, -said])
         return largest == -least
 
     def run_alone(self, reason: EagerReason, cp_size: int) -> None:
