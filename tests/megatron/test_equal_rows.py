@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts over ranks that take as many rows from each, while each rank has packs of its own."""
 
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import equal_rows_jobs
 import moe_rig
 import pytest
-from equal_rows_jobs import LARGE, SMALL
-from megatron_rig import Micro
+import torch
+from equal_rows_jobs import FEW, MANY
+from host_rig import OwnModel
+from megatron.core.models.gpt import GPTModel
+from megatron_rig import Micro, forward
+from moe_rig import ExpertTrainer, expert_step
 from worlds import World
 
+import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.equal_rows import NEEDS_MEGATRONS, EqualRows
+from megagraph.megatron.graphs import model_graphs
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
-from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.packs.packing import TailConvention
 
 pytestmark = pytest.mark.megatron
 
@@ -35,45 +36,45 @@ MISFITS = 3 * STEPS // equal_rows_jobs.EVERY * SITES
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
-    """Where a pack of one rank fits no capacity, both run theirs as they were given."""
-    reports = world2.run(
-        equal_rows_jobs.train,
-        scopes=SCOPES,
-        num_steps=STEPS,
-        misfits_on=1,
-        **CASES[case],
-    )
-    for report, reason in zip(reports, ("GROUP_DISAGREED", "TOO_MANY_SEQUENCES"), strict=True):
-        assert report["failures"] == []
-        assert report["eager"] == {"WARMING_UP": 3 * SITES, reason: MISFITS}
-        assert report["replays"] == 3 * STEPS * SITES - 3 * SITES - MISFITS
+def test_ranks_with_packs_of_their_own_ask_each_other_nothing(world2: World, case: str) -> None:
+    """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
+    found = world2.run(equal_rows_jobs.train, scopes=SCOPES, num_steps=STEPS, misfits_on=1, **CASES[case])
+    half = MISFITS // 2
+    misfits = {}, {"TOO_MANY_SEQUENCES": half, "SEQUENCE_TOO_LONG": half}
+    for (report, times_asked), eager in zip(found, misfits, strict=True):
+        assert report["failures"] == [] and times_asked == 0
+        assert report["eager"] == {"WARMING_UP": 3 * SITES, **eager}
+        assert report["replays"] == 3 * STEPS * SITES - 3 * SITES - sum(eager.values())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_capacities_that_are_learned_are_those_of_all(world2: World, case: str) -> None:
-    reports = world2.run(equal_rows_jobs.learn, scopes=SCOPES, num_steps=4, **CASES[case])
-    assert reports[0]["capacities"] == reports[1]["capacities"]
-    for report in reports:
+    """Ranks ask each other at one step boundary, in each of two runs."""
+    found = world2.run(equal_rows_jobs.learn, scopes=SCOPES, num_steps=4, **CASES[case])
+    (here, _), (there, _) = found
+    assert here["capacities"] == there["capacities"]
+    for report, times_asked in found:
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES}
+        assert times_asked == 2
 
 
 def test_permuted_rows_of_padded_experts(world2: World) -> None:
     scopes = (*SCOPES, "moe_preprocess")
-    reports = world2.run(
+    found = world2.run(
         equal_rows_jobs.train, scopes=scopes, num_steps=5, misfits_on=0, **CASES["drop and pad"]
     )
-    for report, reason in zip(reports, ("TOO_MANY_SEQUENCES", "GROUP_DISAGREED"), strict=True):
+    misfits = {"TOO_MANY_SEQUENCES": 2 * SITES, "SEQUENCE_TOO_LONG": SITES}, {}
+    for (report, _), eager in zip(found, misfits, strict=True):
         assert report["failures"] == []
-        assert report["eager"] == {"WARMING_UP": 3 * SITES, reason: 3 * SITES}
+        assert report["eager"] == {"WARMING_UP": 3 * SITES, **eager}
 
 
 def test_whole_layers_of_padded_experts_stay_eager_by_name(world2: World) -> None:
     """Their dispatch would be in the graph, with what ranks of other packs send."""
-    reports = world2.run(
+    found = world2.run(
         equal_rows_jobs.train, scopes=("attn", "moe", "mlp"), num_steps=4, **CASES["drop and pad"]
     )
-    for report in reports:
+    for report, _ in found:
         (failure,) = report["failures"]
         assert "its experts are spread over ranks, which run other packs" in failure
         assert report["eager"] == {"WARMING_UP": 3 * SITES, "SCOPE_UNSUPPORTED": 3 * 3}
@@ -82,92 +83,139 @@ def test_whole_layers_of_padded_experts_stay_eager_by_name(world2: World) -> Non
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others(world2: World, case: str) -> None:
     reports = world2.run(equal_rows_jobs.skip_alone, **CASES[case])
-    # Of the packs that fit no capacity one is in each of three steps, and in each evaluation after these.
-    misfits, warming_up, skipped = 2 * 3 * SITES, 2 * 3 * SITES, 3 * SITES
-    assert reports[0]["eager"] == {
-        "DISABLED": skipped,
-        "GROUP_DISAGREED": misfits - SITES,
-        "WARMING_UP": warming_up,
-    }
-    assert reports[1]["eager"] == {"TOO_MANY_SEQUENCES": misfits, "WARMING_UP": warming_up}
+    warming_up = {"WARMING_UP": 2 * 3 * SITES}
+    assert reports[0]["eager"] == {**warming_up, "DISABLED": 3 * SITES}
+    # One in each of three steps, and in each evaluation after these.
+    misfits = {"TOO_MANY_SEQUENCES": 2 * 2 * SITES, "SEQUENCE_TOO_LONG": 2 * SITES}
+    assert reports[1]["eager"] == {**warming_up, **misfits}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_packs_as_given_of_other_rows_are_an_error_on_all_ranks(world2: World, case: str) -> None:
-    said = world2.run(equal_rows_jobs.differ, **CASES[case])
-    for words, rows in zip(said, ("pack has 40 rows", "pack (TOO_MANY_SEQUENCES) has 30 rows"), strict=True):
-        assert rows in words and "expected packs that capacities of equal rows hold" in words
-
-
-def test_a_forward_of_a_hosts_is_refused(world2: World) -> None:
-    for report in world2.run(equal_rows_jobs.override, **CASES["allgather"]):
-        assert report["replays"] == 0 and report["eager"] == {
-            "WARMING_UP": SITES,
-            "SCOPE_UNSUPPORTED": 2 * SITES,
-        }
-        assert any(NEEDS_MEGATRONS in failure for failure in report["failures"])
-
-
-# -- one rank, and what another one says ---------------------------------------------------------------
-
-
-MANY = Capacity(tokens=32, num_seqs=9, max_seqlen=32)
-# A pack, whether another one has no place in 32 rows and in 64, and what comes out.
-VOTES: Sequence[tuple[tuple[int, ...], tuple[int, int], Capacity | None]] = (
-    ((9, 4), (0, 0), SMALL),
-    ((9, 4), (1, 0), LARGE),
-    ((9, 4), (0, 1), SMALL),
-    ((9, 4), (1, 1), None),
-    ((40, 4), (0, 0), LARGE),
-    ((40, 4), (0, 1), None),
-    ((3,) * 7, (0, 1), MANY),
-    ((3,) * 7, (1, 0), None),
-    ((3,) * 12, (0, 0), None),
-)
+# -- one rank, as one of several -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def graphs(install: Callable[..., GraphConfig]) -> Iterator[ModelGraphs]:
-    """Of a model that has run once."""
+def make(
+    install: Callable[..., GraphConfig], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., ExpertTrainer]]:
+    """Makes a model of these capacities whose experts need equal rows."""
+    monkeypatch.setattr(model_graphs, "need_equal_rows", lambda config: True)
+
+    def with_capacities(*capacities: Capacity) -> ExpertTrainer:
+        install(capacities=capacities, cuda_graph_modules=("attn", "moe_router"))
+        return ExpertTrainer(moe_token_dispatcher_type="allgather")
+
     with moe_rig.experts_on_cpu():
-        install(capacities=(SMALL, MANY, LARGE), cuda_graph_modules=("attn", "moe_router"))
-        moe_rig.expert_step(trainer := moe_rig.ExpertTrainer(), [Micro(lengths=(9,))])
-        plugin = installed_plugin()
-        assert plugin is not None
-        yield plugin.graphs_of_model(trainer.chunk)
+        yield with_capacities
 
 
-def vote(graphs: ModelGraphs, micro: Micro, others: Sequence[int], rows: int) -> MicroBatch | EagerReason:
-    """What comes out where another rank says this, and has a pack of so many rows."""
-
-    def max_over_ranks(values: Sequence[int]) -> list[int]:
-        return [max(pair) for pair in zip(values, (*others, rows, -rows), strict=True)]
-
-    ranks = cast(HostGroup, SimpleNamespace(max_over_ranks=max_over_ranks))
-    of_rows = EqualRows(ranks, lambda rows: rows, graphs._capacities, TailConvention.HIDDEN, graphs._tables)
-    params = micro.params(graphs.block.device)
-    batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)
-    return of_rows.agree(batch, micro.physical)
-
-
-@pytest.mark.parametrize(("lengths", "others", "expected"), VOTES, ids=str)
-def test_the_least_rows_that_all_packs_have_a_place_in(
-    graphs: ModelGraphs, lengths: tuple[int, ...], others: Sequence[int], expected: Capacity | None
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "reason"),
+    [
+        ((9, 4), FEW, None),
+        ((3,) * 4, MANY, None),
+        ((3,) * 7, Capacity(tokens=64, num_seqs=7, max_seqlen=64), EagerReason.TOO_MANY_SEQUENCES),
+        ((50, 2), Capacity(tokens=64, num_seqs=2, max_seqlen=64), EagerReason.SEQUENCE_TOO_LONG),
+        ((50, *(2,) * 6), Capacity(tokens=64, num_seqs=7, max_seqlen=64), EagerReason.TOO_MANY_SEQUENCES),
+    ],
+    ids=str,
+)
+def test_every_pack_has_as_many_rows(
+    make: Callable[..., ExpertTrainer],
+    lengths: tuple[int, ...],
+    capacity: Capacity,
+    reason: EagerReason | None,
 ) -> None:
-    micro = Micro(lengths=lengths)
-    found = vote(graphs, micro, others, micro.physical)
-    if expected is not None:
-        assert isinstance(found, MicroBatch) and found.capacity == found.key[0] == expected
-        assert found.reason is None
-    elif len(lengths) > MANY.num_seqs:
-        assert found is EagerReason.TOO_MANY_SEQUENCES
-    else:
-        assert isinstance(found, MicroBatch) and found.reason is EagerReason.GROUP_DISAGREED
-        assert found.canonical_params().max_seqlen_q == micro.longest
+    trainer = make(FEW, MANY)
+    plugin = installed_plugin()
+    assert plugin is not None
+    for _ in range(2):
+        expert_step(trainer, [Micro(lengths=(9,))])
+    graphs, micro = plugin.graphs_of_model(trainer.chunk), Micro(lengths=lengths)
+    params = micro.params(trainer.device)
+    batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)
+    assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason)
 
 
-def test_rows_as_given_need_not_be_equal_where_packs_are_padded(graphs: ModelGraphs) -> None:
-    found = vote(graphs, micro := Micro(lengths=(9, 4)), (1, 0), micro.physical + 1)
-    assert isinstance(found, MicroBatch) and found.capacity == LARGE
-    with pytest.raises(RuntimeError, match="this rank's pack has 13 rows"):
-        vote(graphs, micro, (1, 1), micro.physical + 1)
+def _other_arguments(name: str) -> Callable[[Any, Any, dict[str, Any]], Any]:
+    """A hook that hands a block what the model has not made."""
+
+    def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        rows = kwargs["hidden_states"].size(0)
+        other = torch.ones(rows, 1, 1, kwargs["rotary_pos_emb"].size(-1))
+        return args, {**kwargs, name: other if name == "rotary_pos_emb" else torch.zeros(1, rows)}
+
+    return hook
+
+
+ROUTES = ("no pack", "block arguments", "padding mask", "inference mode", "mask inside", "table inside")
+
+
+def _run_as_given(trainer: ExpertTrainer, route: str, micro: Micro) -> None:
+    """Calls a model so that no graph can take it."""
+    changes: dict[str, dict[str, Any]] = {
+        "no pack": {"packed_seq_params": None},
+        "block arguments": {"extra_block_kwargs": {}},
+        "padding mask": {"padding_mask": torch.zeros(1, micro.physical, device=trainer.device)},
+    }
+
+    def model(**kwargs: Any) -> Any:
+        return trainer.model(**{**kwargs, **changes.get(route, {})})
+
+    inside = {"mask inside": "padding_mask", "table inside": "rotary_pos_emb"}
+    if route in inside:
+        hook = _other_arguments(inside[route])
+        trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    with torch.inference_mode(route == "inference mode"):
+        forward(model, micro, trainer.device)
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "with graphs"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_pack_that_runs_as_given_has_as_many_rows(
+    make: Callable[..., ExpertTrainer], route: str, is_warm: bool
+) -> None:
+    trainer = make(FEW, MANY)
+    for _ in range(2 * is_warm):
+        expert_step(trainer, [Micro(lengths=(9, 20))])
+    trainer.zero_grad()
+    if route != "no pack":  # of which our attention makes nothing
+        _run_as_given(trainer, route, Micro(lengths=(30, 34)))  # has as many
+    name = "NO_PACK_METADATA" if route == "no pack" else "SIGNATURE_CHANGED"
+    with pytest.raises(RuntimeError, match=rf"take 64 rows from each.* one of 29 that .* \({name}\)"):
+        _run_as_given(trainer, route, Micro(lengths=(9, 20)))
+
+
+def test_a_pack_of_too_many_tokens_is_an_error(make: Callable[..., ExpertTrainer]) -> None:
+    trainer = make(FEW)
+    with pytest.raises(RuntimeError, match=r"one of 65 .*TOO_MANY_TOKENS\); set max_seqlen_per_dp_cp_rank"):
+        expert_step(trainer, [Micro(lengths=(40, 25))])
+
+
+def test_capacities_of_several_rows_are_an_error(make: Callable[..., ExpertTrainer]) -> None:
+    trainer = make(FEW, Capacity(tokens=32, num_seqs=9, max_seqlen=32))
+    with pytest.raises(ValueError, match=r"tokens, got 32, 64; set max_seqlen_per_dp_cp_rank"):
+        expert_step(trainer, [Micro(lengths=(9,))])
+
+
+class CallingModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """Has a forward of its own around Megatron's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's arguments."""
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("own", [OwnModel, CallingModel])
+def test_a_forward_that_overrides_megatrons_is_refused(
+    make: Callable[..., ExpertTrainer], own: type[Any]
+) -> None:
+    """Each of its calls may reach Megatron's forward or not, whatever other ranks do."""
+    trainer = make(FEW)
+    trainer.chunk.__class__ = own
+    for _ in range(3):
+        expert_step(trainer, [Micro(lengths=(28, 20))])
+    (report,) = megagraph.reports()
+    sites = report["layers"]
+    assert report["eager"] == {"WARMING_UP": sites, "SCOPE_UNSUPPORTED": 2 * sites}
+    (failure,) = report["failures"]
+    assert "experts over several ranks that need equal rows, in a model with a forward" in failure

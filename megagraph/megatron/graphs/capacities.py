@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The capacities of one model: as configured, or learned from the packs of its warm-up."""
+"""The capacities of one model: as configured, or learned from the packs of its warm-up.
+
+Note [Equal rows]
+Experts over several ranks may take as many rows from each: with a dispatcher that gathers all rows, or if
+they are padded to a capacity. Each rank has packs of its own and asks nobody about them. So the capacities of
+such a model have one number of rows, the same on all ranks, and every micro-batch has that many, in eager
+too. A pack of too many documents, or of one that is too long, is padded to a capacity of its own, without
+graphs; what cannot be padded has just that many rows, or is an error. Until capacities are known packs run as
+given, and need equal rows as with Megatron alone. All ranks learn them at the same step boundary.
+"""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +19,7 @@ from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape
 from megagraph.decide.learn import Needs, capacities_for, needs_of
+from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.micro_batch import Key, Kind
 from megagraph.packs.packing import TailConvention, pack_shape
@@ -16,6 +27,7 @@ from megagraph.packs.packing import TailConvention, pack_shape
 __all__ = ["Capacities"]
 
 _PATIENCE = 20  # steps that this rank waits for another one until it says so
+_ANY = sys.maxsize  # documents, or tokens of one
 
 
 def _bounded(capacity: Capacity, cp_size: int) -> Capacity:
@@ -31,14 +43,22 @@ class Capacities:
         config: the plugin's options.
         cp_size: ranks that share a pack that does not say by how many it is shared.
         cp_sizes: how many may share one, that among them.
+        need_equal_rows: every micro-batch has as many rows (Note [Equal rows]).
 
     Attributes:
-        cp_size: as given.
+        cp_size, need_equal_rows: as given.
         by_cp_size: smallest first; empty while they are still to be learned.
     """
 
-    def __init__(self, config: GraphConfig, cp_size: int = 1, cp_sizes: Sequence[int] = (1,)) -> None:
-        self.cp_size = cp_size
+    def __init__(
+        self,
+        config: GraphConfig,
+        cp_size: int = 1,
+        cp_sizes: Sequence[int] = (1,),
+        *,
+        need_equal_rows: bool = False,
+    ) -> None:
+        self.cp_size, self.need_equal_rows = cp_size, need_equal_rows
         known = {
             size: tuple(_bounded(each, size) for each in config.all_capacities(size)) for size in cp_sizes
         }
@@ -53,12 +73,41 @@ class Capacities:
         """Those of packs that do not say by how many ranks they are shared."""
         return self.by_cp_size.get(self.cp_size, ())
 
+    @property
+    def rows(self) -> int | None:
+        """Of every micro-batch; None where the number is free, or not known yet."""
+        return self.known[0].tokens if self.need_equal_rows and self.known else None
+
+    def for_decider(self) -> Mapping[int, Sequence[Capacity]]:
+        """By `cp_size`, what packs are padded to: if all need equal rows, also one of any documents."""
+        if self.rows is None:
+            return self.by_cp_size
+        return {self.cp_size: [*self.known, Capacity(tokens=self.rows, num_seqs=_ANY, max_seqlen=_ANY)]}
+
+    def of_misfit(self, decided: Capacity, params: Any, tokens: int) -> tuple[Capacity, EagerReason] | None:
+        """What a pack is padded to that was decided to have any documents, and why it has no graphs."""
+        if decided.num_seqs != _ANY:
+            return None
+        shape = pack_shape(params, tokens, self._tail)
+        assert shape is not None
+        # The larger reason, SEQUENCE_TOO_LONG, is that of a capacity with enough documents.
+        why = max(found for each in self.known if (found := shape.exceeds(each)) is not None)
+        longest = max(shape.max_seqlen, decided.tokens)
+        return Capacity(tokens=decided.tokens, num_seqs=shape.num_seqs, max_seqlen=longest), why
+
     def check(self, rows: Callable[[int], int]) -> None:
-        """Raises `ValueError` where the ranks of the model cannot share the tokens of a capacity.
+        """Raises `ValueError` where the ranks of the model cannot run packs of these capacities.
 
         Args:
             rows: from tokens of a pack to those of a tensor-parallel rank, likewise.
         """
+        numbers = sorted({capacity.tokens for capacity in self.known})
+        if self.need_equal_rows and len(numbers) > 1:
+            raise ValueError(
+                "experts are spread over ranks and take as many rows from each: expected capacities of one "
+                f"number of tokens, got {', '.join(map(str, numbers))}; set max_seqlen_per_dp_cp_rank to the "
+                "largest, and cuda_graph_max_packed_seqs"
+            )
         for cp_size, capacities in self.by_cp_size.items():
             for capacity in capacities:
                 rows(capacity.tokens)

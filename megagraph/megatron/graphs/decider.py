@@ -54,7 +54,7 @@ class Decider(_C.Decider):
 
     def follow(self) -> None:
         """Takes note of capacities that were learned."""
-        self.set_capacities(self._capacities.by_cp_size)
+        self.set_capacities(self._capacities.for_decider())
 
 
 def _key(masks_tail: bool, capacity: Capacity | None, *of_kind: Any) -> tuple[Capacity | None, Kind]:

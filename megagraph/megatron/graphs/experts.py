@@ -6,11 +6,13 @@ from typing import Any
 from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
+from megagraph.megatron.parallel.groups import ranks_of
+from megagraph.megatron.parallel.peers import HostGroup
 from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of, has_forced_routing, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
-__all__ = ["rows_are_samples", "unsupported_experts"]
+__all__ = ["rows_are_samples", "share_experts", "unsupported_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
@@ -20,6 +22,24 @@ _UNSUPPORTED = (
     ("moe_router_fusion", False, "whose router is fused, and takes no padding mask"),
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
+
+# What runs layers on other rows than a pack's, on this rank (attribute, what it is called).
+_NO_EQUAL_ROWS = (
+    ("tensor_model_parallel_size", "tensor parallelism"),
+    ("mtp_num_layers", "multi-token prediction"),
+)
+
+
+def share_experts(model: Any) -> HostGroup:
+    """The ranks that the experts of a model's layers are spread over.
+
+    Args:
+        model: the GPTModel or HybridModel, which is not refused.
+    """
+    mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
+    # In all layers; looked up once, since other ranks would have other experts.
+    spread_over = ranks_of(mixture.token_dispatcher.tp_ep_group)
+    return HostGroup(lambda: spread_over, "share the experts")
 
 
 def rows_are_samples(params: Any) -> bool:
@@ -39,9 +59,9 @@ def unsupported_experts(config: Any, block: Any) -> str | None:
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _in_words(name, attribute, config)
-    if need_equal_rows(config) and config.tensor_model_parallel_size > 1:
-        name = "over several ranks that need equal rows, with tensor parallelism"
-        return _in_words(name, "tensor_model_parallel_size", config)
+    for attribute, name in _NO_EQUAL_ROWS if need_equal_rows(config) else ():
+        if getattr(config, attribute) not in (None, 0, 1):
+            return _in_words(f"over several ranks that need equal rows, with {name}", attribute, config)
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind in _LOOK_AT_ALL_ROWS:

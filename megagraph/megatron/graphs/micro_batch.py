@@ -23,6 +23,7 @@ from megagraph.megatron.graphs.positions import (
     with_positions,
     without_positions,
 )
+from megagraph.megatron.parallel.sharing import require_rows
 from megagraph.packs import ops
 from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_offsets
 
@@ -89,6 +90,7 @@ class MicroBatch:
 
     Attributes:
         is_as_given: layers run on the pack as it was given.
+        needs_every_row: ranks of other packs run the capacity's rows, and so must this one.
         mask: the padding mask that the block was given, of this rank's rows; None for none.
         sources: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, the mask, as far as
             there are any.
@@ -107,6 +109,7 @@ class MicroBatch:
         "key",
         "kind",
         "mask",
+        "needs_every_row",
         "params",
         "physical_offsets",
         "reason",
@@ -141,7 +144,7 @@ class MicroBatch:
         self._pads_at_entry = pads_at_entry
         self._own_tables = own_tables
         self._rows_are_positions = self.kind.rows_are_positions
-        self.is_as_given = False
+        self.is_as_given = self.needs_every_row = False
         self._canonical: Any = None
         self._canonical_mask: Tensor | None = None
 
@@ -298,6 +301,8 @@ class MicroBatch:
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
+        if self.is_as_given and self.needs_every_row:
+            require_rows(self.capacity.tokens, self.tokens, EagerReason.SIGNATURE_CHANGED)
         if self._pads_at_entry or self.is_as_given:
             return hidden_states
         return ops.zero_tail(hidden_states, self.row_offsets, self.capacity.tokens)

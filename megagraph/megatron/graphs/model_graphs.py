@@ -17,22 +17,27 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.graphs.equal_rows import NEEDS_MEGATRONS, EqualRows, equal_rows_of
-from megagraph.megatron.graphs.experts import rows_are_samples
+from megagraph.megatron.graphs.experts import rows_are_samples, share_experts
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
-from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.parallel.pipeline import hands_on
-from megagraph.megatron.parallel.sharing import has_experts
+from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
 
 __all__ = ["ModelGraphs"]
+
+# Some calls of such a forward may not reach Megatron's, nor whatever pads.
+_NEEDS_MEGATRONS = (
+    "experts over several ranks that need equal rows, in a model with a forward that overrides Megatron's, "
+    "are not supported yet"
+)
 
 
 class ModelGraphs:
@@ -53,7 +58,6 @@ class ModelGraphs:
         changes, decider: what keeps a step eager; which variant takes a pack.
         refusal: why the whole model stays eager, or None.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
-        equal_rows: agrees with ranks that run other packs on their rows, where they must.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
 
@@ -74,7 +78,9 @@ class ModelGraphs:
         self.hands_on = hands_on(model)
         self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
-        self._capacities = Capacities(config, context.size, context.sizes)
+        self._capacities = Capacities(
+            config, context.size, context.sizes, need_equal_rows=need_equal_rows(model.config)
+        )
         self.block = BlockBank(
             model,
             ddp,
@@ -92,13 +98,13 @@ class ModelGraphs:
         self.decider = Decider(self._capacities, config.tail, self._tables, masks_tail, context)
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
-        self.equal_rows: EqualRows | None = None
+        self._learners: HostGroup = self.peers
         self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
         if self.refusal is None:
             self._capacities.check(self.tensor.rows)
-            self.equal_rows = equal_rows_of(model, self._capacities, config.tail, self._tables)
-        self._learners = self.peers if self.equal_rows is None else self.equal_rows.ranks
+            if self._capacities.need_equal_rows:
+                self._learners = share_experts(model)
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
@@ -156,7 +162,9 @@ class ModelGraphs:
         if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
-        self._kinds.note(kind)
+        misfit = None if capacity is None else self._capacities.of_misfit(capacity, params, tokens)
+        if misfit is None:
+            self._kinds.note(kind)
         if capacity is None:
             self._capacities.observe(params, tokens, kind.cp_size)
             self._unlearned = kind, params, mask if has_mask else None
@@ -164,14 +172,23 @@ class ModelGraphs:
         in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
         is_off = is_skipped or in_mode_eager
         reason = EagerReason.DISABLED if is_off else self.changes.eager_reason(grad=kind.grad)
+        if misfit is not None:
+            key, reason = (misfit[0], kind), misfit[1]
         batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
+        batch.needs_every_row = equal_rows = self._capacities.need_equal_rows
         # These are on canonical packs throughout; but of several ranks one alone may skip graphs.
-        is_reference = in_mode_eager or self.equal_rows is not None or (is_skipped and self.peers.size == 1)
+        is_reference = in_mode_eager or equal_rows or (is_skipped and self.peers.size == 1)
         left_eager = None if is_reference else self.block.eager_reason(key)
         if left_eager is not None:
             why = EagerReason.DISABLED if is_off else left_eager
             return batch.as_given(why) if entries.are_megatrons else why
         return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
+
+    def require_rows(self, tokens: int, reason: EagerReason) -> None:
+        """Before a micro-batch runs as it was given: raises where other ranks run another number of rows."""
+        rows = self._capacities.rows
+        if rows is not None and self.refusal is None and self.entries.are_settled:
+            require_rows(rows, tokens, reason)
 
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
@@ -254,8 +271,8 @@ class ModelGraphs:
         failure = entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.view.refuse("a forward that overrides Megatron's")
-        if self.equal_rows is not None and entries.are_settled and not entries.are_megatrons:
-            failure = failure or NEEDS_MEGATRONS
+        if self._capacities.need_equal_rows:
+            failure = failure or _NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
 

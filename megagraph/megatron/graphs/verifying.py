@@ -29,7 +29,10 @@ from megagraph.packs.packing import TailConvention, pack_shape
 __all__ = ["Verifier"]
 
 # Micro-batches that ran eager for these are no examples: nothing is captured for them.
-_ARE_NO_EXAMPLES = (EagerReason.DISABLED, EagerReason.SUSPENDED)
+_ARE_NO_EXAMPLES = (
+    *(EagerReason.DISABLED, EagerReason.SUSPENDED),
+    *(EagerReason.TOO_MANY_SEQUENCES, EagerReason.SEQUENCE_TOO_LONG),
+)
 
 _NO_EXAMPLE = "no micro-batch that fits was kept"
 _NOT_TAKEN = "its graph did not take the micro-batch that was kept"

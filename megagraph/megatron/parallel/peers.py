@@ -4,8 +4,8 @@
 They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]), and
 replay and run eager together; or, where each pack says by how many ranks it is shared, all that may ever
 share one, of which those of one pack do so. What they ask each other are a few integers on the host, over
-gloo: nobody waits for a device. Ranks that run other packs, and need as many rows as each other, ask in the
-same way (megagraph/megatron/graphs/equal_rows.py).
+gloo: nobody waits for a device. Ranks that share experts and run other packs learn their capacities so
+(megagraph/megatron/graphs/capacities.py, Note [Equal rows]).
 """
 
 import zlib

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.seams import (
     ENGINE_ATTENTION,
     PACKED_SEQ_PARAMS,
@@ -28,6 +29,7 @@ __all__ = [
     "counted_as_shared_by",
     "has_experts",
     "need_equal_rows",
+    "require_rows",
     "unsupported_dynamic_sharing",
     "unsupported_sharing",
 ]
@@ -49,6 +51,16 @@ def need_equal_rows(config: Any) -> bool:
     """Whether a model's experts are spread over ranks from each of which they take as many rows."""
     is_spread = has_experts(config) and config.expert_model_parallel_size > 1
     return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
+
+
+def require_rows(rows: int, tokens: int, reason: EagerReason) -> None:
+    """Raises `RuntimeError` where a pack that is not padded has not the rows that other ranks run."""
+    if tokens != rows:
+        raise RuntimeError(
+            f"experts are spread over ranks and take {rows} rows from each: expected a pack that is padded "
+            f"to them or has as many, got one of {tokens} that runs as it was given ({reason.name}); set "
+            "max_seqlen_per_dp_cp_rank to the rows of the largest pack"
+        )
 
 
 _HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them

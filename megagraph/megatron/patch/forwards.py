@@ -160,8 +160,8 @@ class ForwardWrappers:
                 if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
-            if graphs.equal_rows is not None:
-                batch = graphs.equal_rows.agree(batch, tokens)
+            if isinstance(batch, EagerReason):
+                graphs.require_rows(tokens, batch)
             if isinstance(batch, MicroBatch):
                 given_arguments = Arguments(places, args, kwargs)
                 shown: OnGivenRows | None = None

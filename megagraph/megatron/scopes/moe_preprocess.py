@@ -19,7 +19,7 @@ dispatcher that gathers all rows permutes behind its dispatch: there the scope a
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from megagraph.megatron.seams import (
     permutation_sorts,
 )
 
-__all__ = ["PERMUTED", "PREPROCESS", "Permuted", "most_routed", "take_permuted"]
+__all__ = ["PERMUTED", "PREPROCESS", "Permuted", "take_permuted"]
 
 _ROWS, _PROBS, _SHARED = 0, 1, 5  # their places among what leaves
 _LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
@@ -88,23 +88,16 @@ def _handing_out(permuted: Permuted) -> Iterator[None]:
         raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
 
 
-def most_routed(dispatcher: Any) -> Callable[[int], int]:
-    """How many rows of a pack's may be routed by a dispatcher that permutes before its dispatch.
-
-    Whoever keeps the answer keeps no dispatcher, whose config leads to the model.
-    """
+def _most_routed(dispatcher: Any, rows: int) -> int:
+    """How many of a pack's rows may be routed by a dispatcher that permutes before its dispatch."""
     from megatron.core.transformer.moe.moe_utils import get_capacity
 
     topk: int = dispatcher.config.moe_router_topk
     if not dispatcher.drop_and_pad:
-        return lambda rows: rows * topk
+        return rows * topk
     experts, factor = dispatcher.num_experts, dispatcher.moe_expert_capacity_factor
-
-    def padded(rows: int) -> int:
-        of_each = get_capacity(num_tokens=rows * topk, num_experts=experts, capacity_factor=factor)
-        return int(experts * of_each)
-
-    return padded
+    of_each = get_capacity(num_tokens=rows * topk, num_experts=experts, capacity_factor=factor)
+    return int(experts * of_each)
 
 
 def _run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
@@ -114,7 +107,7 @@ def _run(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> 
         normed.view(-1, normed.size(-1)),
         routing_map,
         probs=probs,
-        num_out_tokens=most_routed(dispatcher)(routing_map.size(0)),
+        num_out_tokens=_most_routed(dispatcher, routing_map.size(0)),
         fused=False,
         drop_and_pad=dispatcher.drop_and_pad,
     )
