@@ -233,7 +233,8 @@ def test_which_experts_over_several_ranks_need_equal_rows(
     monkeypatch.setattr(config, "expert_model_parallel_size", 2)
     assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(config, "mtp_num_layers", 1)
-    assert_refused(trainer, "over several ranks that need equal rows, with multi-token prediction (mtp_num")
+    what = "over several ranks that need equal rows, with multi-token prediction (mtp_num_layers=1)"
+    assert_refused(trainer, what)
     monkeypatch.setattr(config, "mtp_num_layers", None)
     monkeypatch.setattr(config, "moe_pad_expert_input_to_capacity", False)
     assert not need_equal_rows(config)

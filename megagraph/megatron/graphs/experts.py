@@ -23,19 +23,15 @@ _UNSUPPORTED = (
     ("mlp_chunks_for_training", 1, "in chunks, which are given no padding mask"),
 )
 
-# What runs layers on other rows than a pack's, on this rank (attribute, what it is called).
+# What has layers of experts on other rows than the canonical pack's.
 _NO_EQUAL_ROWS = (
-    ("tensor_model_parallel_size", "tensor parallelism"),
-    ("mtp_num_layers", "multi-token prediction"),
+    ("tensor_model_parallel_size", 1, "tensor parallelism"),
+    ("mtp_num_layers", 0, "multi-token prediction"),
 )
 
 
 def share_experts(model: Any) -> HostGroup:
-    """The ranks that the experts of a model's layers are spread over.
-
-    Args:
-        model: the GPTModel or HybridModel, which is not refused.
-    """
+    """The ranks that the experts of a model's layers are spread over."""
     mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
     # In all layers; looked up once, since other ranks would have other experts.
     spread_over = ranks_of(mixture.token_dispatcher.tp_ep_group)
@@ -59,8 +55,8 @@ def unsupported_experts(config: Any, block: Any) -> str | None:
     for attribute, fine, name in _UNSUPPORTED:
         if getattr(config, attribute, fine) not in (fine, None):
             return _in_words(name, attribute, config)
-    for attribute, name in _NO_EQUAL_ROWS if need_equal_rows(config) else ():
-        if getattr(config, attribute) not in (None, 0, 1):
+    for attribute, fine, name in _NO_EQUAL_ROWS if need_equal_rows(config) else ():
+        if getattr(config, attribute) not in (fine, None):
             return _in_words(f"over several ranks that need equal rows, with {name}", attribute, config)
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
