@@ -12,7 +12,7 @@ from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of, has_forced_routing, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
-__all__ = ["rows_are_samples", "share_experts", "unsupported_experts"]
+__all__ = ["ranks_of_experts", "rows_are_samples", "unsupported_experts"]
 
 # Of routing that looks at all rows to choose for each.
 _LOOK_AT_ALL_ROWS = ("sinkhorn", "quantile_balancing")
@@ -30,7 +30,7 @@ _NO_EQUAL_ROWS = (
 )
 
 
-def share_experts(model: Any) -> HostGroup:
+def ranks_of_experts(model: Any) -> HostGroup:
     """The ranks that the experts of a model's layers are spread over."""
     mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
     # In all layers; looked up once, since other ranks would have other experts.

@@ -17,7 +17,7 @@ from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.decider import Decider
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.graphs.experts import rows_are_samples, share_experts
+from megagraph.megatron.graphs.experts import ranks_of_experts, rows_are_samples
 from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
@@ -104,7 +104,7 @@ class ModelGraphs:
         if self.refusal is None:
             self._capacities.check(self.tensor.rows)
             if self._capacities.need_equal_rows:
-                self._learners = share_experts(model)
+                self._learners = ranks_of_experts(model)
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
