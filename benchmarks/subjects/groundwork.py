@@ -18,7 +18,7 @@ from megagraph import megatron
 STEPS = 100
 SCOPES = {"attn": ("attn",), "mlp": ("mlp",), "attn and mlp": ("attn", "mlp")}
 BITS = {
-    f"{layers}, {scope}": BitsCase(share=1.0, transformer_engine=is_engine, modules=modules)
+    f"{layers}, {scope}": BitsCase(share=0.5, transformer_engine=is_engine, modules=modules)
     for (layers, is_engine), (scope, modules) in itertools.product(LAYER_KINDS.items(), SCOPES.items())
 }
 # Kernels that one half of a layer has and the other has not, by their names.

@@ -50,7 +50,6 @@ class BitsCase:
 
 _PER_TOKEN = "a rotary table with one row for each token"
 BITS = {
-    "Transformer Engine, max_seqlen = tokens": BitsCase(share=1.0),
     "Transformer Engine, max_seqlen = half of the tokens": BitsCase(share=0.5),
     "Transformer Engine, fused RoPE, max_seqlen = tokens": BitsCase(share=1.0, fused_rope=True),
     f"Transformer Engine, {_PER_TOKEN}": BitsCase(share=1.0, per_token=True),
@@ -287,7 +286,7 @@ def measure_host(
     install_for(options.max_tokens, DOCUMENTS, **plugin)
     try:
         trainer = _HostTrainer(host, options, spec=spec_of(transformer_engine))
-        packs = canonical_packs(options.max_tokens, options.max_tokens, steps * MICRO_BATCHES)
+        packs = canonical_packs(options.max_tokens, options.max_tokens // 2, steps * MICRO_BATCHES)
         shortened = map(partial(_without_last, every=3), enumerate(packs))
         for step in range(steps):
             of_step = list(itertools.islice(shortened, MICRO_BATCHES))

@@ -69,26 +69,25 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
                            const py::object& state_of_call, int64_t cp_size) {
   const Found found = find(params, tokens, cp_size);
   if (!found.reason.is_none()) return found.reason;
-  if (c10::InferenceMode::is_enabled()) return reason(EagerReason::kSignatureChanged);
+  if (c10::InferenceMode::is_enabled() || may_positions_go_on(found.shape)) {
+    return reason(EagerReason::kSignatureChanged);
+  }
   const PackForm& form = found.form;
   const bool grad = at::GradMode::is_enabled();
-  const bool are_rows = are_rows_positions(params, found.shape);
   const int64_t shared_by = found.shape.cp_size;
-  // Each rank's rows are several runs of positions then, for which no op of ours is made.
-  if (are_rows && shared_by > 1) return reason(EagerReason::kSignatureChanged);
   const py::object state = state_of_call();
   // What a pack says of padding is None, True or False; for anything else the name is made anew.
   PyObject* between = form.pad_between_seqs.ptr();
   const bool is_known = between == Py_None || PyBool_Check(between);
   const Fields fields{
-      found.capacity.ptr(),  form.has_padded, form.is_aliased, between,  form.has_seq_idx, grad,
-      state.cast<int64_t>(), are_rows,        has_mask,        shared_by};
+      found.capacity.ptr(),  form.has_padded, form.is_aliased, between, form.has_seq_idx, grad,
+      state.cast<int64_t>(), has_mask,        shared_by};
   if (is_known) {
     if (const auto made = keys_.find(fields); made != keys_.end()) return made->second;
   }
   py::object key =
       make_key_(found.capacity, form.has_padded, form.is_aliased, form.pad_between_seqs,
-                form.has_seq_idx, grad, state, are_rows, has_mask, shared_by);
+                form.has_seq_idx, grad, state, has_mask, shared_by);
   if (is_known) {
     if (keys_.size() >= kMostKeys) keys_.clear();
     keys_.emplace(fields, key);
@@ -98,13 +97,12 @@ py::object Decider::decide(const py::object& params, int64_t tokens, bool has_ma
 
 // Megatron's table has a row for each of the longest document's: of as many as the pack has, each
 // row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well;
-// it cuts none of packs that ranks share.
-bool Decider::are_rows_positions(const py::object& params, const PackShape& shape) const {
+// it cuts none of packs that ranks share. In a document alone both meanings are one.
+bool Decider::may_positions_go_on(const PackShape& shape) const {
+  if (!depend_on_longest_ || shape.num_seqs - extra_seqs_ < 2) return false;
   const int64_t tokens = shape.tokens * shape.cp_size;
   const bool are_cut = are_cut_ && shape.cp_size == 1;
-  if (!depend_on_longest_ || (!are_cut && shape.max_seqlen != tokens)) return false;
-  const auto rows = declared_rows(params);
-  return rows && (*rows == tokens || (are_cut && *rows > tokens));
+  return are_cut ? shape.max_seqlen >= tokens : shape.max_seqlen == tokens;
 }
 
 // How many ranks share a pack; none where they are in another group than graphs were captured with.

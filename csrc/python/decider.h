@@ -2,11 +2,13 @@
 // Decides on the micro-batches of one model: which variant takes a pack, or why none does.
 //
 // Note [Deciding]
-// In each micro-batch, eager or not. It waits for the device only where a pack's longest document
-// lives there and unfused RoPE depends on it. What is asked for first makes no variant: a pack that
-// no graph of the model could take costs no look at the layers. What makes one beside the capacity
-// and the form is whether gradients are recorded, the state that the layers are in, and whether
-// rotary positions go on from document to document.
+// In each micro-batch, eager or not, without waiting for the device. What is asked for first makes
+// no variant: a pack that no graph of the model could take costs no look at the layers. What makes
+// one beside the capacity and the form is whether gradients are recorded, and the state that the
+// layers are in.
+//
+// Rotary positions begin anew in each document of a canonical pack. So packs run as given in which
+// Megatron's unfused RoPE may go on from document to document.
 //
 // A variant's name is Python's own object. There are few, and each is made once: as the same
 // object it is found in dictionaries without a comparison.
@@ -27,9 +29,9 @@ namespace megagraph {
 class Decider {
  public:
   // `reasons`: Python's members of EagerReason, in order. `make_key`: makes the name of a variant
-  // of a capacity, the four values of a form, gradients or not, a state, whether rows are
-  // positions, whether there is a mask, and how many ranks share the pack. It must not lead back to
-  // this object: garbage collection does not see what C++ holds.
+  // of a capacity, the four values of a form, gradients or not, a state, whether there is a mask,
+  // and how many ranks share the pack. It must not lead back to this object: garbage collection
+  // does not see what C++ holds.
   // `depend_on_longest`: the model's rotary tables have as many rows as a pack's longest document;
   // `are_cut`: it then cuts them to the rows of the pack.
   Decider(int64_t extra_seqs, bool depend_on_longest, bool are_cut, pybind11::list reasons,
@@ -66,7 +68,7 @@ class Decider {
 
   pybind11::object reason(EagerReason why) const { return reasons_[static_cast<size_t>(why)]; }
   Found find(const pybind11::object& params, int64_t tokens, int64_t cp_size);
-  bool are_rows_positions(const pybind11::object& params, const PackShape& shape) const;
+  bool may_positions_go_on(const PackShape& shape) const;
   std::optional<int64_t> known_cp_size(const pybind11::object& params, int64_t cp_size) const;
 
   const int64_t extra_seqs_;
@@ -76,8 +78,7 @@ class Decider {
   pybind11::object refused_ = pybind11::none();
   std::map<int64_t, Bank> banks_;
   pybind11::dict groups_;
-  using Fields =
-      std::tuple<PyObject*, bool, bool, PyObject*, bool, bool, int64_t, bool, bool, int64_t>;
+  using Fields = std::tuple<PyObject*, bool, bool, PyObject*, bool, bool, int64_t, bool, int64_t>;
   std::map<Fields, pybind11::object> keys_;
 };
 

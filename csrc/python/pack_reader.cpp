@@ -63,6 +63,14 @@ int64_t integer(const py::object& value) {
   return found;
 }
 
+// None for what is missing or lives on the device.
+std::optional<int64_t> known_integer(const py::object& value) {
+  if (value.is_none() || (is_tensor(value.ptr()) && tensor_of(value.ptr()).is_cuda())) {
+    return std::nullopt;
+  }
+  return integer(value);
+}
+
 // One object, or tensors that are views of the same entries.
 bool are_same(const py::object& one, const py::object& other) {
   if (one.is(other)) return true;
@@ -81,10 +89,8 @@ std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, in
   if (!format.is(fields().thd) && !format.equal(fields().thd)) return std::nullopt;
   const py::object offsets = attribute(params, fields().q);
   if (offsets.is_none()) return std::nullopt;
-  const py::object declared = attribute(params, fields().longest);
-  const bool is_unknown =
-      declared.is_none() || (is_tensor(declared.ptr()) && tensor_of(declared.ptr()).is_cuda());
-  const int64_t longest = is_unknown ? tokens * cp_size : integer(declared);
+  const int64_t longest =
+      known_integer(attribute(params, fields().longest)).value_or(tokens * cp_size);
   return PackShape{tokens, numel(offsets) - 1 + extra_seqs, std::max<int64_t>(longest, 1), cp_size};
 }
 
@@ -94,11 +100,9 @@ std::optional<PackForm> pack_form(const py::handle& params) {
   const py::object q_padded = attribute(params, fields().q_padded);
   const py::object kv_padded = attribute(params, fields().kv_padded);
   if (!are_same(q_padded, kv_padded)) return std::nullopt;
-  const py::object longest = attribute(params, fields().longest);
-  const py::object longest_kv = attribute(params, fields().longest_kv);
-  if (is_int(longest) && is_int(longest_kv) && integer(longest) != integer(longest_kv)) {
-    return std::nullopt;
-  }
+  const auto longest = known_integer(attribute(params, fields().longest));
+  const auto longest_kv = known_integer(attribute(params, fields().longest_kv));
+  if (longest && longest_kv && *longest != *longest_kv) return std::nullopt;
   const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);
   const bool has_padded = !q_padded.is_none() && !is_aliased;
   const bool has_seq_idx = !attribute_or_none(params, fields().seq_idx).is_none();
@@ -113,14 +117,6 @@ bool is_seq_idx_stageable(const py::handle& params, int64_t tokens) {
   return index.scalar_type() == at::kInt && index.is_contiguous() && index.dim() == 2 &&
          index.size(0) == 1 && index.size(1) == tokens &&
          index.device() == tensor_of(offsets.ptr()).device();
-}
-
-std::optional<int64_t> declared_rows(const py::handle& params) {
-  const py::object one = attribute(params, fields().longest);
-  const py::object other = attribute(params, fields().longest_kv);
-  const bool has_several = numel(attribute(params, fields().q)) > 2;
-  if (!has_several || one.is_none() || other.is_none()) return std::nullopt;
-  return std::max(integer(one), integer(other));
 }
 
 py::object cp_group_of(const py::handle& params) {

@@ -39,10 +39,6 @@ struct PackForm {
 
 std::optional<PackForm> pack_form(const pybind11::handle& params);
 
-// The longest document that a pack of several ones declares; none where it declares none. Waits
-// for the device if `max_seqlen` lives there.
-std::optional<int64_t> declared_rows(const pybind11::handle& params);
-
 // The context-parallel ranks that a pack names as its own, and how many; None and none where it
 // leaves them to the model.
 pybind11::object cp_group_of(const pybind11::handle& params);

@@ -115,7 +115,7 @@ def pack_sample(pack: Pack) -> dict[str, Any]:
 
 
 def canonical_sample(sample: dict[str, Any], tokens: int, num_seqs: int) -> dict[str, Any]:
-    """Pads a sample to `tokens` rows and `num_seqs` documents, with `max_seqlen` of all rows.
+    """Pads a sample to `tokens` rows and `num_seqs` documents.
 
     The rows that are added are a document of their own without any loss: kernels leave rows that belong
     to no document undefined. Further documents are empty.
@@ -137,5 +137,5 @@ def canonical_sample(sample: dict[str, Any], tokens: int, num_seqs: int) -> dict
         **padded,
         "position_ids": torch.cat([sample["position_ids"], torch.arange(tokens - rows)]),
         "cu_seqlens": pad(offsets, (0, missing), value=tokens),
-        "max_seqlen": tokens,
+        "max_seqlen": max(sample["max_seqlen"], tokens - rows),
     }

@@ -204,3 +204,36 @@ def test_the_decision_is_imported_without_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_seqlen", "cp_size", "are_cut", "goes_on"),
+    [
+        (2, 8, 1, False, True),
+        (2, 7, 1, False, False),
+        (2, 9, 1, False, False),  # a longer table begins anew in each document
+        (2, 9, 1, True, True),  # unless it is cut
+        (2, 7, 1, True, False),
+        (1, 8, 1, False, False),
+        (1, 8, 1, True, False),
+        (2, 16, 2, False, True),
+        (2, 8, 2, True, False),
+        (2, 17, 2, True, False),  # no shared pack's is cut
+        (2, torch.tensor(8), 1, False, True),
+        (2, torch.tensor(7), 1, False, False),
+        (2, None, 1, False, True),  # nobody knows
+        (1, None, 1, False, False),
+    ],
+)
+def test_packs_whose_positions_may_go_on_from_document_to_document_have_no_graph(
+    num_seqs: int, max_seqlen: int | torch.Tensor | None, cp_size: int, are_cut: bool, goes_on: bool
+) -> None:
+    """Of 8 rows on each rank, where a rotary table has the rows of the longest document."""
+    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.empty(num_seqs + 1, dtype=torch.int32))
+    padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen)
+    pack = SimpleNamespace(qkv_format="thd", **offsets, **padded, **longest)
+    for depend in (True, False):
+        decider = _C.Decider(0, depend, are_cut, list(EagerReason), lambda *key: key)
+        found = decider.decide(pack, 8, False, lambda: 0, cp_size)
+        assert (found is EagerReason.SIGNATURE_CHANGED) == (depend and goes_on)

@@ -64,7 +64,7 @@ def bridge_padded_pack(micro: Micro, device: Any) -> Any:
     missing = 3 - len(micro.rows)
     actual = _offsets([*micro.lengths, 0, *[0] * missing], device)
     padded = _offsets([*micro.rows, tail, *[0] * missing], device)
-    longest = torch.tensor(OPTIONS.max_tokens)
+    longest = torch.tensor(max(*micro.rows, tail))
     return PackedSeqParams(
         cu_seqlens_q=actual,
         cu_seqlens_kv=actual,
@@ -74,6 +74,13 @@ def bridge_padded_pack(micro: Micro, device: Any) -> Any:
         max_seqlen_kv=longest,
         qkv_format="thd",
     )
+
+
+def bridge_whole_pack(micro: Micro, device: Any) -> Any:
+    """The same, as Bridge declares it: a document may be as long as the pack."""
+    params = bridge_padded_pack(micro, device)
+    params.max_seqlen_q = params.max_seqlen_kv = torch.tensor(OPTIONS.max_tokens)
+    return params
 
 
 def swift_pack(micro: Micro, device: Any) -> Any:

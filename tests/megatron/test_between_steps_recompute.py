@@ -14,6 +14,7 @@ from same_bits import assert_same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
@@ -123,15 +124,18 @@ def test_selective_recompute_survives_evaluations_between_steps(install: Callabl
         assert report["replays"] == 2 * (2 + 1) * LAYERS
 
 
-# Tables as long as their pack: positions go on from document to document.
-CANONICAL = [[canonical((10, 30, 24), seed=i), canonical((16, 16, 32), seed=50 + i)] for i in range(4)]
+HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
+CANONICAL = [
+    [canonical((10, 30, 24), capacity=HALF, seed=i), canonical((16, 16, 32), capacity=HALF, seed=50 + i)]
+    for i in range(4)
+]
 
 
 @pytest.mark.parametrize("module", ["core_attn", "mlp"])
 def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run(module: str) -> None:
     """No part that a graphed model may recompute rotates anything."""
     transformer = {**_selective(module), "add_bias_linear": False}
-    three_modes(CANONICAL, lambda: Trainer(OPTIONS, config=transformer))
+    three_modes(CANONICAL, lambda: Trainer(OPTIONS, config=transformer), capacities=(HALF,))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -152,7 +156,7 @@ def test_layers_that_a_host_recomputes_rotate_as_they_did(
         return checkpoint(body, hidden_states, use_reentrant=use_reentrant)
 
     monkeypatch.setattr(TransformerLayer, "forward", checkpointed)
-    assert_same_bits(run("off", CANONICAL), run("eager", CANONICAL))
+    assert_same_bits(run("off", CANONICAL), run("eager", CANONICAL, capacities=(HALF,)))
     assert len(calls) == 2 * 2 * len(CANONICAL) * 2 * LAYERS  # in both runs, each call twice
 
 

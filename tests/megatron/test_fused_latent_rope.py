@@ -19,7 +19,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
-from megagraph.megatron.graphs.positions import with_positions
+from megagraph.megatron.graphs.positions import with_canonical_mark
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
 from megagraph.packs.latent_rope import Rotation, rope_mla
@@ -154,21 +154,19 @@ def _rows(device: str = "cpu") -> dict[str, Tensor]:
     }
 
 
-def _offsets(values: Sequence[int], *, are_rows: bool | None) -> Tensor:
-    """As a canonical pack has them; None for a pack as it was given."""
+def _offsets(values: Sequence[int], *, is_canonical: bool = True) -> Tensor:
+    """As a canonical pack has them, or a pack as it was given."""
     names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
     offsets = torch.tensor(values, dtype=torch.int32)
     params = SimpleNamespace(**dict.fromkeys(names, offsets))
-    found = params if are_rows is None else with_positions(params, are_rows)
+    found = with_canonical_mark(params) if is_canonical else params
     cu_seqlens: Tensor = found.cu_seqlens_q
     return cu_seqlens
 
 
-@pytest.mark.parametrize("are_rows", [False, True])
 @pytest.mark.parametrize("cp", [(0, 1), (1, 2)])
-def test_canonical_packs_are_rotated_by_document(are_rows: bool, cp: tuple[int, int]) -> None:
-    """Fused positions begin anew in each, also where a pack declares all its tokens."""
-    given, offsets = _rows(), _offsets([0, 4, 4, 8], are_rows=are_rows)
+def test_canonical_packs_are_rotated_by_document(cp: tuple[int, int]) -> None:
+    given, offsets = _rows(), _offsets([0, 4, 4, 8])
     how = Rotation(
         cos=given["cos"].flatten(1),
         sin=given["sin"].flatten(1),
@@ -186,12 +184,12 @@ def test_canonical_packs_are_rotated_by_document(are_rows: bool, cp: tuple[int, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"offsets": None}, {"offsets": _offsets([0, 4, 8], are_rows=None)}, {"rotary_interleaved": True}],
+    [{"offsets": None}, {"offsets": _offsets([0, 4, 8], is_canonical=False)}, {"rotary_interleaved": True}],
     ids=["no pack", "as it was given", "interleaved"],
 )
 def test_everything_else_is_megatrons(changes: dict[str, Any]) -> None:
     given = _rows()
-    offsets = changes.pop("offsets", _offsets([0, 4, 8], are_rows=False))
+    offsets = changes.pop("offsets", _offsets([0, 4, 8]))
     angles = given["cos"], given["sin"]
     with pytest.raises(_Called):
         wrap_query_rope(_megatrons(_QUERY))(given["t"], *angles, 4, 8, offsets, **changes)

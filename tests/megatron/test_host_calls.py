@@ -19,6 +19,7 @@ from host_calls_rig import (
     bridge_pack,
     bridge_padded_pack,
     bridge_schedule,
+    bridge_whole_pack,
     full_rows_call,
     fused_forward,
     fused_hook_call,
@@ -188,6 +189,15 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
         return
     assert report["failures"] == []
     assert report["replays"] >= calls // 3, report
+
+
+def test_packs_that_declare_all_their_tokens_run_as_given() -> None:
+    """Positions of unfused RoPE go on from document to document in them."""
+    case = Case(pack=bridge_whole_pack, call=full_rows_call)
+    graphed, (report,) = _loop(case, "graph")
+    eager, _reports = _loop(case, "eager")
+    assert_same_bits(graphed, eager)
+    assert {*report["eager"]} == {"SIGNATURE_CHANGED"} and report["replays"] == 0
 
 
 @pytest.mark.parametrize("of", ["another model", "the policy itself"])

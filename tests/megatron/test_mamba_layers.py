@@ -15,7 +15,7 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.positions import remember_positions
+from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 pytestmark = pytest.mark.megatron
@@ -279,6 +279,6 @@ def test_only_canonical_packs_have_their_documents_made_anew() -> None:
     wrapped = wrap_documents(original)
     params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32))
     wrapped(None, params, 7)
-    remember_positions(params, are_rows=False)
+    mark_canonical(params)
     assert wrapped(None, params, 7).tolist() == [[0, 0, 0, 1, 1, 2, 2]]
     assert asked == [params]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megagraph.megatron.graphs.positions import remember_positions
+from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.megatron.patch.inside_layers import wrap_rope
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
@@ -72,10 +72,11 @@ def config(**changes: bool) -> Any:
     return SimpleNamespace(**(fields | changes))
 
 
-def canonical(*ends: int, are_rows: bool = False) -> Tensor:
+def canonical(*ends: int) -> Tensor:
     """Offsets of a canonical pack."""
     offsets = torch.tensor(ends, dtype=torch.int32)
-    remember_positions(SimpleNamespace(cu_seqlens_q=offsets, cu_seqlens_q_padded=None), are_rows)
+    names = [f"cu_seqlens_{of}{kind}" for of in ("q", "kv") for kind in ("", "_padded")]
+    mark_canonical(SimpleNamespace(**dict.fromkeys(names, offsets)))
     return offsets
 
 
@@ -118,15 +119,14 @@ def test_a_canonical_pack_is_rotated_by_our_op_in_the_layout_of_its_config_or_ca
         assert not torch.equal(out, RotaryTables().rotate(t, freqs, cu_seqlens, layout=other, mscale=SCALE))
 
 
-@pytest.mark.parametrize("ends", [ENDS, (*ENDS, 10, 10), (0, 0, 4, 4, 10), (0, 12)])
-def test_rows_that_are_positions_go_on_from_document_to_document(ends: tuple[int, ...]) -> None:
-    t, freqs, _ = operands()
-    rope = wrap_rope(Megatrons(newer=True).function)
-    out = rope(t, freqs, config(), canonical(*ends, are_rows=True), SCALE)
-    whole = torch.tensor([0, ends[-1]], dtype=torch.int32)
-    wanted = RotaryTables().rotate(t, freqs, whole, mscale=SCALE)
-    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
-    assert out[: ENDS[-1]].isfinite().all() and not out[ends[-1] :].any()
+def test_positions_of_a_canonical_pack_begin_anew_where_its_table_is_as_long_as_itself() -> None:
+    _, freqs, _ = operands()
+    t = torch.randn(TOKENS, HEADS, WIDTH)
+    out = wrap_rope(Megatrons(newer=True).function)(t, freqs, config(), canonical(0, 4, TOKENS), SCALE)
+    for first, last in ((0, 4), (4, TOKENS)):
+        alone = torch.tensor([0, last - first], dtype=torch.int32)
+        wanted = RotaryTables().rotate(t[first:last], freqs[: last - first], alone, mscale=SCALE)
+        assert torch.equal(out[first:last], wanted)
 
 
 @pytest.mark.parametrize("fused", [False, True])

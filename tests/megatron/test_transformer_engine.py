@@ -212,7 +212,9 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
     graphed = _train(graph_config(capacities=(capacity,)), steps, **transformer)
     assert_same_bits(unpatched, eager)
     assert_same_bits(unpatched, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    goes_on = max_seqlen == 64 and not fused_rope  # from document to document
+    expected = {"SIGNATURE_CHANGED": 60 * 2 * LAYERS} if goes_on else {"WARMING_UP": 2 * LAYERS}
+    assert graphed.report["eager"] == expected
     assert graphed.report["failures"] == []
 
 

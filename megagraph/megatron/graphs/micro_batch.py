@@ -17,12 +17,7 @@ from megagraph.megatron.graphs.pack_fields import (
     put_seq_idx,
     sources_of,
 )
-from megagraph.megatron.graphs.positions import (
-    OwnTables,
-    remember_positions,
-    with_positions,
-    without_positions,
-)
+from megagraph.megatron.graphs.positions import OwnTables, mark_canonical, with_canonical_mark
 from megagraph.megatron.parallel.sharing import require_rows
 from megagraph.packs import ops
 from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_offsets
@@ -37,8 +32,6 @@ class Kind(NamedTuple):
         form: which fields packs carry.
         grad: gradients are recorded.
         state: the number of the state that the block's layers are in (megagraph/megatron/watch/states.py).
-        rows_are_positions: the model's rotary table would be as long as the pack, so that positions go on
-            from document to document; else they begin anew in each.
         has_mask: layers are given a padding mask of the user's.
         masks_tail: layers are given one in any case, of the rows past the pack's end.
         cp_size: ranks that share the pack.
@@ -47,7 +40,6 @@ class Kind(NamedTuple):
     form: PackForm
     grad: bool
     state: int
-    rows_are_positions: bool = False
     has_mask: bool = False
     masks_tail: bool = False
     cp_size: int = 1
@@ -55,7 +47,7 @@ class Kind(NamedTuple):
     @property
     def family(self) -> tuple[Any, ...]:
         """What it has in common with the kinds that differ in their state alone."""
-        return self.form, self.grad, self.rows_are_positions, self.has_mask, self.cp_size
+        return self.form, self.grad, self.has_mask, self.cp_size
 
     def describe(self) -> list[str]:
         """What sets its graphs apart from those of plain training packs."""
@@ -99,9 +91,10 @@ class MicroBatch:
     __slots__ = (
         "_canonical",
         "_canonical_mask",
+        "_entered",
+        "_given",
         "_own_tables",
         "_pads_at_entry",
-        "_rows_are_positions",
         "_tail",
         "capacity",
         "entry_padding",
@@ -128,7 +121,7 @@ class MicroBatch:
         pads_at_entry: bool,
         own_tables: OwnTables,
     ) -> None:
-        self.params = params
+        self.params = self._given = params
         self.tokens = tokens
         self.key = key
         self.capacity, self.kind = key
@@ -143,9 +136,9 @@ class MicroBatch:
         self._tail = tail
         self._pads_at_entry = pads_at_entry
         self._own_tables = own_tables
-        self._rows_are_positions = self.kind.rows_are_positions
         self.is_as_given = self.needs_every_row = False
         self._canonical: Any = None
+        self._entered: Any = None
         self._canonical_mask: Tensor | None = None
 
     def as_given(self, reason: EagerReason) -> "MicroBatch | EagerReason":
@@ -153,72 +146,52 @@ class MicroBatch:
         if not self._own_tables.depend_on_max_seqlen:  # Megatron's takes a tail
             return reason
         self.reason = reason
-        self.params = with_positions(self.params, self._rows_are_positions)
+        self.params = with_canonical_mark(self._given)
         self.entry_padding = 0
         self.is_as_given = True
         return self
 
-    def misfits(self, table: Any, hidden_states: Tensor) -> EagerReason:
-        """Before layers run eager that are handed what no variant takes: lets them run as given.
-
-        Rows that were padded where the model was entered stay.
+    def is_own(self, table: Any, hidden_states: Tensor) -> bool:
+        """Whether the model has made a rotary table that its layers are handed.
 
         Args:
-            table: the rotary table that they are handed.
+            table: what they are handed.
             hidden_states: what the block was given.
-
-        Returns:
-            How the micro-batch counts.
         """
-        self.params = self.given_params(table, hidden_states)
-        self.reason, self.is_as_given = EagerReason.SIGNATURE_CHANGED, True
-        return self.reason
+        return self._own_tables.include(table, self.constant_params(), hidden_states)
 
-    def given_params(self, table: Any, hidden_states: Tensor) -> Any:
-        """The pack as it was given, for layers that get just these rows.
+    def given_params(self, *, is_own_table: bool) -> Any:
+        """The pack as it was given, for layers that run on it.
 
-        Its table is as long as the capacity's `max_seqlen`, so that RoPE is ours, unless the host has made
-        the table. With a table of the host's it is the canonical pack where ranks share rows.
+        The model's own table has the rows of the capacity's longest document, so that RoPE is ours. What a
+        table of the host's means Megatron knows alone.
 
         Args:
-            table: the rotary table that the layers are handed.
-            hidden_states: what the block was given.
+            is_own_table: what `is_own()` says of the rotary table that they are handed.
+
+        Raises:
+            RuntimeError: where a host has made the table of rows that were added where the model was entered.
         """
-        if self.is_as_given:
-            return self.params
-        if self._own_tables.hold(table, self.canonical_params(), hidden_states):
-            return with_positions(self.params, self._rows_are_positions)
-        if self._pads_at_entry:  # then the host has made it of the padded rows
-            return with_positions(self.canonical_params(), self._has_every_row(table))
-        return self.params
+        if is_own_table:
+            return with_canonical_mark(self._given)
+        if self.entry_padding:
+            raise RuntimeError(
+                "with sequence parallelism the layers of a padded pack are handed a rotary table that is not "
+                "the model's own; expected such tables from the first micro-batch on, or never"
+            )
+        return self._given
 
-    def heed_table(self, table: Any, hidden_states: Tensor) -> None:
-        """Before layers run eager: lets a rotary table that is not the model's own mean what it meant.
+    def run_as_given(self, *, is_own_table: bool) -> None:
+        """Inside of the model: lets the layers run on `given_params()`.
 
-        Its rows are those of the pack as it was given, so that this is what the layers get. Where ranks share
-        rows, the host has made it of padded rows.
-
-        Args:
-            table: what the layers are handed.
-            hidden_states: what the block was given.
+        Rows that were added where the model was entered stay.
         """
-        if self._own_tables.hold(table, self.canonical_params(), hidden_states):
-            return
-        if self.is_as_given:
-            self.params = without_positions(self.params)
-        elif self._pads_at_entry:
-            self._rows_are_positions = self._has_every_row(table)
-            self._canonical = None
-        else:
-            self.is_as_given = True
-
-    def _has_every_row(self, table: Any) -> bool:
-        return isinstance(table, Tensor) and table.size(0) == self.capacity.tokens
+        self.params, self.is_as_given = self.given_params(is_own_table=is_own_table), True
 
     def canonical_params(self) -> Any:
         """The canonical pack, for layers that run eager; made at the first request.
 
-        The pack as it was given where `heed_table()` has found that it must be.
+        The pack as it was given where that is what runs.
         """
         if self.is_as_given:
             return self.params
@@ -233,7 +206,7 @@ class MicroBatch:
                 rows = self.capacity.tokens
                 index = functional.pad(self.params.seq_idx, (0, rows - self.tokens), value=slots)
                 put_seq_idx(self._canonical, index, rows)
-            remember_positions(self._canonical, self._rows_are_positions)
+            mark_canonical(self._canonical)
         return self._canonical
 
     def mask_at_entry(self, mask: Tensor | None) -> Tensor | None:
@@ -279,14 +252,15 @@ class MicroBatch:
         return mask_content(self.capacity.tokens, given, self.row_offsets[-1:])[None]
 
     def constant_params(self) -> Any:
-        """A pack with the canonical pack's constants and the offsets as given.
+        """What the model is given: the canonical pack's constants and the offsets as given.
 
         It is what the code around the layers needs, and costs no work on the device. The pack as it was given
-        where that is what runs.
+        where that was decided before.
         """
-        if self.is_as_given:
-            return self.params
-        return self._with_offsets(self.sources[0], self.params.cu_seqlens_q_padded)
+        if self._entered is None:
+            offsets = self.sources[0], self._given.cu_seqlens_q_padded
+            self._entered = self.params if self.is_as_given else self._with_offsets(*offsets)
+        return self._entered
 
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
         params_type: Any = type(self.params)

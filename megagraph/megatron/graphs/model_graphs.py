@@ -190,6 +190,20 @@ class ModelGraphs:
         if rows is not None and self.refusal is None and self.entries.are_settled:
             require_rows(rows, tokens, reason)
 
+    def reason_against_rows(self) -> EagerReason | None:
+        """Why no rows may be added where the model is entered; None where they may.
+
+        They stay, and whose rotary tables its layers get shows further in: a host's are for the rows given.
+        """
+        if self._tables.are_handed_on is None:
+            return EagerReason.WARMING_UP
+        return None if self._tables.are_handed_on else EagerReason.SIGNATURE_CHANGED
+
+    def look_at_table(self, table: Any, params: Any, hidden_states: Tensor) -> None:
+        """Of a micro-batch that runs as given: notes whose rotary table it is, as far as that matters."""
+        if self.tensor.shards_sequence and params is not None:
+            self._tables.include(table, params, hidden_states)
+
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._rows is None:
@@ -230,7 +244,7 @@ class ModelGraphs:
         is_masked = batch.kind.has_mask and not (mask is None and batch.is_as_given)
         has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
         if has_mask and not batch.take_mask(mask, hidden_states):
-            self.block.count_eager(batch.misfits(table, hidden_states))
+            self.run_as_given(batch, table, hidden_states)
             return None
         loop = self.block.begin(batch) if batch.reason is None else None
         if batch.reason is not None:
@@ -238,11 +252,18 @@ class ModelGraphs:
             batch.reason = self._kinds.explain(batch.kind, batch.reason)
             if self._kinds.awaits_graphs(batch.kind, batch.reason):
                 self.verifier.keep(batch, hidden_states)
-            batch.heed_table(table, hidden_states)
+            if not batch.is_own(table, hidden_states):
+                batch.run_as_given(is_own_table=False)
             self.block.count_eager(batch.reason)
         elif self.verifier.every:
             self.verifier.keep_replayed(batch, hidden_states)
         return loop
+
+    def run_as_given(self, batch: MicroBatch, table: Any, hidden_states: Tensor) -> None:
+        """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
+        batch.reason = EagerReason.SIGNATURE_CHANGED
+        batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
+        self.block.count_eager(batch.reason)
 
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""

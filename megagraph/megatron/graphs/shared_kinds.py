@@ -60,7 +60,6 @@ class SharedKinds:
             for kinds in wanted
             for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
             for size in self._context.sizes
-            if size == 1 or not kind.rows_are_positions  # which no shared pack is
             if not kind.grad or not any(each.startswith(_WITHOUT) for each in said)
         }
 

@@ -17,7 +17,7 @@ from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
-from megagraph.megatron.graphs.positions import remember_positions
+from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
@@ -127,7 +127,7 @@ def variant_spec(
         params = new_params(block.params_type, canonical_fields(own, kind.form, block.tail, capacity))
         if kind.form.has_seq_idx:
             put_seq_idx(params, own[_SEQ_IDX].view(1, capacity.tokens), capacity.tokens)
-        remember_positions(params, kind.rows_are_positions)
+        mark_canonical(params)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
         given = block_arguments(params, hidden)
         return {**given, _MASK: own[_MASK].view(1, rows)} if has_mask else given

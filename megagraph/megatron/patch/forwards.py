@@ -25,7 +25,6 @@ from megagraph.megatron.graphs.entry import Level
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.graphs.one_document import as_pack
-from megagraph.megatron.graphs.positions import with_positions
 from megagraph.megatron.parallel.tensor import TensorRanks
 from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped, key_of
 from megagraph.megatron.scopes.walk import LayerLoop
@@ -160,6 +159,8 @@ class ForwardWrappers:
                 if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
+                elif added_rows and (reason := graphs.reason_against_rows()) is not None:
+                    batch, added_rows = reason, 0
             if isinstance(batch, EagerReason):
                 graphs.require_rows(tokens, batch)
             if isinstance(batch, MicroBatch):
@@ -216,10 +217,11 @@ class ForwardWrappers:
             entered = hidden_states if is_first else block.input_tensor
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, entered)
+                graphs.look_at_table(kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             table = kwargs.get("rotary_pos_emb")
             if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
-                graphs.count_as_given(batch.misfits(table, entered))
+                graphs.run_as_given(batch, table, entered)
                 kwargs["packed_seq_params"] = batch.params
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             loop = graphs.begin(batch, entered, table, kwargs.get("padding_mask"))
@@ -440,15 +442,9 @@ def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
             given = Arguments(places, args, kwargs)
-            given.put("packed_seq_params", _params_behind(batch, given))
+            is_own = batch.is_own(given.get("rotary_pos_emb"), given.get("hidden_states"))
+            given.put("packed_seq_params", batch.given_params(is_own_table=is_own))
             args, kwargs = given.args, given.kwargs
         return original(block, *args, **kwargs)
 
     return forward
-
-
-def _params_behind(batch: MicroBatch, given: Arguments) -> Any:
-    """The pack as it was given, whose offsets say where positions begin in the table that is handed on."""
-    if batch.reason is None:  # layers have replayed, so that the table is that of their capture
-        return with_positions(batch.params, batch.kind.rows_are_positions)
-    return batch.given_params(given.get("rotary_pos_emb"), given.get("hidden_states"))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megagraph.megatron.graphs.positions import rows_are_positions
+from megagraph.megatron.graphs.positions import is_canonical
 from megagraph.megatron.seams import LATENT_KEY_ROPE, LATENT_QUERY_ROPE, Seam
 from megagraph.modules import RotaryTables
 from megagraph.packs.latent_rope import Rotation, rope_mla
@@ -85,11 +85,6 @@ def without_tail(t: Tensor, offsets: Tensor) -> Tensor:
 _INTERLEAVED = "mla_rotary_interleaved"
 
 
-def _as_one_document(cu_seqlens: Tensor) -> Tensor:
-    """Offsets of a pack whose positions go on from document to document, int32 [2]."""
-    return cu_seqlens[:: cu_seqlens.numel() - 1].contiguous()
-
-
 def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `apply_rotary_pos_emb` as a module of attention sees it."""
     tables = RotaryTables()
@@ -111,9 +106,8 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         cp_group: Any = None,
         **rest: Any,
     ) -> Any:
-        are_rows = None if cu_seqlens is None else rows_are_positions(cu_seqlens)
         further = {name for name, value in rest.items() if value}
-        if cu_seqlens is None or are_rows is None or not further <= {_INTERLEAVED}:
+        if cu_seqlens is None or not is_canonical(cu_seqlens) or not further <= {_INTERLEAVED}:
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **rest)
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         if config.apply_rope_fusion:
@@ -124,7 +118,7 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         return tables.rotate(
             t,
             freqs,
-            _as_one_document(cu_seqlens) if are_rows else cu_seqlens,
+            cu_seqlens,
             layout=layout_of(config, _INTERLEAVED in further),
             mscale=mscale,
             cp_size=cp_size,
@@ -138,13 +132,10 @@ _Arguments = Mapping[str, Any]
 
 
 def _rotation(arguments: _Arguments, seam: Seam) -> Rotation | None:
-    """Of a canonical pack, of which nothing further is asked; None for whatever Megatron has to rotate.
-
-    Fused positions begin anew in each document, whatever the pack declares.
-    """
+    """Of a canonical pack, of which nothing further is asked; None for whatever Megatron has to rotate."""
     cu_seqlens = arguments[next(name for name in seam.parameters if name.startswith("cu_seqlens"))]
     asks_more = any(value for name, value in arguments.items() if name not in seam.parameters)
-    if cu_seqlens is None or rows_are_positions(cu_seqlens) is None or asks_more:
+    if cu_seqlens is None or not is_canonical(cu_seqlens) or asks_more:
         return None
     return Rotation(
         cos=arguments["cos"].flatten(1),
@@ -207,8 +198,7 @@ def wrap_engine_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         pack: Any = given.arguments.get(_PACK)
         rows = given.arguments["query"].size(0)
         says_padding = hasattr(pack, _BETWEEN)  # or such a model stays eager, as before megatron-core 0.17
-        is_canonical = says_padding and rows_are_positions(pack.cu_seqlens_q) is not None
-        if not is_canonical or rows % 2:  # of each document two parts
+        if not says_padding or not is_canonical(pack.cu_seqlens_q) or rows % 2:  # of each document two parts
             return original(attention, *args, **kwargs)
         physical = pack.cu_seqlens_q if pack.cu_seqlens_q_padded is None else pack.cu_seqlens_q_padded
         end = end_of_rows(physical, cp_size)
@@ -267,7 +257,7 @@ def wrap_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def create_packed_seq_idx(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Tensor:
         padded = packed_seq_params.cu_seqlens_q_padded
         offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
-        if rows_are_positions(offsets) is None:  # the mark of a canonical pack
+        if not is_canonical(offsets):
             return original(mixer, packed_seq_params, total_tokens)
         return documents_of_rows(offsets, total_tokens)
 

@@ -62,8 +62,12 @@ class RunningBatch(Protocol):
     reason: EagerReason | None
     mask: Tensor | None
 
-    def heed_table(self, table: Any, hidden_states: Tensor) -> None:
-        """Takes note of a rotary table that is not the capture's."""
+    def is_own(self, table: Any, hidden_states: Tensor) -> bool:
+        """Whether the model has made a rotary table."""
+        ...
+
+    def run_as_given(self, *, is_own_table: bool) -> None:
+        """Lets the layers run on the pack as it was given."""
         ...
 
     def pad(self, hidden_states: Tensor) -> Tensor:
@@ -130,7 +134,8 @@ class LayerLoop:
             )
         if is_other:
             self.batch.reason = EagerReason.SIGNATURE_CHANGED
-            self.batch.heed_table(arguments.get("rotary_pos_emb"), hidden_states)
+            if not self.batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
+                self.batch.run_as_given(is_own_table=False)
             return self._run_eager(hidden_states, arguments), None
         before_site = self.before_sites()
         if before_site is None:
@@ -192,7 +197,7 @@ class GivenBatch(RunningBatch, Protocol):
 
     params: Any
 
-    def given_params(self, table: Any, hidden_states: Tensor) -> Any:
+    def given_params(self, *, is_own_table: bool) -> Any:
         """The pack as it was given, for a layer that is handed a rotary table."""
         ...
 
@@ -264,8 +269,8 @@ class LayersOneByOne:
             if self._replays:
                 self._count_eager(EagerReason.SIGNATURE_CHANGED)
             if kwargs.get("packed_seq_params") is self._batch.params:
-                table = kwargs.get("rotary_pos_emb")
-                kwargs["packed_seq_params"] = self._batch.given_params(table, given)
+                is_own = self._batch.is_own(kwargs.get("rotary_pos_emb"), given)
+                kwargs["packed_seq_params"] = self._batch.given_params(is_own_table=is_own)
             return forward(*args, **kwargs)
         steps = self._plan.steps_of(index)
         if self._before_site is not None:
