@@ -91,28 +91,17 @@ def test_masks_of_the_users(kinds: str) -> None:
     assert_replayed(graphed.report, sites=LAYERS)
 
 
-class Whole(Micro):
-    """Says that its longest document is the whole pack: positions go on from document to document."""
-
-    @property
-    def longest(self) -> int:
-        return self.physical
-
-
 FULL = Micro(lengths=(20, 14, 30), seed=3)
 GIVEN: dict[str, Micro] = {
     "as many rows as the capacity": FULL,
-    "positions that go on": Whole(lengths=(20, 14, 30), seed=4),
     "fewer rows": Micro(lengths=(9, 20), seed=5),
-    "fewer rows, positions that go on": Whole(lengths=(9, 20, 7), seed=6),
     "padded documents": Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
 }
 
 
 @pytest.mark.parametrize("case", GIVEN)
 def test_megatron_alone_leaves_the_same(case: str) -> None:
-    """To the bit where the canonical pack is the pack, or the pack runs as given; else layers multiply other
-    numbers of rows.
+    """Where the canonical pack is the pack, to the bit; else layers multiply other numbers of rows.
 
     Bug: a table as long as the pack's rows, the capacity's, was taken for one of its rows.
     """
@@ -120,10 +109,9 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
     given = [[micro]] * 3
     alone = rig.run(None, given)
     _eager, graphed = compare(given)
-    is_as_given = isinstance(micro, Whole)
-    assert graphed.report["replays"] == (0 if is_as_given else 2 * LAYERS)
+    assert graphed.report["replays"] == 2 * LAYERS
     for one, other in zip(alone.steps, graphed.steps, strict=True):
-        if is_as_given or micro.physical == CAPACITY.tokens:
+        if micro.physical == CAPACITY.tokens:
             assert_same_bits(one, other)
         for a, b in zip(one.left.left.losses, other.left.left.losses, strict=True):
             torch.testing.assert_close(a, b)

@@ -82,20 +82,20 @@ class OwnTables:
             params: the pack that the model was given.
             hidden_states: of any pack.
         """
-        self.are_handed_on = self._include(table, params, hidden_states)
-        return self.are_handed_on
-
-    def _include(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         rows: int = params.max_seqlen_q
-        if table is None or table is self._known.get(rows):
-            return True
-        try:
-            own = self._make(params, hidden_states).get("rotary_pos_emb")
-        except Exception:  # a host's model that makes its tables of more than a pack's length
-            return False
-        if not (isinstance(own, Tensor) and isinstance(table, Tensor)):
-            return False
-        if own.shape != table.shape or own.dtype != table.dtype or not torch.equal(own, table):
-            return False
-        self._known[rows] = table
-        return True
+        is_own = table is None or table is self._known.get(rows)
+        if not is_own:
+            try:
+                own = self._make(params, hidden_states).get("rotary_pos_emb")
+            except Exception:  # a host's model that makes its tables of more than a pack's length
+                own = None
+            is_own = (
+                isinstance(own, Tensor)
+                and isinstance(table, Tensor)
+                and (own.shape, own.dtype) == (table.shape, table.dtype)
+                and torch.equal(own, table)
+            )
+            if is_own:
+                self._known[rows] = table
+        self.are_handed_on = is_own
+        return is_own
