@@ -99,19 +99,41 @@ def test_every_eager_reason_has_its_heading_in_order() -> None:
     assert headings == [reason.name for reason in EagerReason]
 
 
+SCOPES = ROOT / "docs" / "scopes.md"
+
+
+def cells_of(path: Path) -> list[str]:
+    """The cells of all tables."""
+    rows = [line for line in prose(path).splitlines() if "|" in line]
+    return [cell.strip() for row in rows for cell in row.split("|")]
+
+
 def test_the_readme_is_read_to_its_end() -> None:
     text = read(ROOT / "README.md")
     assert len(text) <= 8000 and max(map(len, text.splitlines())) <= 200
-    cells = [
-        cell.strip()
-        for line in prose(ROOT / "README.md").splitlines()
-        if "|" in line
-        for cell in line.split("|")
-    ]
-    assert max(map(len, cells)) <= 120
 
 
-SCOPES = ROOT / "docs" / "scopes.md"
+def test_the_page_of_scopes_is_read_to_its_end() -> None:
+    assert len(read(SCOPES)) <= 9000
+
+
+def test_all_pages_together_are_short_enough_to_read() -> None:
+    pages = (*DOCS, ROOT / "CHANGELOG.md")
+    assert sum(len(read(page)) for page in pages) <= 120_000
+
+
+# docs/architecture.md has tables of paths, which no shorter word stands for.
+@pytest.mark.parametrize("path", [path for path in DOCS if path.stem != "architecture"], ids=named)
+def test_tables_are_of_words_and_not_of_paragraphs(path: Path) -> None:
+    lines = [line for line in prose(path).splitlines() if line.startswith("|")]
+    assert max(map(len, lines), default=0) <= 200
+    assert max(map(len, cells_of(path)), default=0) <= 120
+
+
+def test_decisions_are_few_and_short() -> None:
+    entries = re.split(r"^### .+$", read(ROOT / "docs" / "decisions.md"), flags=re.MULTILINE)[1:]
+    bodies = [re.split(r"^## ", entry, flags=re.MULTILINE)[0].strip() for entry in entries]
+    assert 0 < len(bodies) <= 40 and max(map(len, bodies)) <= 600
 
 
 def test_the_page_of_scopes_says_which_are_built() -> None:
