@@ -3,6 +3,12 @@
 
 Generic: `nn.Module`s that map one tensor to one tensor of as many rows, one after another. Knows nothing
 of Megatron, of packs, or of when to capture.
+
+A capture has four parts: every variant is warmed up, on memory that is given back before the first graph;
+with several slots, one more capture that is dropped shows what is temporary in each pass; all variants are
+captured, the largest one first, since the others then live in its memory; and all that this has changed is
+put back. No garbage is collected meanwhile: events and memory must not be freed on a stream that is being
+captured.
 """
 
 import contextlib

@@ -8,6 +8,11 @@
 //
 // A micro-batch is begin(), the sites' calls in order, end(). begin() leases a slot and remembers
 // what has to be staged; the first site that replays stages it together with its own input.
+//
+// A replay allocates nothing on the device. Beside it these are copied: an output of fewer rows
+// than were captured, or for another stage of a pipeline; a gradient that comes in another layout;
+// and one that autograd would keep, of a leaf or of a parameter with neither main_grad nor a
+// gradient yet.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -4,6 +4,9 @@
 // It has edges only to the activation inputs (and to parameters without main_grad): hundreds of
 // parameter edges are what makes torch's own graphed callables slow. It runs also when no input
 // needs a gradient, since the captured backward adds the parameters' gradients to main_grad.
+//
+// A second backward through it raises, and so does one after the bank was released or under other
+// numeric settings: the forward was a replay, so that there is nothing to run eager.
 #pragma once
 
 #include <ATen/core/Tensor.h>

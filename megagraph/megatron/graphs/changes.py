@@ -2,6 +2,11 @@
 """What has changed before a step: drops the graphs that relied on it, and says what runs eager for it.
 
 Says what may be captured then, too; captures nothing.
+
+Moved parameters and buffers, replaced generators, other trainable parameters and other modules release the
+whole bank, and another one begins, whose counters go on. If main gradients alone have moved, only the
+variants that read them are dropped, and their memory in the pools goes to the next capture. A model that is
+suspended keeps its graphs.
 """
 
 import gc

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which variant takes a micro-batch, in C++, in the words of Python."""
+"""Decides which variant takes a micro-batch, in C++, in the words of Python.
+
+If packs say by how many ranks they are shared, the group that one names has to be the very object that graphs
+were captured with, since their collectives are of its communicator.
+"""
 
 import functools
 from typing import Any

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what the layers are called with beside hidden states and pack, for each variant of a model."""
+"""Keeps what the layers are called with beside hidden states and pack, for each variant of a model.
+
+They are the model's own answer, and not made here, since Megatron's options change from release to release. A
+model whose forward is not Megatron's runs as far as its decoder, once for each variant and without tokens or
+positions; what it hands over must then be the same in each micro-batch.
+"""
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -2,6 +2,9 @@
 """The states that one model's layers are met in: numbers them, says what changed, bounds those with graphs.
 
 Captures and drops nothing.
+
+Graphs of several states, and of several numeric settings, lie beside each other in one bank; those of states
+that were not used for the longest time are dropped.
 """
 
 from collections import Counter

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch on its way through a model chunk: what was given, what was decided."""
+"""One micro-batch on its way through a model chunk: what was given, what was decided.
+
+An eager micro-batch that a capacity holds runs on the canonical pack as well: it is the reference whose bits
+graphs have. If no layer could be captured that would gain nothing, and its pack runs as it was given.
+
+Under sequence parallelism ranks share the rows between the layers, so that no rank's rows end where the pack
+does. Such a pack is padded where the model is entered, token ids, positions and labels, and the losses of the
+rows that were added are cut off.
+
+A padding mask is staged like the offsets, and layers that run eager get the same one. A mask that is none of
+the variant's has its micro-batch run as it was given.
+"""
 
 from typing import Any, NamedTuple
 

@@ -3,6 +3,9 @@
 
 Each rank has met other sizes, and communicators in graphs want all ranks to capture the same. So what one has
 met in one size, all capture in every size.
+
+Inside of a step nobody votes: ranks that share a pack read the same one and decide alike, and others have
+other packs, be it more or fewer of them.
 """
 
 import json

@@ -2,6 +2,14 @@
 """What a GPTModel's block is captured for: from a capacity and a kind to a `VariantSpec`.
 
 Captures nothing.
+
+`seq_idx`, the document of each row, and a padding mask are two more buffers of metadata, of which layers get
+views. Rows past the pack have the number after the capacity's last document, and are masked.
+
+If context-parallel ranks share a pack, its offsets are those of the whole pack on each of them. A capacity's
+tokens are a rank's own, its longest document is one of all of them together, and canonical offsets end where
+all their rows do. What asks for the end of this rank's rows reads offsets of its own, made of the others by a
+division: one more source of a micro-batch.
 """
 
 import contextlib

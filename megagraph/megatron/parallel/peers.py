@@ -6,6 +6,16 @@ replay and run eager together; or, where each pack says by how many ranks it is 
 share one, of which those of one pack do so. What they ask each other are a few integers on the host, over
 gloo: nobody waits for a device. Ranks that share experts and run other packs learn their capacities so
 (megagraph/megatron/graphs/capacities.py, Note [Equal rows]).
+
+They ask before each step: has every warm-up ended, and what is the most that any of them has found for the
+capacities; which state is each in, does anybody run eager, has anybody's memory moved. After each part of a
+warm-up or capture: what one cannot do, none does; the one that failed counts its own reason, the others
+`GROUP_DISAGREED`; all leave the same site out and begin again. In a warm-up: has anybody drawn a random
+number, so that all run the site once more as eager would. At the end of a capture: is the set of graphs the
+same.
+
+A failure between two collectives of one layer cannot be healed: the others wait in the second one, as they
+would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
 """
 
 import zlib

@@ -7,6 +7,11 @@ to no expert. Acts in models that are not refused, and only where routers are gi
 
 A router that is told what to choose, or whose choices are recorded, is shown the rows that were given, since
 that is how many its host has choices for, or wants.
+
+Rows of padding are taken out between the choice of experts and the dropping of tokens: later, tokens would
+have been dropped for their sake, and a weight of zero would still take a place. So they are counted for no
+bias either, and reach no dispatcher; one that counts on `topk` experts for every row is told how many there
+are. Megatron's own count for the bias raises if there is a mask, and is repaired in every model.
 """
 
 import contextvars

@@ -7,7 +7,8 @@ given.
 
 Layers of multi-token prediction get the pack as it was given. They run eager behind the block, on the rows
 that it has left, and roll tokens and labels by the pack's offsets. Only the rotary table that they are handed
-is the capacity's.
+is the capacity's, so the pack is marked, by which RoPE inside of them is ours. Their losses are means over
+rows: any that are added before the embedding, as under sequence parallelism, would change them.
 """
 
 import contextlib

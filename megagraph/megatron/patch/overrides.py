@@ -3,6 +3,9 @@
 
 A class may override a forward without calling it, and a host may set one on an instance; neither would ever
 reach the wrapped original. Which of several forwards acts is found out by `Entry`.
+
+Code around the innermost forward sees rows and packs as they were given. If the plugin cannot act there, the
+model is refused by a sentence, and its calls count.
 """
 
 import functools

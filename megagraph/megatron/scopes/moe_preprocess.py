@@ -15,6 +15,8 @@ Counts and splits, whatever waits for the device or goes over ranks, and the cut
 of the eager part behind it, where Megatron's dispatcher preprocesses as ever, but is handed these rows in
 place of its own permutation (`ExpertWrappers.permutation()`). So its attributes are those of eager. A
 dispatcher that gathers all rows permutes behind its dispatch: there the scope adds nothing to the router's.
+
+Buffers that the dispatcher copies on are transient: they are free again for what comes after it.
 """
 
 import contextlib

@@ -11,7 +11,8 @@
 What leaves `attn` is saved by the norm of the MLP, and stays until its backward. A Mamba layer has no halves,
 and is graphed whole or not at all. Its mixer carries a state from row to row. Where that begins anew is what
 the pack says: `seq_idx` of `PackedSeqParams`, or, in releases without that field, its offsets, of which each
-mixer makes the same.
+mixer makes the same. In releases that have the field a pack without it is one document to the mixer, in eager
+and in graphs. The layer takes and returns hidden states alone: no tables, and no mask.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
