@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house stands: arrows point down, files stay short, each carries its license."""
+"""The house stands: arrows point down, files stay short, each carries its license and says what it is."""
 
 import ast
 import re
@@ -71,6 +71,17 @@ def test_every_source_file_starts_with_its_license() -> None:
         if path.read_text(encoding="utf-8").partition("\n")[0] != SPDX[COMMENTS[path.suffix]]
     ]
     assert without == []
+
+
+def test_every_module_and_header_begins_with_what_it_is_for() -> None:
+    begins = {".py": '"""', ".pyi": '"""', ".h": "// ", ".cuh": "// "}
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in source_files("csrc", "megagraph")
+        if path.suffix in begins
+        and not path.read_text(encoding="utf-8").splitlines()[1].startswith(begins[path.suffix])
+    ]
+    assert silent == []
 
 
 def parsed(folder: str) -> Iterator[tuple[str, ast.Module]]:
