@@ -58,6 +58,7 @@ class ModelGraphs:
         changes, decider: what keeps a step eager; which variant takes a pack.
         refusal: why the whole model stays eager, or None.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
+        needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
 
@@ -78,8 +79,9 @@ class ModelGraphs:
         self.hands_on = hands_on(model)
         self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
+        self.needs_equal_rows = need_equal_rows(model.config)
         self._capacities = Capacities(
-            config, context.size, context.sizes, need_equal_rows=need_equal_rows(model.config)
+            config, context.size, context.sizes, need_equal_rows=self.needs_equal_rows
         )
         self.block = BlockBank(
             model,
@@ -103,7 +105,7 @@ class ModelGraphs:
         self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
         if self.refusal is None:
             self._capacities.check(self.tensor.rows)
-            if self._capacities.need_equal_rows:
+            if self.needs_equal_rows:
                 self._learners = ranks_of_experts(model)
         self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
@@ -162,7 +164,8 @@ class ModelGraphs:
         if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
             return EagerReason.SIGNATURE_CHANGED
         self._params_type = type(params)
-        misfit = None if capacity is None else self._capacities.of_misfit(capacity, params, tokens)
+        may_misfit = self.needs_equal_rows and capacity is not None
+        misfit = self._capacities.of_misfit(capacity, params, tokens) if may_misfit else None
         if misfit is None:
             self._kinds.note(kind)
         if capacity is None:
@@ -175,7 +178,7 @@ class ModelGraphs:
         if misfit is not None:
             key, reason = (misfit[0], kind), misfit[1]
         batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
-        batch.needs_every_row = equal_rows = self._capacities.need_equal_rows
+        batch.needs_every_row = equal_rows = self.needs_equal_rows
         # These are on canonical packs throughout; but of several ranks one alone may skip graphs.
         is_reference = in_mode_eager or equal_rows or (is_skipped and self.peers.size == 1)
         left_eager = None if is_reference else self.block.eager_reason(key)
@@ -292,7 +295,7 @@ class ModelGraphs:
         failure = entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.view.refuse("a forward that overrides Megatron's")
-        if self._capacities.need_equal_rows:
+        if self.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
         if failure is not None and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))

@@ -162,7 +162,7 @@ class ForwardWrappers:
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 elif added_rows and (reason := graphs.reason_against_rows()) is not None:
                     batch, added_rows = reason, 0
-            if isinstance(batch, EagerReason):
+            if graphs.needs_equal_rows and isinstance(batch, EagerReason):
                 graphs.require_rows(tokens, batch)
             if isinstance(batch, MicroBatch):
                 given_arguments = Arguments(places, args, kwargs)
