@@ -22,10 +22,7 @@ OPTIONS: dict[str, tuple[str, str, Any]] = {
     "capacities": (
         "[{tokens = 64, num_seqs = 4, max_seqlen = 32}, '128:8']",
         "64:4:32, 128:8",
-        (
-            Capacity(tokens=64, num_seqs=4, max_seqlen=32),
-            Capacity(tokens=128, num_seqs=8, max_seqlen=128),
-        ),
+        (Capacity(tokens=64, num_seqs=4, max_seqlen=32), Capacity(tokens=128, num_seqs=8, max_seqlen=128)),
     ),
     "cp_sizes": ("[1, 2, 4]", "1,2,4", (1, 2, 4)),
     "cuda_graph_warmup_steps": ("7", "7", 7),
@@ -245,10 +242,7 @@ def test_both_names_of_the_modules_together_are_refused() -> None:
         ({"cp_sizes": "2,1"}, "cp_sizes: expected ascending powers of two, got (2, 1)"),
         ({"cp_sizes": 0}, "cp_sizes: expected at least 1, got 0"),
         ({"capacities": "64:4:65"}, "max_seqlen: expected at most the 64 tokens of a pack, got 65"),
-        (
-            PAIR | {"max_seqlen": -1},
-            "a capacity's max_seqlen must be an integer of at least 1, got -1",
-        ),
+        (PAIR | {"max_seqlen": -1}, "a capacity's max_seqlen must be an integer of at least 1, got -1"),
         (
             {"cuda_graph_max_packed_seqs": 8},
             "cuda_graph_max_packed_seqs and max_seqlen_per_dp_cp_rank: expected both or neither, "

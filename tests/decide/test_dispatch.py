@@ -143,10 +143,7 @@ def test_a_micro_batch_without_a_pack_runs_eager_whatever_is_captured(
 )
 def test_each_reason_names_what_stood_in_the_way(shape: dict[str, int], reason: EagerReason) -> None:
     bank = {
-        1: (
-            Capacity(tokens=100, num_seqs=4, max_seqlen=10),
-            Capacity(tokens=60, num_seqs=8, max_seqlen=50),
-        ),
+        1: (Capacity(tokens=100, num_seqs=4, max_seqlen=10), Capacity(tokens=60, num_seqs=8, max_seqlen=50)),
         4: (),
     }
     fitting = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1}

@@ -13,7 +13,9 @@ import pytest
 import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import forget_loss_scale, free_models, models_in_memory
-from megatron_rig import graph_config
+from megatron_rig import forget_metrics, graph_config
+from moe_rig import experts_on_cpu
+from streams import seed_streams
 from worlds import World, Worlds
 
 import megagraph
@@ -85,6 +87,31 @@ def install() -> Callable[..., GraphConfig]:
         return config
 
     return with_options
+
+
+@pytest.fixture
+def experts() -> Iterator[None]:
+    """Core's experts run, on the CPU too, and have recorded nothing."""
+    forget_metrics()
+    with experts_on_cpu():
+        yield
+
+
+@pytest.fixture
+def deterministic_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's attention is told so when it is made, and its modules draw from new streams."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    seed_streams()
+
+
+@pytest.fixture
+def recompute_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's checkpoints save the state of the GPU's stream; without a GPU there is none."""
+    if not torch.cuda.is_available():
+        from megatron.core.tensor_parallel import random
+
+        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
+        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(scope="module")

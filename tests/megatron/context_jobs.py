@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,11 +11,9 @@ import context_models
 import megatron_rig as rig
 import moe_rig
 import torch
-from latent_rig import pair_of
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from same_bits import assert_same_bits
-from streams import seed_streams
+from streams import make_groups
 from torch import Tensor, distributed
 
 import megagraph
@@ -181,16 +178,14 @@ def at_borders(size: int) -> list[SharedMicro]:
     ]
 
 
-def start(cp_size: int, tensor_parallel: int, expert_parallel: int = 1) -> None:
+def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> None:
     """Makes Megatron's groups anew, with others."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+    make_groups(
         tensor_model_parallel_size=tensor_parallel,
         context_parallel_size=cp_size,
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=1,
     )
-    seed_streams()
 
 
 @moe_rig.experts_on_cpu()
@@ -223,16 +218,13 @@ def train_shared(
         The report of the graphed run.
     """
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
-    moe_rig.forget_metrics()
+    rig.forget_metrics()
     capacity = {"cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
     megagraph.install(rig.graph_config(capacities=(), **{**capacity, **(plugin or {})}))
     sizes = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size}
-    pair = pair_of(partial(context_models.trainer, config={**sizes, **options}, **(model or {})))
+    pair = rig.Pair(context_models.trainer, config={**sizes, **options}, **(model or {}))
     for index, micros in enumerate(steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)):
-        one, recorded = rig.step(pair.eager, micros, eager=True), moe_rig.metrics()
-        assert_same_bits(one, rig.step(pair.graphed, micros), f"step {index}")
-        found = moe_rig.metrics()
-        assert all(torch.equal(values, found[name]) for name, values in recorded.items()), f"step {index}"
+        pair.step(*micros)
         if index % 4 == 3:
             pair.evaluate(*micros)
     return pair.report()
@@ -252,7 +244,7 @@ def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], 
 def _metrics() -> dict[str, Tensor]:
     """What routers have recorded, as in Megatron's log: summed over a group, and the mean of all ranks."""
     groups = {name: seams.metric_group(name) for name in seams.moe_metrics()}
-    found = moe_rig.metrics()
+    found = rig.metrics()
     for name, values in found.items():
         if groups[name] is not None:
             distributed.all_reduce(values, group=groups[name])
@@ -291,14 +283,14 @@ def beside_one_process(
     capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}
     for size, micros in ((1, whole), (cp_size, shared)):
         own = size if is_static else 1
-        start(own, 1)
+        start(own)
         cp_sizes = () if is_static or size == 1 else (1, size)
         if cp_sizes:
             group = megagraph.context_groups(cp_sizes).of_size(size)
             micros = [OwnMicro(**vars(micro), group=group) for micro in shared]
         config = {"mode": "eager", "max_seqlen_per_dp_cp_rank": 64 * cp_size // size, "cp_sizes": cp_sizes}
         megagraph.install(rig.graph_config(**{**config, **capacity, **(plugin or {})}))
-        moe_rig.forget_metrics()
+        rig.forget_metrics()
         trainer = context_models.trainer(config={"context_parallel_size": own, **options}, **(model or {}))
         found.append((*_pass(trainer, micros), _metrics()))
         megagraph.uninstall()

@@ -14,11 +14,7 @@ from streams import seed_streams
 from torch import nn
 
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.specs import (
-    get_gpt_block_varlen_spec,
-    get_gpt_layer_varlen_spec,
-    with_grouped_experts,
-)
+from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # Of experts as larger models have them.
 MANY_KINDS = {
@@ -67,10 +63,8 @@ def trainer(
         return Trainer(rig.OPTIONS, config=given, spec=spec)
     given = {**(_FOR_ENGINE if engine else {}), **given}
     if latent is None:
-        spec = {"spec": _block(engine=engine)} if engine else {}
-        if grouped:
-            spec = {"spec": with_grouped_experts(moe_rig.block_spec("E-"))}
-        return ExpertTrainer("E-", **spec, **given)
+        spec = moe_rig.grouped_spec("E-") if grouped else moe_rig.block_spec("E-", engine=engine)
+        return ExpertTrainer("E-", spec=spec, **given)
     return LatentExpertTrainer(latent, engine=engine, **given)
 
 
@@ -104,40 +98,16 @@ class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
     """
 
     def __init__(self, kind: str, *, engine: bool = False, **changes: Any) -> None:
-        config = {
-            **moe_rig.BASE,
-            **latent_config(kind),
-            "finalize_model_grads_func": self._finalize,
-            **changes,
-        }
+        counting = {"finalize_model_grads_func": self._finalize}
+        config = {**moe_rig.BASE, **latent_config(kind), **counting, **changes}
         self.counts = []
-        attention: dict[str, Any] = {
-            "multi_latent_attention": True,
-            "qk_layernorm": config.get("qk_layernorm", False),
-        }
-        Trainer.__init__(self, OPTIONS, config=config, spec=_block(engine=engine, **attention))
-
-
-def _block(*, engine: bool, **attention: Any) -> Any:
-    """Of a layer with experts and a dense one."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    if engine:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layers = [
-            rig.te_layer_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=True, **attention),
-            rig.te_layer_spec(**attention),
-        ]
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
-    attention["normalization"] = "RMSNorm"
-    layers = [
-        get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False, **attention),
-        get_gpt_layer_varlen_spec(**attention),
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=layers[0].submodules.input_layernorm)
+        attention = {"multi_latent_attention": True, "qk_layernorm": config.get("qk_layernorm", False)}
+        attention |= {} if engine else {"normalization": "RMSNorm"}
+        Trainer.__init__(
+            self, OPTIONS, config=config, spec=moe_rig.block_spec("E-", engine=engine, **attention)
+        )
 
 
 def left(chunk: Any) -> dict[str, Any]:
     """Gradients, and what routers have recorded since; that begins anew."""
-    return {**rig.grads(chunk), **{f"metric {name}": values for name, values in moe_rig.metrics().items()}}
+    return {**rig.grads(chunk), **{f"metric {name}": values for name, values in rig.metrics().items()}}

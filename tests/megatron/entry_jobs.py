@@ -9,7 +9,7 @@ from unittest import mock
 import megatron_rig as rig
 import pytest
 import torch
-from host_rig import HostPair, OwnBlock, OwnModel
+from host_rig import HostTrainer, OwnBlock, OwnModel
 from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
 from torch import Tensor, distributed, nn
@@ -129,17 +129,23 @@ def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
     return summed
 
 
-def calls(*, way: str, transformer: dict[str, Any]) -> dict[str, Any]:
+def _captured(config: dict[str, Any]) -> Trainer:
+    """A model that has graphs."""
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(OPTIONS, config=config)
+    for _ in range(2):
+        rig.step(trainer, PACKS, update=False)
+    return trainer
+
+
+def calls(*, way: str, config: dict[str, Any]) -> dict[str, Any]:
     """Calls a model whose graphs have been captured, with packs below its capacity and one that fills it.
 
     Returns:
         The report, of the replays and of as many calls in eager. What they gave and their gradients have been
         compared with one another and with those of Megatron alone.
     """
-    megagraph.install(rig.graph_config())
-    trainer = Trainer(OPTIONS, config=transformer)
-    for _ in range(2):
-        rig.step(trainer, PACKS, update=False)
+    trainer = _captured(config)
 
     def run(micro: rig.Micro) -> dict[str, Tensor]:
         trainer.model.zero_grad_buffer()
@@ -185,12 +191,9 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def uneven(*, transformer: dict[str, Any]) -> str:
+def uneven(*, config: dict[str, Any]) -> str:
     """Hands an output processor a pack that ranks cannot share, once there are graphs. Returns the error."""
-    megagraph.install(rig.graph_config())
-    trainer = Trainer(OPTIONS, config=transformer)
-    for _ in range(2):
-        rig.step(trainer, PACKS, update=False)
+    trainer = _captured(config)
     with pytest.raises(AssertionError) as error:
         given_output_processor(trainer.chunk, rig.Micro(lengths=(20, 7)), trainer.device)
     return str(error.value)
@@ -202,21 +205,20 @@ class _FirstStage(Trainer):
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         chunk: Any = super().make_chunk(config, spec)
         chunk.post_process = False
-        made: nn.Module = chunk
-        return made
+        return chunk  # type: ignore[no-any-return]
 
 
-def first_stage(*, in_schedule: bool, transformer: dict[str, Any]) -> dict[str, Any]:
+def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
     """Runs the first stage of a pipeline, whose output are this rank's rows. Returns its report.
 
     Each step has a pack below the capacity and one that fills it.
 
     Args:
         in_schedule: Megatron's; else the plugin does not know DDP, whose hooks no layer is captured with.
-        transformer: further fields of Megatron's config.
+        config: further fields of Megatron's config.
     """
     megagraph.install(rig.graph_config())
-    trainer = _FirstStage(OPTIONS, config=transformer)
+    trainer = _FirstStage(OPTIONS, config=config)
 
     def forward(model: Any, micro: rig.Micro, device: torch.device) -> tuple[Tensor, Any]:
         tokens, _labels, positions = _rows(micro, device)
@@ -236,34 +238,24 @@ def first_stage(*, in_schedule: bool, transformer: dict[str, Any]) -> dict[str, 
     return report
 
 
-def left_eager(*, transformer: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a model of whose layers none can be captured.
-
-    Returns:
-        Its report. The bits of the last step have been compared with those of Megatron alone.
-    """
+def left_eager(*, micros: tuple[rig.Micro, ...] = PACKS, config: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a model of whose layers none can be captured, which must leave what Megatron alone leaves."""
     megagraph.install(rig.graph_config())
     with mock.patch.object(CapturePlan, "_empty_rows", side_effect=RuntimeError("nobody captures")):
-        trainer = Trainer(OPTIONS, config=transformer)
-        found = [rig.step(trainer, PACKS, update=False) for _ in range(3)]
+        trainer = Trainer(OPTIONS, config=config)
+        found = [rig.step(trainer, micros, update=False) for _ in range(3)]
     report = rig.report_of(trainer)
     megagraph.uninstall()
-    assert_same_bits(found[-1], rig.step(trainer, PACKS, update=False))
+    assert_same_bits(found[-1], rig.step(trainer, micros, update=False))
     return report
 
 
-def overridden(*, transformer: dict[str, Any]) -> dict[str, Any]:
-    """Trains a host's model, eager and with graphs, on a pack below its capacity and one that fills it.
-
-    Returns:
-        The graphed one's report. Their bits have been compared.
-    """
+def overridden(*, config: dict[str, Any]) -> dict[str, Any]:
+    """Trains a host's model, eager and graphed, on a pack below its capacity and one that fills it."""
     megagraph.install(rig.graph_config())
-    pair = HostPair(OwnModel, OwnBlock, options=OPTIONS, config=transformer)
+    pair = rig.Pair(HostTrainer, model_class=OwnModel, block_class=OwnBlock, options=OPTIONS, config=config)
     pair.step(*PACKS, times=5)
-    report = pair.report()
-    megagraph.uninstall()
-    return report
+    return pair.report()
 
 
 def share_anew(*, given: int, wanted: int) -> None:

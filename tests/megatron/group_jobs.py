@@ -3,12 +3,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import megatron_rig as rig
 import torch
 from parallel_jobs import steps_of
 from same_bits import assert_same_bits
+from streams import make_groups, seed_streams, seeded
 from torch import Tensor, distributed, nn
 
 import megagraph
@@ -33,19 +35,11 @@ class _Model(nn.Module):
             self.pg_collection = ProcessGroupCollection(**groups)
 
 
-def _seed() -> None:
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-
-
 def _regroup(**sizes: int) -> Any:
     """Megatron's groups for some sizes, in a collection of all of them."""
-    from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
+    make_groups(**sizes)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -165,35 +159,16 @@ class _HoldingTrainer(Trainer):
         return chunk
 
 
-def _run(
-    make: Callable[[], Trainer],
-    steps: Sequence[Sequence[rig.Micro]],
-    *,
-    eager: bool,
-    around: Callable[..., Any],
-) -> tuple[list[rig.Step], dict[str, Any]]:
-    _seed()
-    megagraph.install(rig.graph_config())
-    try:
-        trainer, done = make(), []
-        for index, micros in enumerate(steps):
-            around(trainer, index)
-            done.append(rig.step(trainer, micros, eager=eager))
-        return done, rig.report_of(trainer)
-    finally:
-        megagraph.uninstall()
-
-
 def _compared(
-    make: Callable[[], Trainer],
-    steps: Sequence[Sequence[rig.Micro]],
-    around: Callable[[Trainer, int], None] = lambda trainer, index: None,
+    make: rig.Make, steps: Sequence[Sequence[rig.Micro]], before: Callable[..., Any] = lambda *_: None
 ) -> dict[str, Any]:
-    """Trains eager and with graphs; the report of the latter."""
-    eager, _report = _run(make, steps, eager=True, around=around)
-    graphed, report = _run(make, steps, eager=False, around=around)
-    assert_same_bits(eager, graphed, "steps")
-    return report
+    """Trains eager and graphed; `before` is called before each step of both. The report of the latter."""
+
+    def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
+        before(trainer, index)
+        return nullcontext()
+
+    return rig.compare_runs(steps, seeded(make), around=around).report
 
 
 def hold_other_packs(*, how: str) -> dict[str, Any]:
@@ -254,11 +229,11 @@ class _Unreadable(rig.Micro):
         return params
 
 
-def learn_apart(*, how: str, mode: str, transformer: dict[str, Any]) -> dict[str, Any]:
+def learn_apart(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
     """Trains without capacities, while rank 0 has other attributes of the same packs in its first step.
 
     Returns:
-        The report of the graphed run.
+        The reports of both modes.
     """
     many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
     steps = [many, *(micros[::2] for micros in steps_of(NUM_STEPS - 1, seed=1))]
@@ -268,10 +243,9 @@ def learn_apart(*, how: str, mode: str, transformer: dict[str, Any]) -> dict[str
             steps[0] = [_Unreadable(**each) for each in fields]
         else:  # its offsets end in empty documents
             steps[0] = [rig.Micro(**{**each, "lengths": each["lengths"] + (0,) * 20}) for each in fields]
-    config = rig.graph_config(capacities=(), mode=mode)
-    runs = []
-    for eager in (True, False):
-        _seed()
-        runs.append(rig.train(config, steps, eager=eager, transformer=transformer))
-    assert_same_bits(*runs)
-    return runs[1].report
+    runs = {}
+    for mode in ("eager", "graph"):
+        seed_streams()
+        runs[mode] = rig.train(rig.graph_config(capacities=(), mode=mode), steps, config=transformer)
+    assert_same_bits(runs["eager"], runs["graph"])
+    return {mode: run.report for mode, run in runs.items()}

@@ -129,11 +129,7 @@ def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) 
     """Losses for labels, with positions."""
     tokens, labels, _mask, positions = _rows(micro, params.cu_seqlens_q.device, rows)
     losses: Tensor = model(
-        input_ids=tokens,
-        position_ids=positions,
-        attention_mask=None,
-        labels=labels,
-        packed_seq_params=params,
+        input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels, packed_seq_params=params
     )
     return losses[0, : micro.physical].float()
 

@@ -53,10 +53,7 @@ class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         """From the tokens to the losses, or logits."""
         hidden, tables = self.tables(input_ids, position_ids, decoder_input, packed_seq_params)
         out = self.decoder(
-            hidden_states=hidden,
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-            **tables,
+            hidden_states=hidden, attention_mask=attention_mask, packed_seq_params=packed_seq_params, **tables
         )
         return self._postprocess(
             hidden_states=out,
@@ -189,14 +186,12 @@ class HostTrainer(Trainer):
         return model
 
 
-class HostPair(Pair):
-    """Two of a host's models with the same weights; see `HostTrainer`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.eager, self.graphed = HostTrainer(*args, **kwargs), HostTrainer(*args, **kwargs)
+def host_pair(model_class: type, block_class: type | None = None) -> Pair:
+    """Two models of these classes and of the same weights."""
+    return Pair(HostTrainer, model_class=model_class, block_class=block_class)
 
 
-def trained(pair: HostPair, times: int = 5) -> dict[str, Any]:
+def trained(pair: Pair, times: int = 5) -> dict[str, Any]:
     """Steps whose packs change; evaluations too. The report of the graphed one."""
     for index in range(times):
         pair.step(ONE if index % 2 else TWO, THREE, FULL)

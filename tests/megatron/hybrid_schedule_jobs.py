@@ -7,7 +7,6 @@ of its data loader, and the function that cuts a document to a rank's rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,8 @@ from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
 from same_bits import assert_same_bits
-from schedule_jobs import alone, how_far, text
-from streams import seed_streams
+from schedule_jobs import alone, how_far, scheduled, summed, text
+from streams import make_groups
 from torch import Tensor, distributed
 
 import megagraph
@@ -35,13 +34,11 @@ def start(context_parallel: int = 1) -> int:
         How many ranks share each layer, now as before.
     """
     tensor_parallel: int = parallel_state.get_tensor_model_parallel_world_size()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+    make_groups(
         tensor_model_parallel_size=tensor_parallel,
         context_parallel_size=context_parallel,
         hybrid_context_parallel=True,
     )
-    seed_streams()
     return tensor_parallel
 
 
@@ -102,12 +99,7 @@ def _forward_step(data: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple
         labels=batch["labels"],
         packed_seq_params=params,
     )
-
-    def sums(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss = (losses.float() * batch["loss_mask"]).sum()
-        return loss, batch["loss_mask"].sum().int(), {"loss": loss.detach().clone()}
-
-    return losses, sums
+    return losses, partial(summed, mask=batch["loss_mask"])
 
 
 class _Steps:
@@ -140,35 +132,18 @@ class _Steps:
         return batch, groups
 
 
-def _schedule(steps: Iterator[Any], trainer: Trainer, *, eager: bool, forward_only: bool) -> list[Tensor]:
-    """Megatron's own schedule, which takes a whole step at once. Returns the loss of each micro-batch."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-        found = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=steps,
-            model=[trainer.model],
-            num_microbatches=1,
-            seq_length=TOKENS,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-    return [loss["loss"] for loss in found]
-
-
 def _trained(steps: _Steps, number: int, trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
     """Every third step is an evaluation."""
     for index in range(number):
         if index % 3 == 2:
             trainer.model.eval()
             with torch.no_grad():
-                losses = _schedule(steps, trainer, eager=eager, forward_only=True)
+                losses = scheduled(_forward_step, steps, 1, trainer, eager=eager, forward_only=True)
             trainer.model.train()
             yield rig.Step(losses=losses, grads={})
         else:
             trainer.zero_grad()
-            losses = _schedule(steps, trainer, eager=eager, forward_only=False)
+            losses = scheduled(_forward_step, steps, 1, trainer, eager=eager)
             yield rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
             trainer.update()
 
@@ -228,11 +203,7 @@ def train(
     is_whole = tensor_parallel == static == 1
     expected = alone(bare.chunk, [each for own in documents[0] for each in own] if is_whole else [])
 
-    capacity = {
-        "capacities": (),
-        "max_seqlen_per_dp_cp_rank": TOKENS,
-        "cuda_graph_max_packed_seqs": (1,),
-    }
+    capacity = {"capacities": (), "max_seqlen_per_dp_cp_rank": TOKENS, "cuda_graph_max_packed_seqs": (1,)}
 
     def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[list[int]]]:
         megagraph.install(rig.graph_config(cp_sizes=cp_sizes, **(capacity if plugin is None else plugin)))

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -132,10 +131,3 @@ class ScatteredLatent(LatentTrainer):
         for layer in model.decoder.layers:
             layer.self_attention.rotary_pos_emb.forward = table
         return model  # type: ignore[no-any-return]
-
-
-def pair_of(trainer: Callable[..., Trainer], **given: Any) -> rig.Pair:
-    """Two of one kind and of the same weights."""
-    pair = rig.Pair.__new__(rig.Pair)
-    pair.eager, pair.graphed = trainer(**given), trainer(**given)
-    return pair

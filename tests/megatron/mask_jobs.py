@@ -3,18 +3,15 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import entry_jobs
 import megatron_rig as rig
 import parallel_jobs
 import torch
-from same_bits import assert_same_bits
 from torch import Tensor
-
-import megagraph
-from megagraph.bank.capture import CapturePlan
-from megagraph.demo.trainer import Trainer
 
 
 @contextlib.contextmanager
@@ -41,20 +38,13 @@ def mlps_that_read_masks() -> Iterator[list[Tensor]]:
 def train_pair(**options: Any) -> dict[str, Any]:
     """As `parallel_jobs.train_pair()`, with masks that change in each micro-batch."""
     with mlps_that_read_masks() as seen:
-        report = parallel_jobs.train_pair(masks=True, **options)
+        report = parallel_jobs.train_pair(steps_of=partial(parallel_jobs.steps_of, masks=True), **options)
     assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
     return report
 
 
-def left_eager(*, transformer: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a model of whose layers none can be captured, which must leave what Megatron alone leaves."""
-    micros = [rig.Micro(lengths=(40, 24), mask_seed=1), rig.Micro(lengths=(20, 10), mask_seed=2)]
+def left_eager(**options: Any) -> dict[str, Any]:
+    """As `entry_jobs.left_eager()`, with masks."""
+    micros = rig.Micro(lengths=(40, 24), mask_seed=1), rig.Micro(lengths=(20, 10), mask_seed=2)
     with mlps_that_read_masks():
-        megagraph.install(rig.graph_config())
-        with mock.patch.object(CapturePlan, "_empty_rows", side_effect=RuntimeError("nobody captures")):
-            trainer = Trainer(parallel_jobs.OPTIONS, config=transformer)
-            found = [rig.step(trainer, micros, update=False) for _ in range(3)]
-        report = rig.report_of(trainer)
-        megagraph.uninstall()
-        assert_same_bits(found[-1], rig.step(trainer, micros, update=False))
-    return report
+        return entry_jobs.left_eager(micros=micros, **options)

@@ -2,13 +2,15 @@
 """Packs, steps and whole runs for the tests of the Megatron floor, and how two runs are compared."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+import importlib.util
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import ModelOptions, Trainer, gpt_model, in_half_precision, transformer_config
 from megagraph.megatron import seams
+from megagraph.megatron.patch.installation import installed_plugin
 
+Install = Callable[..., GraphConfig]  # the fixture `install`
 VOCAB = 64
 LAYERS = 2
 # Only the device's own attention needs bfloat16.
@@ -139,24 +143,32 @@ def forward(model: Any, micro: Micro, device: torch.device) -> tuple[Tensor, Any
     return losses, partial(_loss, mask=mask)
 
 
+def run_schedule(
+    model: Any, forward_step: Callable[..., Any], data: Iterable[Any], count: int, **options: Any
+) -> list[dict[str, Tensor]]:
+    """Megatron's own schedule over `count` micro-batches. Returns what each leaves."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    given = {"forward_only": False, "seq_length": OPTIONS.max_tokens, "micro_batch_size": 1, **options}
+    found: list[dict[str, Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(data),
+        model=[model],
+        num_microbatches=count,
+        **given,
+    )
+    return found
+
+
 def schedule(
     model: Any, micros: Iterable[Micro], count: int, device: torch.device, *, forward_only: bool = False
 ) -> list[Tensor]:
-    """Megatron's own schedule over `count` micro-batches. Returns the losses of each, a row a token."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    """The schedule over plain micro-batches. Returns the losses of each, a row a token."""
 
     def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
         return forward(chunk, next(data), device)
 
-    results: list[dict[str, Tensor]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(micros),
-        model=[model],
-        num_microbatches=count,
-        seq_length=OPTIONS.max_tokens,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    results = run_schedule(model, forward_step, micros, count, forward_only=forward_only)
     return [result["losses"] for result in results]
 
 
@@ -171,12 +183,45 @@ def weights(chunk: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in chunk.named_parameters()}
 
 
+def metrics() -> dict[str, Tensor]:
+    """What Megatron's tracker of routers holds, by name; empties it as Megatron's log does."""
+    found = {name: values.clone() for name, values in seams.moe_metrics().items()}
+    for values in seams.moe_metrics().values():
+        values.zero_()
+    return found
+
+
+def forget_metrics() -> None:
+    """Before a run: nothing has been recorded yet."""
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # 0.16
+        from megatron.core.transformer.moe import moe_utils
+
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()
+
+
 @dataclass(kw_only=True)
 class Step:
-    """What one step left."""
+    """What one step left, and what experts and predicted tokens counted in it.
+
+    Args:
+        losses: of each micro-batch, a row a token.
+        grads: of each parameter.
+        metrics: of routers, by name, of each layer.
+        counts: tokens of each expert, of each layer that counts them, before its bias is updated.
+        bias: of the experts, afterwards.
+        logged: what Megatron logs of predicted tokens, by name.
+    """
 
     losses: list[Tensor]
     grads: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    counts: list[Tensor] = field(default_factory=list)
+    bias: list[Tensor] = field(default_factory=list)
+    logged: dict[str, Tensor] = field(default_factory=dict)
 
 
 def step(trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eager: bool = False) -> Step:
@@ -187,7 +232,7 @@ def step(trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eage
     left = Step(losses=losses, grads=grads(trainer.chunk))
     if update:
         trainer.update()
-    return left
+    return dataclasses.replace(left, **getattr(trainer, "counted", dict)())
 
 
 def evaluate(trainer: Trainer, micros: Sequence[Micro], *, eager: bool = False) -> list[Tensor]:
@@ -246,11 +291,17 @@ def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
     return model, in_half_precision(model)
 
 
+def plain(*, config: Any = None, ddp: Any = None, spec: Any = None, **changes: Any) -> Trainer:
+    """The reference loop around a GPTModel; `changes` are of its shape."""
+    return Trainer(dataclasses.replace(OPTIONS, **changes), config=config, ddp=ddp, spec=spec)
+
+
 @dataclass(kw_only=True)
 class Run:
-    """A whole run: every step, and what it left behind."""
+    """A whole run: every step, evaluations between them, and what it left behind."""
 
     steps: list[Step] = field(default_factory=list)
+    evaluated: list[Tensor] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     rng: list[Tensor] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -269,67 +320,114 @@ def report_of(trainer: Trainer) -> dict[str, Any]:
     return report
 
 
+Make = Callable[..., Trainer]
+Around = Callable[[Trainer, int], AbstractContextManager[None]]
+
+
 def train(
-    config: GraphConfig,
+    plugin: GraphConfig | None,
     steps: Sequence[Sequence[Micro]],
+    make: Make = plain,
     *,
     eager: bool = False,
-    transformer: dict[str, Any] | None = None,
-    ddp: dict[str, Any] | None = None,
-    **changes: Any,
+    evaluate_at: Collection[int] = (),
+    around: Around = lambda trainer, index: nullcontext(),
+    **given: Any,
 ) -> Run:
-    """Trains a fresh model under `config`; the same arguments begin with the same weights.
+    """Trains a fresh model; the same arguments begin with the same weights.
 
     Args:
-        config: installed for this run alone.
+        plugin: installed for this run alone; None for Megatron alone.
         steps: the micro-batches of each step.
+        make: makes the trainer.
         eager: switch graphs off in every step.
-        transformer: further fields of Megatron's config.
-        ddp: further fields of Megatron's DDP config.
-        changes: of the model's options.
+        evaluate_at: the steps before which the first one's packs are evaluated.
+        around: entered around each step.
+        given: to `make`.
     """
     run = Run()
-    megagraph.install(config)
+    forget_metrics()
+    if plugin is not None:
+        megagraph.install(plugin)
     try:
-        trainer = Trainer(dataclasses.replace(OPTIONS, **changes), config=transformer, ddp=ddp)
-        for micros in steps:
-            run.steps.append(step(trainer, micros, eager=eager))
-            run.report = report_of(trainer)
-        run.weights = weights(trainer.chunk)
-        run.rng = rng_state()
+        trainer = make(**given)
+        for index, micros in enumerate(steps):
+            if index in evaluate_at:
+                run.evaluated += evaluate(trainer, steps[0], eager=eager)
+            with around(trainer, index):
+                run.steps.append(step(trainer, micros, eager=eager))
+            if plugin is not None and plugin.mode != "off":
+                run.report = report_of(trainer)
+        run.weights, run.rng = weights(trainer.chunk), rng_state()
     finally:
         megagraph.uninstall()
     return run
 
 
-class Pair:
-    """Two models of the same weights in one process: one trains eager, the other with graphs."""
+def compare_runs(
+    steps: Sequence[Sequence[Micro]],
+    make: Make = plain,
+    plugin: dict[str, Any] | None = None,
+    *,
+    tamper: Around = lambda trainer, index: nullcontext(),
+    **given: Any,
+) -> Run:
+    """Trains in mode `eager` and with graphs, which must leave the same bits. Returns the graphed run.
 
-    def __init__(self, *, layers: int = LAYERS, **further: Any) -> None:
-        options = dataclasses.replace(OPTIONS, layers=layers)
-        self.eager, self.graphed = Trainer(options, **further), Trainer(options, **further)
+    Args:
+        steps: the micro-batches of each step.
+        make: makes each trainer.
+        plugin: options of `graph_config()`.
+        tamper: entered around each step of the graphed run.
+        given: to `train()`.
+    """
+    options = plugin or {}
+    eager = train(graph_config(**{**options, "mode": "eager"}), steps, make, **given)
+    assert eager.report["replays"] == eager.report["graphs"] == 0
+    graphed = train(graph_config(**options), steps, make, **{"around": tamper, **given})
+    assert_same_bits(eager, graphed)
+    return graphed
+
+
+class Pair:
+    """Two models of the same weights in one process: one trains eager, the other with graphs.
+
+    Args:
+        make: makes each trainer.
+        given: to `make`.
+    """
+
+    def __init__(self, make: Make = plain, **given: Any) -> None:
+        self.eager, self.graphed = make(**given), make(**given)
 
     @property
-    def both(self) -> tuple[Trainer, Trainer]:
+    def both(self) -> tuple[Any, Any]:
         """First the eager one."""
         return self.eager, self.graphed
 
-    def each(self, work: Callable[[Trainer], Any]) -> list[Any]:
+    def each(self, work: Callable[[Any], Any]) -> list[Any]:
         """What the same work leaves of each, on the first without graphs."""
         with megagraph.disable_cuda_graphs_this_step():
             first = work(self.eager)
         return [first, work(self.graphed)]
 
-    def step(self, *micros: Micro, times: int = 1) -> None:
-        """Steps of both, which must leave the same bits."""
+    def step(self, *micros: Micro, times: int = 1, **options: Any) -> Step:
+        """Steps of both, which must leave the same bits. Returns what the last one left."""
         for _ in range(times):
-            one = step(self.eager, micros, eager=True)
-            assert_same_bits(one, step(self.graphed, micros))
+            one = step(self.eager, micros, eager=True, **options)
+            other = step(self.graphed, micros, **options)
+            assert_same_bits(one, other)
+        return other
+
+    def train(self, steps: Iterable[Sequence[Micro]]) -> dict[str, Any]:
+        """A step of both for each list of packs. Returns the report of the graphed one."""
+        for micros in steps:
+            self.step(*micros)
+        return self.report()
 
     def evaluate(self, *micros: Micro) -> None:
         """An evaluation of both, which must leave the same bits."""
-        pairs = zip(evaluate(self.eager, micros, eager=True), evaluate(self.graphed, micros), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert_same_bits(evaluate(self.eager, micros, eager=True), evaluate(self.graphed, micros))
 
     def report(self) -> dict[str, Any]:
         """Of the graphed one; the eager one must not have replayed."""
@@ -338,3 +436,46 @@ class Pair:
         for report in (eager, graphed):
             assert report["calls"] == report["replays"] + sum(report["eager"].values())
         return graphed
+
+
+def steps_of(
+    count: int, *, masks: bool = False, tails: bool = True, align: int = 1, make: Any = Micro, **given: Any
+) -> list[list[Any]]:
+    """Steps of three packs, no two alike.
+
+    Args:
+        count: of the steps.
+        masks: each has a padding mask.
+        tails: every second one has a tail, of up to half the capacity.
+        align: physical rows of each document are a multiple of it.
+        make: makes each micro-batch.
+        given: to `make`.
+    """
+
+    def pack(index: int) -> Any:
+        lengths = tuple(4 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
+        padded = tuple(-(-length // align) * align for length in lengths) if align > 1 else None
+        tail = (7 * index) % (CAPACITY.tokens - sum(padded or lengths)) if tails and index % 2 else 0
+        mask_seed = index if masks else None
+        return make(lengths=lengths, padded=padded, seed=index, tail=tail, mask_seed=mask_seed, **given)
+
+    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def is_capturing() -> bool:
+    """Whether Megatron takes what runs now for a part of a capture."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return is_graph_capturing()
+
+
+def the_plugin() -> Any:
+    """The one that is installed."""
+    plugin = installed_plugin()
+    assert plugin is not None
+    return plugin
+
+
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)

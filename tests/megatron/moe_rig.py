@@ -3,22 +3,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Step, graph_config, report_of, step
-from same_bits import assert_same_bits
+from megatron_rig import CAPACITY, OPTIONS, Micro, compare_runs, metrics, te_layer_spec
 from torch import Tensor
 
-import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import ModelOptions, Trainer
-from megagraph.megatron import seams
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+from megagraph.megatron.seams import permutation_sorts
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
+Config = dict[str, Any]
 EXPERTS = 4
 # Of every model here; core's experts take no bias.
 BASE = {
@@ -32,7 +29,7 @@ BASE = {
     "moe_z_loss_coeff": 1e-3,
 }
 DROPS = {"moe_expert_capacity_factor": 1.0}
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Config] = {
     "alltoall": {},
     "allgather": {"moe_token_dispatcher_type": "allgather"},
     "drop and pad": {**DROPS, "moe_pad_expert_input_to_capacity": True},
@@ -63,6 +60,78 @@ CASES: dict[str, dict[str, Any]] = {
     "jitter": {"moe_input_jitter_eps": 1e-2},
     "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **DROPS},
 }
+
+BIAS = CASES["sigmoid, bias, groups"]
+GATED = CASES["gated shared experts, allgather"] | {"moe_token_dispatcher_type": "alltoall"}
+
+# Routers in graphs: all but what recomputes the router with its experts.
+ROUTED: dict[str, Config] = {
+    **{name: case for name, case in CASES.items() if name != "recomputed"},
+    "shared experts, overlapped": {**CASES["shared experts"], "moe_shared_expert_overlap": True},
+    "several losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
+        "moe_router_dtype": "fp32",
+    },
+    "one expert, before the choice, in doubles": {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp64",
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "groups, no losses": {
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+    },
+    "jitter, drop, gated shared experts": {**CASES["jitter"], **DROPS, **GATED},
+}
+
+# Rows permuted in the router's graph: all but what drops tokens before it permutes (R12).
+_DROP = ("drop", "jitter, drop, gated shared experts")
+PERMUTED: dict[str, Config] = {
+    **{name: case for name, case in ROUTED.items() if name not in _DROP},
+    "drop and pad, shared experts": {**ROUTED["drop and pad"], **ROUTED["shared experts"]},
+}
+
+# Whole layers whose experts are padded to a capacity.
+_PADDED = CASES["drop and pad"]
+PADDED: dict[str, Config] = {
+    "padded": _PADDED,
+    "by position": {**_PADDED, "moe_token_drop_policy": "position"},
+    "room for all": {**_PADDED, "moe_expert_capacity_factor": 2.0},
+    "sigmoid, bias, groups": {**BIAS, **_PADDED},
+    "several losses": {**ROUTED["several losses"], **_PADDED},
+    "jitter": {**CASES["jitter"], **_PADDED},
+    "gated shared experts": {**_PADDED, **GATED},
+    "recomputed": {
+        **BIAS,
+        **_PADDED,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+}
+
+# Whole layers of grouped experts.
+_TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+_SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+GROUPED: dict[str, Config] = {
+    "top 1": _TOP_1,
+    "top 2": {},
+    "top 4 of 4": {"moe_router_topk": 4},
+    "swiglu": _SWIGLU,
+    "on the input": {**_TOP_1, "moe_apply_probs_on_input": True},
+    **{name: CASES[name] for name in ("shared experts", "gated shared experts, allgather")},
+    **{name: CASES[name] for name in ("global loss, per token", "jitter")},
+    "sigmoid, bias, groups": BIAS,
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "gradients of their own": {"gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"},
+}
+# Compiled, for which the CPU takes minutes.
+GROUPED_ON_GPU: dict[str, Config] = {"fused swiglu": {**_SWIGLU, "bias_activation_fusion": True}}
+
 
 # One pack, and tails that it is given.
 PACK = Micro(lengths=(9, 14, 5))
@@ -112,33 +181,41 @@ def experts_on_cpu() -> Iterator[None]:
         yield
 
 
-def block_spec(kinds: str) -> Any:
-    """The spec of a block: `E` for a layer of experts, `-` for a dense one."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    layers = {
-        "E": get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False),
-        "-": get_gpt_layer_varlen_spec(),
-    }
-    norm = layers["-"].submodules.input_layernorm
-    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=norm)
-
-
-@dataclass(kw_only=True)
-class ExpertStep:
-    """What one step left, and what its layers of experts counted.
+def block_spec(
+    kinds: str,
+    *,
+    engine: bool = False,
+    is_grouped: bool | None = None,
+    num_experts: int = EXPERTS,
+    **attention: Any,
+) -> Any:
+    """The spec of a block.
 
     Args:
-        left: losses and gradients.
-        metrics: of each name, of each layer.
-        counts: tokens of each expert, of each layer that counts them, before its bias is updated.
-        bias: of the experts, afterwards.
+        kinds: `E` for a layer of experts, `-` for a dense one.
+        engine: of Transformer Engine's modules.
+        is_grouped: whether experts are multiplied together; by default those of Transformer Engine are.
+        num_experts: of each layer that has any.
+        attention: further arguments of each layer's spec.
     """
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    left: Step
-    metrics: dict[str, Tensor]
-    counts: list[Tensor]
-    bias: list[Tensor]
+    make = te_layer_spec if engine else get_gpt_layer_varlen_spec
+    is_grouped = engine if is_grouped is None else is_grouped
+    layers = {
+        "E": make(num_experts=num_experts, moe_grouped_gemm=is_grouped, **attention),
+        "-": make(**attention),
+    }
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+    else:
+        Norm = layers["-"].submodules.input_layernorm
+    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=Norm)
+
+
+def grouped_spec(kinds: str) -> Any:
+    """Of a block whose experts never wait for the device."""
+    return with_grouped_experts(block_spec(kinds))
 
 
 def routers(trainer: Trainer) -> list[Any]:
@@ -166,12 +243,14 @@ class ExpertTrainer(Trainer):
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         from megatron.core.distributed import finalize_model_grads
 
-        self.counts = [
-            router.local_tokens_per_expert.clone()
-            for router in routers(self)
-            if router.local_tokens_per_expert is not None
-        ]
+        counts = (router.local_tokens_per_expert for router in routers(self))
+        self.counts = [each.clone() for each in counts if each is not None]
         finalize_model_grads(*args, **kwargs)
+
+    def counted(self) -> dict[str, Any]:
+        """What a step has left in its layers of experts."""
+        bias = [router.expert_bias.clone() for router in routers(self) if router.expert_bias is not None]
+        return {"metrics": metrics(), "counts": self.counts, "bias": bias}
 
 
 def tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
@@ -187,122 +266,14 @@ def tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
     ]
 
 
-def metrics() -> dict[str, Tensor]:
-    """What Megatron's tracker holds, by name; empties it as Megatron's log does."""
-    found = {name: values.clone() for name, values in seams.moe_metrics().items()}
-    for values in seams.moe_metrics().values():
-        values.zero_()
-    return found
-
-
-def forget_metrics() -> None:
-    """Before a run: nothing has been recorded yet."""
-    try:
-        from megatron.core.transformer.moe import moe_logging
-    except ImportError:  # 0.16
-        from megatron.core.transformer.moe import moe_utils
-
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
-    else:
-        moe_logging.destroy_moe_metrics_tracker()
-
-
-def expert_step(trainer: ExpertTrainer, micros: Sequence[Micro], **options: Any) -> ExpertStep:
-    """One training step."""
-    left = step(trainer, micros, **options)
-    return ExpertStep(
-        left=left,
-        metrics=metrics(),
-        counts=trainer.counts,
-        bias=[router.expert_bias.clone() for router in routers(trainer) if router.expert_bias is not None],
-    )
-
-
-@dataclass(kw_only=True)
-class ExpertRun:
-    """A whole run."""
-
-    steps: list[ExpertStep] = field(default_factory=list)
-    report: dict[str, Any] = field(default_factory=dict, compare=False)
-
-
-def run(
-    config: GraphConfig | None,
-    kinds: str,
-    steps: Sequence[Sequence[Micro]],
-    make: Callable[..., ExpertTrainer] = ExpertTrainer,
-    **changes: Any,
-) -> ExpertRun:
-    """Trains a fresh model; the same arguments begin with the same weights.
-
-    Args:
-        config: installed for this run alone; None for Megatron alone.
-        kinds: of its layers.
-        steps: the micro-batches of each.
-        make: makes its trainer.
-        changes: of its config; `ddp` of its DDP's; `spec` of its block.
-    """
-    found = ExpertRun()
-    if config is not None:
-        megagraph.install(config)
-    try:
-        forget_metrics()
-        trainer = make(kinds, **changes)
-        found.steps = [expert_step(trainer, micros) for micros in steps]
-        if config is not None:
-            found.report = report_of(trainer)
-    finally:
-        megagraph.uninstall()
-    return found
-
-
-def steps_of(count: int, *, masks: bool = False) -> list[list[Micro]]:
-    """Steps of three packs, no two alike, with tails of up to half the capacity."""
-
-    def pack(index: int) -> Micro:
-        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        return Micro(
-            lengths=lengths,
-            seed=index,
-            tail=(7 * index) % (CAPACITY.tokens - sum(lengths)) if index % 2 else 0,
-            mask_seed=index if masks else None,
-        )
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
-
-
 def compare(
-    kinds: str, steps: Sequence[Sequence[Micro]], scopes: str | Sequence[str] = (), **changes: Any
+    kinds: str, steps: Sequence[Sequence[Micro]], scopes: str | Sequence[str] = (), **given: Any
 ) -> dict[str, Any]:
-    """Trains in mode `eager` and with graphs, with the same bits; `changes` as in `run()`.
-
-    Returns:
-        The report of the graphs.
-    """
-    eager = run(graph_config(mode="eager", cuda_graph_modules=scopes), kinds, steps, **changes)
-    graphed = run(graph_config(cuda_graph_modules=scopes), kinds, steps, **changes)
-    assert_same_bits(eager, graphed)
-    return graphed.report
+    """Trains layers of these kinds eager and graphed, with the same bits. Returns the report."""
+    return compare_runs(steps, ExpertTrainer, {"cuda_graph_modules": scopes}, kinds=kinds, **given).report
 
 
-def compare_runs(
-    trainers: Sequence[ExpertTrainer], run_of: Callable[[ExpertTrainer, bool], Sequence[Any]]
-) -> None:
-    """Runs the first of two models eager and the other one with graphs, with the same bits.
-
-    Args:
-        trainers: of the same weights.
-        run_of: runs one of them, eager or not, and returns what that has left.
-    """
-    found: list[Sequence[Any]] = []
-    for trainer in trainers:
-        metrics()
-        found.append(run_of(trainer, trainer is trainers[0]))
-    assert_same_bits(*found, "steps")
-
-
-def compare_steps(trainers: Sequence[ExpertTrainer], steps: Sequence[Sequence[Micro]]) -> None:
-    """Trains the first of two models eager and the other one with graphs, with the same bits."""
-    compare_runs(
-        trainers, lambda trainer, eager: [expert_step(trainer, micros, eager=eager) for micros in steps]
-    )
+def can_permute(case: Config) -> bool:
+    """Whether this release can permute inside of a graph."""
+    is_padded = case.get("moe_pad_expert_input_to_capacity", False)
+    return permutation_sorts() or is_padded or case.get("moe_token_dispatcher_type") == "allgather"

@@ -3,25 +3,24 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
 import torch
-from latent_rig import LatentTrainer
 from megatron.core import parallel_state
 from rl_rig import Offload
 from same_bits import assert_same_bits
-from streams import seed_streams
+from streams import seeded
 from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph.bank import capture
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import ModelOptions, Trainer, transformer_config
+from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.block_bank import BlockBank
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
@@ -94,106 +93,47 @@ class HookedTrainer(Trainer):
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         chunk: Any = super().make_chunk(config, spec)
         chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
-        made: nn.Module = chunk
-        return made
+        return chunk  # type: ignore[no-any-return]
 
 
-def _nothing(trainer: Trainer, index: int) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def model(**given: Any) -> Trainer:
+    """A plain one."""
+    return Trainer(OPTIONS, **given)
 
 
-Around = Callable[[Trainer, int], contextlib.AbstractContextManager[None]]
-
-
-def _run(
-    make: Callable[[], Trainer],
-    config: Any,
-    *,
-    eager: bool,
-    around: Around,
-    evaluate_at: Collection[int],
-    steps: list[list[rig.Micro]],
-) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
-    megagraph.install(config)
-    try:
-        seed_streams()
-        trainer = make()
-        done, evaluated = [], []
-        for index, micros in enumerate(steps):
-            if index in evaluate_at:
-                evaluated += rig.evaluate(trainer, steps[0], eager=eager)
-            with around(trainer, index):
-                done.append(rig.step(trainer, micros, eager=eager))
-        return done, evaluated, rig.report_of(trainer)
-    finally:
-        megagraph.uninstall()
+def of_engine(**given: Any) -> Trainer:
+    """A model whose layers are of Transformer Engine's modules."""
+    return Trainer(OPTIONS, spec=rig.te_layer_spec(), **given)
 
 
 def train_pair(
     *,
+    make: rig.Make = model,
+    steps_of: Callable[..., list[list[rig.Micro]]] = steps_of,
     num_steps: int = 6,
-    transformer: dict[str, Any] | None = None,
-    ddp: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-    options: ModelOptions = OPTIONS,
-    transformer_engine: bool = False,
-    latent: str = "",
-    data_parallel: bool = False,
-    sharded: bool = False,
-    hooked: bool = False,
+    own_packs: bool = False,
     misfits_on: int | None = None,
-    masks: bool = False,
-    evaluate_at: Collection[int] = (),
-    around: Around = _nothing,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Trains eager and graphed and compares every step's bits on this rank.
+    """Trains eager and graphed and compares all bits on this rank. Returns the report of the graphed run.
 
     Args:
+        make: makes each trainer.
+        steps_of: makes the packs.
         num_steps: to train.
-        transformer: further fields of Megatron's config.
-        ddp: further fields of Megatron's DDP config.
-        config: of the plugin.
-        options: of the model.
-        transformer_engine: layers of its modules.
-        latent: the kind of the layers' multi-latent attention (latent_rig.py); none by default.
-        data_parallel: give each rank packs of its own.
-        sharded: shard the parameters over the ranks.
-        hooked: keep the second layer eager.
+        own_packs: give each rank packs of its own.
         misfits_on: the rank some of whose packs fit no capacity.
-        masks: give most packs a padding mask.
-        evaluate_at: the steps before which both evaluate.
-        around: entered around each step of the graphed run.
-
-    Returns:
-        The report of the graphed run.
+        options: for `compare_runs()`.
     """
     rank = distributed.get_rank()
-    seed, misfits = rank if data_parallel else 0, rank == misfits_on
-    steps = steps_of(num_steps, seed=seed, misfits=misfits, masks=masks)
-    trainer_type = ShardedTrainer if sharded else HookedTrainer if hooked else Trainer
-    spec = rig.te_layer_spec() if transformer_engine and not latent else None
-    make = partial(trainer_type, options, config=transformer, ddp=ddp, spec=spec)
-    if latent:
-        make = partial(
-            LatentTrainer, kind=latent, config=transformer, ddp=ddp, transformer_engine=transformer_engine
-        )
-    run = partial(_run, make, rig.graph_config(**(config or {})), evaluate_at=evaluate_at, steps=steps)
-    eager_steps, eager_losses, _ = run(eager=True, around=_nothing)
-    graphed_steps, graphed_losses, report = run(eager=False, around=around)
-    assert_same_bits(eager_steps, graphed_steps, "steps")
-    for one, other in zip(eager_losses, graphed_losses, strict=True):
-        assert torch.equal(one, other), "evaluation"
-    return report
+    steps = steps_of(num_steps, seed=rank if own_packs else 0, misfits=rank == misfits_on)
+    return rig.compare_runs(steps, seeded(make), **options).report
 
 
 def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and gradients of a step of two tensor-parallel ranks, with norms of queries and keys."""
     spec = megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), qk_layernorm=True)
-    config = {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": sequence_parallel,
-        "qk_layernorm": True,
-    }
+    config = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel, "qk_layernorm": True}
     trainer = Trainer(OPTIONS, config=config, spec=spec)
     micros = [rig.Micro(lengths=(9, 21)), rig.Micro(lengths=(3, 30, 7), seed=1)]
     left = rig.step(trainer, micros, update=False)
@@ -203,8 +143,6 @@ def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor
 @contextlib.contextmanager
 def _regrouped(trainer: Trainer, index: int) -> Iterator[None]:
     """Every rank makes Megatron's groups anew before a step, in which graphs are captured anew."""
-    from megatron.core import parallel_state
-
     if index == TAMPERED_STEP:
         (before,) = megagraph.reports()
         parallel_state.destroy_model_parallel()
@@ -214,22 +152,20 @@ def _regrouped(trainer: Trainer, index: int) -> Iterator[None]:
     yield
 
 
-def regroup(*, transformer: dict[str, Any]) -> dict[str, Any]:
+def regroup(**options: Any) -> dict[str, Any]:
     """As `train_pair()`, with other process groups from some step on."""
-    return train_pair(transformer=transformer, around=_regrouped)
+    return train_pair(tamper=_regrouped, **options)
 
 
 # -- what one rank alone does ----------------------------------------------------------------------
 
 
 def _fails_to_capture(layer: nn.Module) -> None:
-    from megatron.core.transformer import cuda_graphs
-
     forward = layer.forward
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)  # with all of its collectives
-        if cuda_graphs.is_graph_capturing():
+        if rig.is_capturing():
             raise RuntimeError("this rank cannot capture")
         return out
 
@@ -306,32 +242,47 @@ def disagree(*, how: str, **given: Any) -> dict[str, Any]:
     """As `train_pair()`, which takes what else is given, while something happens to rank 0 alone."""
     empty_rows = capture.CapturePlan._empty_rows
     try:
-        return train_pair(around=partial(_tamper, how), **given)
+        return train_pair(tamper=partial(_tamper, how), **given)
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
 
 
-def change_alone(*, transformer: dict[str, Any]) -> str:
+def change_alone(*, config: dict[str, Any]) -> str:
     """Rank 0 alone changes a layer inside of a step. Returns what the next step says."""
     megagraph.install(rig.graph_config())
+    trainer = Trainer(OPTIONS, config=config)
+    (micros,) = steps_of(1)
+    for _ in range(2):
+        rig.step(trainer, micros)
+    layer = trainer.chunk.decoder.layers[1]
+
+    def changing() -> Iterator[rig.Micro]:
+        for index, micro in enumerate(micros):
+            if index == len(micros) - 1 and distributed.get_rank() == 0:
+                layer.mlp.note = "of nobody's"
+            yield micro
+
+    rig.schedule(trainer.model, changing(), len(micros), trainer.device)
     try:
-        trainer = Trainer(OPTIONS, config=transformer)
-        (micros,) = steps_of(1)
-        for _ in range(2):
-            rig.step(trainer, micros)
-        layer = trainer.chunk.decoder.layers[1]
+        rig.step(trainer, micros)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
-        def changing() -> Iterator[rig.Micro]:
-            for index, micro in enumerate(micros):
-                if index == len(micros) - 1 and distributed.get_rank() == 0:
-                    layer.mlp.note = "of nobody's"
-                yield micro
 
-        rig.schedule(trainer.model, changing(), len(micros), trainer.device)
-        try:
-            rig.step(trainer, micros)
-        except RuntimeError as error:
-            return str(error)
-        return ""
-    finally:
-        megagraph.uninstall()
+def two_in_flight(*, config: dict[str, Any]) -> dict[str, Any]:
+    """Runs two forwards before the first backward, eager and graphed. Returns the report."""
+    *steps, micros = steps_of(4)
+
+    def in_flight(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
+        trainer.zero_grad()
+        losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros[:2]]
+        for of_micro in losses:
+            of_micro.sum().backward()
+        return [of_micro.detach().clone() for of_micro in losses], rig.grads(trainer.chunk)
+
+    megagraph.install(rig.graph_config())
+    pair = rig.Pair(seeded(model), config=config)
+    pair.train(steps)
+    assert_same_bits(*pair.each(in_flight))
+    return pair.report()

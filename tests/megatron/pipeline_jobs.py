@@ -173,7 +173,7 @@ def train_pair(
         micro-batches of the first training step and of the first evaluation as `first`.
     """
     cut.start()
-    moe_rig.forget_metrics()  # which are of as many layers as an earlier model had
+    rig.forget_metrics()  # which are of as many layers as an earlier model had
     options = dataclasses.replace(rig.OPTIONS, layers=layers * cut.stages * cut.chunks, heads=4)
     if cp_sizes:
         capacity = {"cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,), "max_seqlen_per_dp_cp_rank": FULL}

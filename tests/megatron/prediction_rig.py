@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with multi-token prediction for the tests, and what their layers and losses leave."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import moe_rig
-from megatron_rig import OPTIONS, HybridTrainer, Micro, graph_config, report_of
-from moe_rig import ExpertStep, ExpertTrainer, expert_step
-from same_bits import assert_same_bits
+from megatron_rig import OPTIONS, HybridTrainer
+from moe_rig import ExpertTrainer
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import ModelOptions
 from megagraph.modules import Norm
 
@@ -54,16 +48,12 @@ class PredictionTrainer(ExpertTrainer):
     """
 
     def __init__(
-        self,
-        kinds: str = "--",
-        *,
-        position: str = "rope",
-        options: ModelOptions = OPTIONS,
-        **changes: Any,
+        self, kinds: str = "--", *, position: str = "rope", options: ModelOptions = OPTIONS, **changes: Any
     ) -> None:
         self._position = position
         dense = {} if "E" in kinds else DENSE
         super().__init__(kinds, options=options, **{**PREDICTION, **dense, **changes})
+        _logged()
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         from megatron.core.models.gpt import GPTModel
@@ -77,6 +67,22 @@ class PredictionTrainer(ExpertTrainer):
             mtp_block_spec=prediction_spec(config, spec),
         )
         return model
+
+    def counted(self) -> dict[str, Any]:
+        """With what is logged of predicted tokens."""
+        logged = _logged()
+        assert logged
+        return {**super().counted(), "logged": logged}
+
+
+def _logged() -> dict[str, Tensor]:
+    """What Megatron's tracker of predicted tokens holds, by name; empties it."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    found = {name: value.clone() for name, value in tracker.items() if isinstance(value, Tensor)}
+    tracker.clear()
+    return found
 
 
 def hybrid_spec() -> Any:
@@ -107,69 +113,3 @@ class HybridPredictionTrainer(HybridTrainer):
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         config.num_layers = 4  # of the pattern's first part
         return super().make_chunk(config, spec)
-
-
-@dataclass(kw_only=True)
-class PredictionStep:
-    """What one step left, and what Megatron logs of predicted tokens, by name."""
-
-    left: ExpertStep
-    logged: dict[str, Tensor]
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[dict[str, Tensor]]:
-    """What Megatron has logged inside; its tracker is empty before and after."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    found: dict[str, Tensor] = {}
-    tracker.clear()
-    yield found
-    found |= {name: value.clone() for name, value in tracker.items() if isinstance(value, Tensor)}
-    tracker.clear()
-
-
-def prediction_step(trainer: ExpertTrainer, micros: Sequence[Micro], **options: Any) -> PredictionStep:
-    """One training step."""
-    with _logged() as logged:
-        left = expert_step(trainer, micros, **options)
-    assert logged
-    return PredictionStep(left=left, logged=logged)
-
-
-@dataclass(kw_only=True)
-class PredictionRun:
-    """A whole run."""
-
-    steps: list[PredictionStep]
-    report: dict[str, Any] = field(compare=False)
-
-
-def run(config: GraphConfig | None, steps: Sequence[Sequence[Micro]], **changes: Any) -> PredictionRun:
-    """Trains a fresh model; the same arguments begin with the same weights.
-
-    Args:
-        config: installed for this run alone; None for Megatron alone.
-        steps: the micro-batches of each.
-        changes: for `PredictionTrainer`.
-    """
-    if config is not None:
-        megagraph.install(config)
-    try:
-        moe_rig.forget_metrics()
-        trainer = PredictionTrainer(**changes)
-        found = [prediction_step(trainer, micros) for micros in steps]
-        return PredictionRun(steps=found, report={} if config is None else report_of(trainer))
-    finally:
-        megagraph.uninstall()
-
-
-def compare(
-    given: Sequence[Sequence[Micro]], scopes: Any = (), **changes: Any
-) -> tuple[PredictionRun, PredictionRun]:
-    """Trains in mode `eager` and with graphs, with the same bits in each step. Returns both runs."""
-    eager = run(graph_config(mode="eager"), given, **changes)
-    graphed = run(graph_config(cuda_graph_modules=scopes), given, **changes)
-    assert_same_bits(eager, graphed)
-    return eager, graphed

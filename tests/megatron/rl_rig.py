@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron_rig import OPTIONS, Micro, grads, graph_config, plain_model
+from megatron_rig import OPTIONS, Micro, grads, graph_config, plain_model, run_schedule
 from torch import Tensor, nn
 
 import megagraph
@@ -61,8 +61,6 @@ def _token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _schedule(model: Any, packs: Sequence[Any], loss: Any, *, forward_only: bool) -> list[dict[str, Tensor]]:
     """Megatron's schedule over packs; `loss(logits, item, labels, mask)` gives (loss, what to return)."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     device = next(model.parameters()).device
 
     def forward_step(data: Iterator[Any], chunk: Any) -> tuple[Tensor, Any]:
@@ -77,16 +75,7 @@ def _schedule(model: Any, packs: Sequence[Any], loss: Any, *, forward_only: bool
         )
         return logits, partial(loss, item=item, labels=labels, mask=mask)
 
-    found: list[dict[str, Tensor]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(packs),
-        model=[model],
-        num_microbatches=len(packs),
-        seq_length=OPTIONS.max_tokens,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-    return found
+    return run_schedule(model, forward_step, packs, len(packs), forward_only=forward_only)
 
 
 def log_probs(model: nn.Module, packs: Sequence[Micro]) -> list[Tensor]:

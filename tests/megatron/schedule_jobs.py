@@ -32,11 +32,8 @@ def document(number: int, length: int, device: torch.device) -> dict[str, Tensor
 
 
 def _device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _groups(cp_sizes: tuple[int, ...]) -> ContextGroups:
@@ -123,11 +120,13 @@ def text(number: int, length: int, device: torch.device) -> dict[str, Tensor]:
     tokens = torch.randint(VOCAB, (length,), generator=drawn)
     mask = torch.ones(length)
     mask[-1] = 0
-    return {
-        "tokens": tokens.to(device),
-        "labels": tokens.roll(-1).to(device),
-        "loss_mask": mask.to(device),
-    }
+    return {"tokens": tokens.to(device), "labels": tokens.roll(-1).to(device), "loss_mask": mask.to(device)}
+
+
+def summed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Losses that are sums over tokens, and the number of these."""
+    loss = (losses.float() * mask).sum()
+    return loss, mask.sum().int(), {"loss": loss.detach().clone()}
 
 
 def _forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
@@ -139,29 +138,15 @@ def _forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, An
         labels=batch.tensors["labels"],
         packed_seq_params=batch.packed_seq_params,
     )
-
-    def sums(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        mask = batch.tensors["loss_mask"]
-        loss = (losses.float() * mask).sum()
-        return loss, mask.sum().int(), {"loss": loss.detach().clone()}
-
-    return losses, sums
+    return losses, partial(summed, mask=batch.tensors["loss_mask"])
 
 
-def _schedule(step: ScheduledStep, trainer: Trainer, *, eager: bool, forward_only: bool) -> list[Tensor]:
+def scheduled(
+    forward_step: Any, data: Any, count: int, trainer: Trainer, *, eager: bool, forward_only: bool = False
+) -> list[Tensor]:
     """Megatron's own schedule. Returns the loss of each micro-batch."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-        found = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter(step),
-            model=[trainer.model],
-            num_microbatches=len(step),
-            seq_length=rig.CAPACITY.tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        found = rig.run_schedule(trainer.model, forward_step, data, count, forward_only=forward_only)
     return [loss["loss"] for loss in found]
 
 
@@ -170,13 +155,15 @@ def _trained(
 ) -> Iterator[rig.Step]:
     for index, step in enumerate(steps):
         trainer.zero_grad()
-        losses = _schedule(step, trainer, eager=eager, forward_only=False)
+        losses = scheduled(_forward_step, step, len(step), trainer, eager=eager)
         yield rig.Step(losses=losses, grads=context_models.left(trainer.chunk))
         trainer.update()
         if evaluates and index % 3 == 2:
             trainer.model.train(in_training)
             with torch.no_grad(), context_models.without_adapters(trainer.chunk):
-                losses = _schedule(steps[0], trainer, eager=eager, forward_only=True)
+                losses = scheduled(
+                    _forward_step, steps[0], len(steps[0]), trainer, eager=eager, forward_only=True
+                )
             trainer.model.train()
             yield rig.Step(losses=losses, grads={})
 
@@ -246,7 +233,7 @@ def train_scheduled(
     """
     experts = options.get("expert_model_parallel_size", 1)
     if static > 1 or experts > 1:
-        context_jobs.start(static, 1, experts)
+        context_jobs.start(static, expert_parallel=experts)
         options["context_parallel_size"] = static
     groups = megagraph.context_groups(cp_sizes)
     limits = ScheduleLimits(
@@ -289,7 +276,7 @@ def train_scheduled(
             steps = list(
                 ScheduledSteps(own, limits=limits, groups=groups, config=trainer.chunk.config, device=device)
             )
-            moe_rig.forget_metrics()
+            rig.forget_metrics()
             done = list(_trained(steps, trainer, eager=eager, evaluates=evaluates, in_training=in_training))
             return done, rig.report_of(trainer), steps
         finally:

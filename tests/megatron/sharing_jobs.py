@@ -15,6 +15,7 @@ import moe_rig
 import torch
 from context_jobs import OwnMicro
 from megatron.core import parallel_state
+from streams import make_groups
 from torch import Tensor, distributed
 
 import megagraph
@@ -117,7 +118,7 @@ def anew() -> dict[str, Any]:
     trainer = new_trainer()
     warmed(trainer)
     before = rig.report_of(trainer)
-    context_jobs.start(1, 1)
+    context_jobs.start(1)
     warmed(trainer)
     after = rig.report_of(trainer)
     return {
@@ -193,7 +194,7 @@ def capture_without_gradients() -> list[tuple[bool, int]]:
 
 def own_group() -> dict[str, Any]:
     """Packs name the group that the model was built with."""
-    context_jobs.start(2, 1)
+    context_jobs.start(2)
     trainer = new_trainer(context_parallel_size=2)
     micros = micros_of(parallel_state.get_context_parallel_group())
     for _ in range(STEPS):
@@ -203,8 +204,7 @@ def own_group() -> dict[str, Any]:
 
 def error_of_groups() -> str:
     """What is said where the model's own ranks are no neighbours among those that may share packs."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, 1, context_parallel_size=2, order="tp-dp-cp-ep-pp")
+    make_groups(context_parallel_size=2, order="tp-dp-cp-ep-pp")
     try:
         rig.step(new_trainer(), micros_of(None))
     except ValueError as error:
@@ -266,19 +266,9 @@ def error_of_slot() -> str:
         first.append(rig.forward(model, micro, trainer.device))  # whose backward is still to come
         return rig.forward(model, micro, trainer.device)
 
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     trainer.zero_grad()
     try:
-        get_forward_backward_func()(
-            forward_step_func=twice,
-            data_iterator=iter([shared]),
-            model=[trainer.model],
-            num_microbatches=1,
-            seq_length=rig.CAPACITY.tokens,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        rig.run_schedule(trainer.model, twice, [shared], 1)
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's random streams, of which some modules draw their weights."""
+"""Megatron's random streams, of which some modules draw their weights, and its process groups."""
 
-__all__ = ["seed_streams"]
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["make_groups", "seed_streams", "seeded"]
 
 
 def seed_streams() -> None:
@@ -9,3 +13,23 @@ def seed_streams() -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+
+
+def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes the same with new streams each time."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **given: Any) -> Any:
+        seed_streams()
+        return make(*args, **given)
+
+    return made
+
+
+def make_groups(**sizes: Any) -> None:
+    """Makes Megatron's groups anew, with others."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+    seed_streams()

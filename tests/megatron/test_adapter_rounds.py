@@ -2,24 +2,22 @@
 """Reinforcement learning with an adapter: the reference is the policy with its adapter switched off."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from changing import Undo
-from megatron_rig import LAYERS, Micro, Pair
+from megatron_rig import LAYERS, Install, Micro, Pair
 from rl_rig import rollouts
 from state_rig import probes_in_place_of_mlps
 from torch import Tensor
 
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ROUNDS = 50 if torch.cuda.is_available() else 15
 MINI_BATCHES = 2
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, schedule, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, schedule, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-Install = Callable[..., GraphConfig]
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
 
@@ -200,7 +198,6 @@ def test_the_same_bits_on_both_sides_of_the_switch(install: Install) -> None:
     loss.backward()
     trainer.model.finish_grad_sync()
     outside = type(inside)(
-        losses=[kept["losses"]],
-        grads={name: grad.clone() for name, grad in trainer.named_main_grads()},
+        losses=[kept["losses"]], grads={name: grad.clone() for name, grad in trainer.named_main_grads()}
     )
     assert_same_bits(inside, outside)

@@ -10,8 +10,10 @@ from megatron_rig import (
     CAPACITY,
     LAYERS,
     OPTIONS,
+    Install,
     Micro,
     Pair,
+    compare_runs,
     evaluate,
     forward,
     graph_config,
@@ -23,13 +25,11 @@ from megatron_rig import (
 from same_bits import assert_same_bits
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Install = Callable[..., GraphConfig]
 Prepare = Callable[[Callable[[torch.nn.Module], None]], None]
 
 
@@ -296,9 +296,7 @@ def test_a_model_called_before_its_first_step_loses_no_graph(install: Install) -
 
 def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
     steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
-    dropout = {"hidden_dropout": 0.2}
-    graphed = train(graph_config(), steps, transformer=dropout)
-    assert_same_bits(graphed, train(graph_config(), steps, transformer=dropout, eager=True))
+    graphed = compare_runs(steps, config={"hidden_dropout": 0.2})
     report = graphed.report
     assert report["replays"] + report["eager"].get("RNG_NOT_GRAPH_SAFE", 0) == 3 * 2 * LAYERS
     without = train(graph_config(), steps)
@@ -308,21 +306,14 @@ def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
 @pytest.mark.parametrize("query_groups", [1, 2])
 def test_grouped_queries_have_eager_bits(query_groups: int) -> None:
     steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO]]
-    runs = [
-        train(graph_config(), steps, eager=eager, query_groups=query_groups, heads=4)
-        for eager in (False, True)
-    ]
-    assert_same_bits(*runs)
-    assert runs[0].report["replays"] == 2 * 2 * LAYERS
+    run = compare_runs(steps, query_groups=query_groups, heads=4)
+    assert run.report["replays"] == 2 * 2 * LAYERS
 
 
 def test_an_overlapped_gradient_reduction_of_one_rank_changes_nothing() -> None:
     steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
-    plain = train(graph_config(), steps)
-    overlap = {"overlap_grad_reduce": True, "bucket_size": 10_000}
-    graphed = train(graph_config(), steps, ddp=overlap)
-    assert_same_bits(graphed, train(graph_config(), steps, ddp=overlap, eager=True))
-    assert_same_bits(graphed, plain)
+    graphed = compare_runs(steps, ddp={"overlap_grad_reduce": True, "bucket_size": 10_000})
+    assert_same_bits(graphed, train(graph_config(), steps))
     assert graphed.report["replays"] == 3 * 2 * LAYERS
 
 

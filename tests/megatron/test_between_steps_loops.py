@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops that are not one schedule call a step: evaluation, accumulation, errors, other settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, grads, report_of, schedule, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, grads, report_of, schedule, step
 from same_bits import assert_same_bits
 
 from megagraph.bank.bank import Bank
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 TOO_LARGE = Micro(lengths=(60, 20), seed=3)
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture(autouse=True)

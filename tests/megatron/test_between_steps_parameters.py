@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, graph_config, report_of, step, train, weights
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    compare_runs,
+    graph_config,
+    report_of,
+    step,
+    weights,
+)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
@@ -19,7 +30,6 @@ pytestmark = pytest.mark.megatron
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-Install = Callable[..., GraphConfig]
 Change = Callable[[Callable[..., None]], None]
 
 
@@ -68,37 +78,26 @@ def _adapt(layers: Any, names: tuple[str, ...] = LINEARS) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [LINEARS, ("linear_qkv",), ("linear_proj", "linear_fc2")], ids=["all", "qkv", "rows"]
+    ("names", "first"),
+    [(LINEARS, 0), (LINEARS, 1), (("linear_qkv",), 0), (("linear_proj", "linear_fc2"), 0)],
+    ids=["all", "of one layer", "qkv", "rows"],
 )
 def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(
-    names: tuple[str, ...], change_models: Change
+    names: tuple[str, ...], first: int, change_models: Change
 ) -> None:
     def with_adapters(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         model.requires_grad_(False)
-        _adapt(model.decoder.layers, names)
+        _adapt(model.decoder.layers[first:], names)
 
     change_models(with_adapters)
-    graphed = train(graph_config(), STEPS)
-    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
+    graphed = compare_runs(STEPS)
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
     trained = {name for name, _ in graphed.steps[0].grads.items()}
-    assert len(trained) == 2 * len(names) * LAYERS
+    assert len(trained) == 2 * len(names) * (LAYERS - first)
     assert all(name.endswith((".down", ".up")) for name in trained)
     assert all(grad.any() for grad in graphed.steps[-1].grads.values())
-
-
-def test_adapters_in_one_layer_of_a_frozen_model_are_graphed_with_eager_bits(change_models: Change) -> None:
-    def with_adapters(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        model.requires_grad_(False)
-        _adapt(model.decoder.layers[1:])
-
-    change_models(with_adapters)
-    graphed = train(graph_config(), STEPS)
-    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
-    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
 
 
 def test_adapters_that_come_later_cost_one_eager_step(install: Install) -> None:
@@ -121,8 +120,7 @@ def test_tied_embeddings_have_eager_bits(change_models: Change) -> None:
         original(model, *args, **{**kwargs, "share_embeddings_and_output_weights": True})
 
     change_models(tied)
-    graphed = train(graph_config(), STEPS)
-    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
+    graphed = compare_runs(STEPS)
     assert "output_layer.weight" not in graphed.weights
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
 
@@ -155,10 +153,15 @@ def _replace(param: nn.Parameter, held: list[Tensor]) -> None:
     held[-1].fill_(float("nan"))
 
 
-@pytest.mark.parametrize(
-    "name", ["decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.bias"]
-)
-def test_one_weight_in_other_memory_costs_one_eager_step(name: str, install: Install) -> None:
+OWNERS = {
+    **dict.fromkeys(("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.bias"), 2),
+    # Outside of the layers.
+    **dict.fromkeys(("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"), 0),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, install: Install) -> None:
     install()
     pair = Pair()
     pair.step(ONE, TWO, times=2)
@@ -167,24 +170,9 @@ def test_one_weight_in_other_memory_costs_one_eager_step(name: str, install: Ins
         _replace(trainer.chunk.get_parameter(name), held)
         trainer.optimizer.reload_model_params()
     pair.step(TWO, OTHER, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
-    assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
-
-
-@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"])
-def test_a_weight_outside_of_the_layers_in_other_memory_costs_nothing(name: str, install: Install) -> None:
-    install()
-    pair = Pair()
-    pair.step(ONE, TWO, times=2)
-    held: list[Tensor] = []
-    for trainer in pair.both:
-        _replace(trainer.chunk.get_parameter(name), held)
-        trainer.optimizer.reload_model_params()
-    pair.step(TWO, OTHER, times=2)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
-    assert report["replays"] == (2 + 4) * LAYERS and len(held) == 2
+    report, moved = pair.report(), OWNERS[name] * LAYERS
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **({"ADDRESS_MOVED": moved} if moved else {})}
+    assert report["replays"] == (2 + 6) * LAYERS - moved and len(held) == 2
 
 
 def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: Install) -> None:

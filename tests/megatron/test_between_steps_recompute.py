@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, graph_config, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, compare_runs, graph_config, train
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -17,30 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("recompute_on_cpu")]
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 ON_GPU = torch.cuda.is_available()
-
-
-@pytest.fixture(autouse=True)
-def recompute_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's checkpoints save the state of the GPU's stream; without a GPU there is none."""
-    if not ON_GPU:
-        from megatron.core.tensor_parallel import random
-
-        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
-        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
-
-
-def _runs(transformer: dict[str, Any]) -> tuple[Run, Run]:
-    graphed, eager = (
-        train(graph_config(), STEPS, transformer=transformer, eager=eager) for eager in (False, True)
-    )
-    assert_same_bits(graphed, eager)
-    assert eager.report["replays"] == 0
-    return graphed, eager
 
 
 def _selective(*modules: str) -> dict[str, Any]:
@@ -89,13 +70,13 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
 ) -> None:
     # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
-    graphed, eager = _runs({**_selective(*modules), **common})
+    graphed = compare_runs(STEPS, config={**_selective(*modules), **common})
     assert recomputed.count("module") >= len(STEPS) * 2 * LAYERS * len(modules)
     if dropout and "mlp" in modules:  # Megatron's rule R17, though the dropout lies behind the MLP
         assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * LAYERS}
         return
     _check_replays(graphed)
-    assert_same_bits(eager, train(graph_config(), STEPS, transformer=common, eager=True))
+    assert_same_bits(graphed, train(graph_config(), STEPS, config=common, eager=True))
 
 
 def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) -> None:
@@ -106,10 +87,10 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
     # Later releases compile a few lines of C++ for it.
     if hasattr(random, "_get_share_storage") and None in (shutil.which("ninja"), shutil.which("c++")):
         pytest.skip("this release compiles C++ to recompute a norm: no ninja or no compiler")
-    graphed, eager = _runs(_selective("layernorm"))
+    graphed = compare_runs(STEPS, config=_selective("layernorm"))
     assert recomputed.count("norm") >= len(STEPS) * 2 * LAYERS
     _check_replays(graphed)
-    assert_same_bits(eager, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
 
 
 def test_selective_recompute_survives_evaluations_between_steps(install: Callable[..., Any]) -> None:
@@ -163,7 +144,7 @@ def test_layers_that_a_host_recomputes_rotate_as_they_did(
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_training_under_full_recompute_is_eager_with_its_reason(method: str, recomputed: list[str]) -> None:
     full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
-    graphed, _ = _runs(full)
+    graphed = compare_runs(STEPS, config=full)
     per_step = LAYERS if method == "uniform" else 1
     assert recomputed.count("module") == 2 * len(STEPS) * 2 * per_step
     assert graphed.report["eager"] == {"RECOMPUTING": len(STEPS) * 2 * LAYERS}
@@ -173,10 +154,7 @@ def test_training_under_full_recompute_is_eager_with_its_reason(method: str, rec
 
 
 def test_hidden_dropout_draws_anew_in_each_replay() -> None:
-    steps = [[ONE]] * 4
-    graphed, _ = (
-        train(graph_config(), steps, transformer={"hidden_dropout": 0.5}, learning_rate=0.0) for _ in range(2)
-    )
+    graphed = train(graph_config(), [[ONE]] * 4, config={"hidden_dropout": 0.5}, learning_rate=0.0)
     losses = [run_step.losses[0] for run_step in graphed.steps]
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(losses))
 
@@ -245,5 +223,5 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
 def test_selective_recompute_replays_where_random_streams_are_safe_for_graphs(
     seeded: bool, modules: tuple[str, ...]
 ) -> None:
-    graphed, _ = _runs({**_selective(*modules), "add_bias_linear": False})
+    graphed = compare_runs(STEPS, config={**_selective(*modules), "add_bias_linear": False})
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []

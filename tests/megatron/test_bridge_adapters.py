@@ -3,25 +3,23 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from bridge_rig import BridgeTrainer, lora_linear
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, evaluate, forward, grads, schedule
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, evaluate, forward, grads, schedule
 from rl_rig import rollouts
 from same_bits import assert_same_bits
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 ROUNDS = 50 if torch.cuda.is_available() else 8
-Install = Callable[..., GraphConfig]
 
 
 class BridgePair(Pair):

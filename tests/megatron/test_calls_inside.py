@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, step
 from rl_rig import frozen_model
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [
@@ -56,9 +55,7 @@ def _infer(chunk: Any) -> Tensor:
     return logits
 
 
-def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(
-    install: Callable[..., GraphConfig],
-) -> None:
+def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(install: Install) -> None:
     install()
     pair = Pair()
     pair.step(MICRO, times=4)
@@ -72,9 +69,7 @@ def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"] + counted["layers"])
 
 
-def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(
-    install: Callable[..., GraphConfig],
-) -> None:
+def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(install: Install) -> None:
     install()
     pair = Pair()
     pair.step(MICRO, times=4)
@@ -92,9 +87,7 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(
 OTHER = Micro(lengths=(5, 30), seed=1)
 
 
-def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(
-    install: Callable[..., GraphConfig],
-) -> None:
+def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(install: Install) -> None:
     install()
     pair = Pair()
     pair.step(MICRO, times=2)
@@ -112,9 +105,7 @@ def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(
 
 
 @pytest.mark.parametrize("before", ["a forward", "a forward that raised"])
-def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(
-    before: str, install: Callable[..., GraphConfig]
-) -> None:
+def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, install: Install) -> None:
     def call(trainer: Trainer) -> Tensor:
         """Rows without a pack, as many as no micro-batch had."""
         hidden = torch.randn(7, 1, OPTIONS.hidden, generator=torch.Generator().manual_seed(3))
@@ -151,9 +142,7 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"])
 
 
-def test_a_frozen_model_inside_anothers_step_never_replays_moved_weights(
-    install: Callable[..., GraphConfig],
-) -> None:
+def test_a_frozen_model_inside_anothers_step_never_replays_moved_weights(install: Install) -> None:
     """Its addresses are looked at there too, although only its own steps capture."""
 
     def infer(called: Any) -> Tensor:

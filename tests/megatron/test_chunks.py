@@ -9,18 +9,13 @@ import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from megatron_rig import HybridTrainer, Micro, Pair, step
-from moe_cases import GROUPED
+from megatron_rig import HybridTrainer, Install, Micro, Pair, is_capturing, steps_of, the_plugin
 from torch import Tensor, nn
 from worlds import World
 
-import megagraph
 from benchmarks.subjects.pipelines import Cut
 from megagraph.bank.backends import CudaBackend, HostBackend
 from megagraph.bank.capture import CapturePlan
-from megagraph.config import GraphConfig
-from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = pytest.mark.megatron
 
@@ -28,7 +23,6 @@ LAYERS = 6
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 FULL = Micro(lengths=(64,), seed=2)
 CHUNK = "chunk"
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture
@@ -40,9 +34,7 @@ def pair(install: Install) -> Pair:
 
 def sites(pair: Pair) -> list[str]:
     """The names of the sites that have graphs, as present."""
-    plugin = installed_plugin()
-    assert plugin is not None
-    bank = plugin.graphs_of_model(pair.graphed.chunk).block.bank
+    bank = the_plugin().graphs_of_model(pair.graphed.chunk).block.bank
     return [spec.short_name for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
 
 
@@ -67,12 +59,6 @@ def test_every_slot_has_its_graphs(install: Install) -> None:
     assert pair.report()["graphs"] == 3 * 2
 
 
-def _is_capturing() -> bool:
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    return is_graph_capturing()
-
-
 def _layer(pair: Pair, index: int) -> Any:
     return pair.graphed.chunk.decoder.layers[index]
 
@@ -85,7 +71,7 @@ def _uncapturable(mlp: Any) -> None:
     forward = mlp.forward
 
     def raising(*args: Any, **kwargs: Any) -> Any:
-        if _is_capturing():
+        if is_capturing():
             raise ArithmeticError("an injected failure")
         return forward(*args, **kwargs)
 
@@ -97,7 +83,7 @@ def _baked(mlp: Any) -> None:
 
     def baked(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = forward(*args, **kwargs)
-        return out * (1.5 if _is_capturing() else 1.0), bias
+        return out * (1.5 if is_capturing() else 1.0), bias
 
     mlp.forward = baked
 
@@ -144,7 +130,7 @@ def test_layers_that_fail_only_together_stay_apart(pair: Pair, monkeypatch: pyte
         forward = mlp.forward
 
         def limited(*args: Any, **kwargs: Any) -> Any:
-            if _is_capturing():
+            if is_capturing():
                 passed.append(index)
                 if len(passed) > 2:
                     raise ArithmeticError("too many layers in one graph")
@@ -216,12 +202,10 @@ def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
 
 def test_a_hybrid_model_is_one_chunk(install: Install) -> None:
     install(cuda_graph_granularity=CHUNK)
-    trainers = [HybridTrainer() for _ in range(2)]
-    for index in range(3):
-        for trainer in trainers:
-            step(trainer, [ONE, TWO], eager=trainer is trainers[0])
-        assert megagraph.reports()[-1]["calls"] == (index + 1) * 2 * 4
-    assert megagraph.reports()[-1]["sites"] == 1
+    pair = Pair(HybridTrainer)
+    pair.step(ONE, TWO, times=3)
+    report = pair.report()
+    assert report["calls"] == 3 * 2 * 4 and report["sites"] == 1
 
 
 BUCKETS: dict[str, dict[str, Any]] = {
@@ -272,21 +256,19 @@ def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
         parallel_jobs.disagree,
         tensor_parallel=2,
         how=how,
-        transformer={"tensor_model_parallel_size": 2},
-        config={"cuda_graph_granularity": CHUNK},
+        config={"tensor_model_parallel_size": 2},
+        plugin={"cuda_graph_granularity": CHUNK},
     )
     for report in reports:
         assert (report["layers"], report["sites"]) == (2, 2)
         assert report["replays"] > 0 and len(report["failures"]) == 1
 
 
+@pytest.mark.usefixtures("experts")
 def test_layers_of_grouped_experts_are_joined(install: Install) -> None:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        install(cuda_graph_granularity=CHUNK)
-        spec = with_grouped_experts(moe_rig.block_spec("E-E"))
-        trainers = [moe_rig.ExpertTrainer("E-E", spec=spec, **GROUPED["swiglu"]) for _ in range(2)]
-        moe_rig.compare_steps(trainers, moe_rig.steps_of(4, masks=True))
-    report = megagraph.reports()[-1]
+    install(cuda_graph_granularity=CHUNK)
+    spec = moe_rig.grouped_spec("E-E")
+    pair = Pair(moe_rig.ExpertTrainer, kinds="E-E", spec=spec, **moe_rig.GROUPED["swiglu"])
+    report = pair.train(steps_of(4, masks=True))
     assert (report["layers"], report["sites"]) == (3, 1) and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 3 * 3}

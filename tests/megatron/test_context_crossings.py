@@ -44,11 +44,7 @@ def test_scopes(world2: World, case: str) -> None:
     if "moe_preprocess" in scopes and PADDED.items().isdisjoint(options.items()) and not permutation_sorts():
         pytest.skip("this release permutes into shapes that only the device knows")
     check(
-        world2.run(
-            schedule_jobs.train_scheduled,
-            plugin={"cuda_graph_modules": scopes},
-            **{**TWO, **options},
-        )
+        world2.run(schedule_jobs.train_scheduled, plugin={"cuda_graph_modules": scopes}, **{**TWO, **options})
     )
 
 

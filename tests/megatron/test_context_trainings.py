@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings of two ranks on packs of one or of both, a hundred steps each, on GPUs: dense, and of experts."""
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import context_models
 import pytest
 import schedule_jobs
 import torch
+from megatron_rig import needs_engine
 from worlds import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
@@ -22,15 +22,7 @@ EXPERTS: tuple[dict[str, Any], dict[str, Any]] = (
     {**context_models.MANY_KINDS, "expert_model_parallel_size": 2},
 )
 KINDS = {"dense": DENSE, "latent experts": EXPERTS}
-ENGINES = [
-    False,
-    pytest.param(
-        True,
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
-        ),
-    ),
-]
+ENGINES = [False, pytest.param(True, marks=needs_engine)]
 
 
 def lengths(longest: int) -> list[list[list[int]]]:

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of Transformer Engine in models whose packs ranks share, on GPUs."""
 
-import importlib.util
 from typing import Any
 
 import context_jobs
 import context_models
 import pytest
 import schedule_jobs
+from megatron_rig import needs_engine
 from test_dynamic_context import ON_TWO, check
 from worlds import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.megatron, needs_engine]
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),

@@ -2,21 +2,21 @@
 """Data parallelism over two ranks, with what Megatron's DDP overlaps: the bits of eager."""
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
-from megatron_rig import LAYERS, Micro, Pair
+from megatron_rig import LAYERS, Install, Micro, Pair
 from worlds import World
 
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 OVERLAP = {"overlap_grad_reduce": True}
+sharded = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -37,8 +37,8 @@ def test_bits(world2: World, ddp: dict[str, Any]) -> None:
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp=ddp,
-        data_parallel=True,
-        sharded="overlap_param_gather" in ddp,
+        own_packs=True,
+        make=sharded if "overlap_param_gather" in ddp else parallel_jobs.model,
         evaluate_at=(4,),
     )
     for report in reports:
@@ -55,8 +55,8 @@ def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size:
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp={**SHARDED, "bucket_size": bucket_size},
-        data_parallel=True,
-        sharded=True,
+        own_packs=True,
+        make=sharded,
         misfits_on=1,
         num_steps=8,
     )
@@ -74,9 +74,8 @@ def test_an_eager_layer_tells_of_itself_between_those_that_replay(
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp={**OVERLAP, "bucket_size": bucket_size},
-        options=options,
-        data_parallel=True,
-        hooked=True,
+        make=partial(parallel_jobs.HookedTrainer, options),
+        own_packs=True,
     )
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 3 * 4, "FOREIGN_HOOK": 5 * 3}
@@ -109,7 +108,7 @@ def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000, None])
 def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eager(
-    install: Callable[..., GraphConfig], monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
+    install: Install, monkeypatch: pytest.MonkeyPatch, bucket_size: int | None
 ) -> None:
     install()
     pair = Pair(layers=4, ddp={**OVERLAP, "bucket_size": bucket_size})
@@ -127,7 +126,7 @@ def test_each_bucket_hears_of_its_parameters_and_is_reduced_in_the_order_of_eage
     assert reduced[0] == reduced[1] and len(set(reduced[0])) == len(reduced[0]) == groups
 
 
-def test_counts_add_up_where_every_micro_batch_is_the_last(install: Callable[..., GraphConfig]) -> None:
+def test_counts_add_up_where_every_micro_batch_is_the_last(install: Install) -> None:
     """As without `no_sync`: DDP compares how often it has heard of each parameter with the first step."""
     install()
     pair = Pair(ddp=OVERLAP)

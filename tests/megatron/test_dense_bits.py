@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 
 import parallel_jobs
 import pytest
-from latent_rig import KINDS, LatentTrainer, pair_of
-from megatron_rig import LAYERS, Micro, Pair
-
-from megagraph.config import GraphConfig
+from latent_rig import KINDS, LatentTrainer
+from megatron_rig import LAYERS, Install, Micro, Pair
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-Install = Callable[..., GraphConfig]
 Scopes = Sequence[str]
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 STEPS = 8
@@ -24,10 +21,10 @@ PLAIN: dict[str, Callable[[], Pair]] = {
     "overlap": functools.partial(Pair, ddp=OVERLAP),
     "overlap, buckets": functools.partial(Pair, ddp={**OVERLAP, "bucket_size": 4000}),
 }
-LATENT = {kind: functools.partial(pair_of, LatentTrainer, kind=kind) for kind in KINDS}
+LATENT = {kind: functools.partial(Pair, LatentTrainer, kind=kind) for kind in KINDS}
 FUSED_ROPE = {
     f"{kind}, fused RoPE": functools.partial(
-        pair_of, LatentTrainer, kind=kind, config={"apply_rope_fusion": True}
+        Pair, LatentTrainer, kind=kind, config={"apply_rope_fusion": True}
     )
     for kind in ("low rank, YaRN", "plain, YaRN")
 }
@@ -39,27 +36,19 @@ TABLE: list[tuple[str, Callable[[], Pair], Scopes]] = [
 ]
 
 
-def _train(pair: Pair, *, first: int, last: int) -> None:
-    """Steps whose packs change every micro-batch, many of them below the capacity."""
-    for micros in parallel_jobs.steps_of(last)[first:]:
-        pair.step(*micros)
-
-
 @pytest.mark.parametrize(
     ("make", "scopes"),
     [pytest.param(make, scopes, id=f"{name}-{'+'.join(scopes) or 'layer'}") for name, make, scopes in TABLE],
 )
 def test_bits(install: Install, make: Callable[[], Pair], scopes: Scopes) -> None:
     install(cuda_graph_modules=scopes)
-    pair = make()
-    _train(pair, first=0, last=STEPS)
-    report = pair.report()
+    pair, steps = make(), parallel_jobs.steps_of(STEPS + 2)
+    report = pair.train(steps[:STEPS])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * LAYERS}
     assert report["replays"] == (STEPS - 1) * 3 * LAYERS
     pair.evaluate(ONE, TWO)
     pair.evaluate(TWO, ONE)
-    _train(pair, first=STEPS, last=STEPS + 2)
-    report = pair.report()
+    report = pair.train(steps[STEPS:])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
     assert report["calls"] == ((STEPS + 2) * 3 + 2 * 2) * LAYERS
     assert report["verification"]["verified"] == 2

@@ -11,8 +11,8 @@ import torch
 from equal_rows_jobs import FEW, MANY
 from host_rig import OwnModel
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import Micro, forward
-from moe_rig import ExpertTrainer, expert_step
+from megatron_rig import Micro, forward, step
+from moe_rig import ExpertTrainer
 from worlds import World
 
 import megagraph
@@ -129,7 +129,7 @@ def test_every_pack_has_as_many_rows(
     plugin = installed_plugin()
     assert plugin is not None
     for _ in range(2):
-        expert_step(trainer, [Micro(lengths=(9,))])
+        step(trainer, [Micro(lengths=(9,))])
     graphs, micro = plugin.graphs_of_model(trainer.chunk), Micro(lengths=lengths)
     params = micro.params(trainer.device)
     batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)
@@ -176,7 +176,7 @@ def test_a_pack_that_runs_as_given_has_as_many_rows(
 ) -> None:
     trainer = make(FEW, MANY)
     for _ in range(2 * is_warm):
-        expert_step(trainer, [Micro(lengths=(9, 20))])
+        step(trainer, [Micro(lengths=(9, 20))])
     trainer.zero_grad()
     if route != "no pack":  # of which our attention makes nothing
         _run_as_given(trainer, route, Micro(lengths=(30, 34)))  # has as many
@@ -188,13 +188,13 @@ def test_a_pack_that_runs_as_given_has_as_many_rows(
 def test_a_pack_of_too_many_tokens_is_an_error(make: Callable[..., ExpertTrainer]) -> None:
     trainer = make(FEW)
     with pytest.raises(RuntimeError, match=r"one of 65 .*TOO_MANY_TOKENS\); set max_seqlen_per_dp_cp_rank"):
-        expert_step(trainer, [Micro(lengths=(40, 25))])
+        step(trainer, [Micro(lengths=(40, 25))])
 
 
 def test_capacities_of_several_rows_are_an_error(make: Callable[..., ExpertTrainer]) -> None:
     trainer = make(FEW, Capacity(tokens=32, num_seqs=9, max_seqlen=32))
     with pytest.raises(ValueError, match=r"tokens, got 32, 64; set max_seqlen_per_dp_cp_rank"):
-        expert_step(trainer, [Micro(lengths=(9,))])
+        step(trainer, [Micro(lengths=(9,))])
 
 
 class CallingModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -213,7 +213,7 @@ def test_a_forward_that_overrides_megatrons_is_refused(
     trainer = make(FEW)
     trainer.chunk.__class__ = own
     for _ in range(3):
-        expert_step(trainer, [Micro(lengths=(28, 20))])
+        step(trainer, [Micro(lengths=(28, 20))])
     (report,) = megagraph.reports()
     sites = report["layers"]
     assert report["eager"] == {"WARMING_UP": sites, "SCOPE_UNSUPPORTED": 2 * sites}

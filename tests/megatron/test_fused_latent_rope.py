@@ -9,13 +9,11 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from latent_rig import LatentTrainer, pair_of
-from megatron_rig import CAPACITY, LAYERS, Micro, Pair
+from latent_rig import LatentTrainer
+from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair
 from rope_rig import canonical, three_modes
 from torch import Tensor
-from worlds import World
 
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
@@ -29,14 +27,8 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarn
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 KINDS = ["low rank, YaRN", "plain, YaRN"]
 FUSED = {"apply_rope_fusion": True}
-Install = Callable[..., GraphConfig]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def _train(pair: Pair, count: int, *, at: int = 0) -> None:
-    for micros in parallel_jobs.steps_of(at + count)[at:]:
-        pair.step(*micros)
 
 
 def _embeddings(trainer: LatentTrainer) -> list[Any]:
@@ -45,20 +37,6 @@ def _embeddings(trainer: LatentTrainer) -> list[Any]:
 
 
 # -- bits ----------------------------------------------------------------------------------------
-
-
-def test_two_ranks_that_share_layers(world2: World) -> None:
-    """With sequence parallelism: test_multi_latent_attention.py."""
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        tensor_parallel=2,
-        latent="low rank, YaRN",
-        transformer={"tensor_model_parallel_size": 2, **FUSED},
-        num_steps=8,
-        evaluate_at=(4, 6),
-    )
-    for report in reports:
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
 
 
 @pytest.mark.gpu
@@ -80,10 +58,11 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(kind: str) -> None:
 def test_a_longer_pack_replaces_buffers_that_no_graph_reads(install: Install) -> None:
     """Megatron makes longer tables then, here of another dtype, too, and frees those of before."""
     install()
-    pair = pair_of(LatentTrainer, kind="low rank, YaRN", config=FUSED)
+    pair = Pair(LatentTrainer, kind="low rank, YaRN", config=FUSED)
     rubbish: list[Tensor] = []
+    steps = parallel_jobs.steps_of(8)
     for index in range(6):
-        _train(pair, 1, at=index)
+        pair.step(*steps[index])
         for trainer in pair.both:
             for embedding in _embeddings(trainer):
                 before = embedding.cos_cached
@@ -91,8 +70,7 @@ def test_a_longer_pack_replaces_buffers_that_no_graph_reads(install: Install) ->
                 assert embedding.cos_cached is not before
         rubbish += [torch.full_like(embedding.cos_cached[:64], float("nan")) for _ in range(64)]
     pair.evaluate(ONE, TWO)
-    _train(pair, 2, at=6)
-    report = pair.report()
+    report = pair.train(steps[6:])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
 

@@ -2,68 +2,33 @@
 """Grouped experts: whole layers of experts in graphs, and what they compute beside Megatron's own."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import moe_rig
 import pytest
 import torch
-from megatron_rig import schedule, step
-from moe_cases import GROUPED, GROUPED_ON_GPU
-from moe_rig import PACK, TAILS, ExpertTrainer, compare, steps_of
-from same_bits import assert_same_bits
+from megatron_rig import Install, report_of, schedule, step, steps_of
+from moe_rig import BIAS, GROUPED, GROUPED_ON_GPU, PACK, Config, ExpertTrainer, compare, grouped_spec
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import megagraph
-from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.usefixtures("experts"),
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-Install = Callable[..., GraphConfig]
-Config = dict[str, Any]
-BIAS, SWIGLU = GROUPED["sigmoid, bias, groups"], GROUPED["swiglu"]
-FUSED = GROUPED_ON_GPU["fused swiglu"]
-
-
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
-
-def grouped_spec(kinds: str) -> Any:
-    return with_grouped_experts(moe_rig.block_spec(kinds))
+SWIGLU, FUSED = GROUPED["swiglu"], GROUPED_ON_GPU["fused swiglu"]
 
 
 # -- in graphs -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_longer_tail_changes_nothing(install: Install, mode: str) -> None:
-    install(mode=mode)
-    trainer = ExpertTrainer(spec=grouped_spec("EE"), **{**BIAS, "moe_router_bias_update_rate": 0.0})
-    step(trainer, [PACK], update=False)
-    moe_rig.metrics()
-    end, found = sum(PACK.lengths), []
-    for index, tail in enumerate(TAILS):
-        micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
-        left = moe_rig.expert_step(trainer, [micro], update=False)
-        assert all(int(counts.sum()) == 2 * end for counts in left.counts)
-        if not torch.cuda.is_available():  # where the output layer takes another kernel for other rows
-            left.left.losses[:] = [each[:end] for each in left.left.losses]
-            found.append(left)
-    for other in found[1:]:
-        assert_same_bits(found[0], other)
 
 
 @pytest.mark.gpu
@@ -79,11 +44,11 @@ def test_a_step_copies_nothing_to_the_host(install: Install) -> None:
     trainer = ExpertTrainer(spec=grouped_spec("EE"), **BIAS)
     for micros in steps_of(3):
         step(trainer, micros)
-    replays, micros = megagraph.reports()[0]["replays"], steps_of(1)[0]
+    replays, micros = report_of(trainer)["replays"], steps_of(1)[0]
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as trace:
         schedule(trainer.model, micros, len(micros), trainer.device)
         torch.cuda.synchronize()
-    assert megagraph.reports()[0]["replays"] == replays + 3 * 2
+    assert report_of(trainer)["replays"] == replays + 3 * 2
     assert [event.name for event in trace.events() if "DtoH" in event.name] == []
 
 
@@ -364,5 +329,4 @@ def test_experts_that_wait_keep_the_model_eager_under_the_scope_of_whole_ones(in
     install(cuda_graph_modules="moe")
     trainer = ExpertTrainer()
     step(trainer, [PACK], update=False)
-    (report,) = megagraph.reports()
-    assert set(report["eager"]) == {"SCOPE_UNSUPPORTED"}
+    assert set(report_of(trainer)["eager"]) == {"SCOPE_UNSUPPORTED"}

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrid models of Mamba, attention, MLP and expert layers, under each set of scopes."""
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import moe_rig
 import pytest
 import torch
 from mamba_rig import Documented, HybridExpertTrainer, expert_spec
-from megatron_rig import graph_config
-from same_bits import assert_same_bits
+from megatron_rig import Install, compare_runs, step, steps_of
 
 import megagraph
-from megagraph.config import GraphConfig
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = [pytest.mark.megatron, pytest.mark.both, pytest.mark.usefixtures("experts")]
 
-Install = Callable[..., GraphConfig]
 PATTERN = "ME*E-"
 OF_SYMBOL = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe_router",)}
 SCOPES = (
@@ -30,37 +25,11 @@ SCOPES = (
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
-
-def steps_of(count: int) -> list[list[Documented]]:
-    """Steps of three packs, no two alike, some with tails."""
-
-    def pack(index: int) -> Documented:
-        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        return Documented(lengths=lengths, seed=index, tail=4 * (index % 3 == 1))
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
-
-
-def compare(scopes: Sequence[str], count: int = 8, **changes: Any) -> dict[str, Any]:
-    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    eager, graphed = (
-        moe_rig.run(
-            graph_config(mode=mode, cuda_graph_modules=scopes),
-            PATTERN,
-            steps_of(count),
-            HybridExpertTrainer,
-            **changes,
-        )
-        for mode in ("eager", "graph")
-    )
-    assert_same_bits(eager, graphed)
-    assert all(step.metrics for step in graphed.steps)
+def compare(scopes: Any, count: int = 8, **changes: Any) -> dict[str, Any]:
+    """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
+    steps, plugin = steps_of(count, make=Documented), {"cuda_graph_modules": scopes}
+    graphed = compare_runs(steps, HybridExpertTrainer, plugin, pattern=PATTERN, **changes)
+    assert all(left.metrics for left in graphed.steps)
     return graphed.report
 
 
@@ -100,5 +69,5 @@ def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
     spec = expert_spec()
     spec.submodules.moe_layer = spec.submodules.mlp_layer
     trainer = HybridExpertTrainer("*E", spec=spec)
-    moe_rig.expert_step(trainer, [Documented(lengths=(9, 20))])
+    step(trainer, [Documented(lengths=(9, 20))])
     assert "MLPLayer as a layer of experts ('E' in the hybrid layer pattern)" in caplog.text

@@ -4,7 +4,6 @@
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from megatron_rig import (
     HYBRID_PATTERN,
     OPTIONS,
     HybridTrainer,
+    Install,
     Micro,
     Run,
     evaluate,
@@ -37,7 +37,6 @@ from megagraph.modules import Norm
 HYBRID = seams.hybrid_seams() or ()
 LAYERS = len(HYBRID_PATTERN)
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Install = Callable[..., GraphConfig]
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
@@ -243,11 +242,7 @@ def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("symbol", "name"),
-    [
-        ("G", "a gated delta net"),
-        ("D", "sparse attention"),
-        ("?", "an unknown kind of layer"),
-    ],
+    [("G", "a gated delta net"), ("D", "sparse attention"), ("?", "an unknown kind of layer")],
 )
 def test_layers_that_are_not_built_are_refused_by_name(
     symbol: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -9,17 +9,15 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, evaluate, graph_config, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, evaluate, graph_config, report_of, step
 
 import megagraph
 from megagraph import _C
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
@@ -208,9 +206,7 @@ def test_a_script_that_installs_leaves_a_report_and_ends_well_without_one(tmp_pa
             assert json.loads((tmp_path / "reports" / "r.json").read_text()) == {"models": []}
 
 
-def test_models_of_one_class_are_told_apart(
-    install: Callable[..., GraphConfig], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_models_of_one_class_are_told_apart(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     """An actor and its reference were both called GPTModel."""
     install()
     with caplog.at_level(logging.INFO, logger="megagraph"):
@@ -290,7 +286,7 @@ def test_importing_the_package_patches_nothing_and_imports_no_megatron() -> None
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
-    mode: str, overlap: bool, install: Callable[..., GraphConfig]
+    mode: str, overlap: bool, install: Install
 ) -> None:
     install(mode=mode)
     trainer = Trainer(OPTIONS, ddp={"overlap_grad_reduce": overlap})
@@ -305,7 +301,7 @@ def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
     assert after["calls"] == before["calls"] == 3 * LAYERS and after["replays"] == before["replays"]
 
 
-def test_uninstall_lets_go_of_every_model(install: Callable[..., GraphConfig]) -> None:
+def test_uninstall_lets_go_of_every_model(install: Install) -> None:
     install()
     trainer = Trainer(OPTIONS)
     for _ in range(3):

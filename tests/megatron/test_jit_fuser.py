@@ -4,12 +4,10 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, graph_config, step, train
-from same_bits import assert_same_bits
+from megatron_rig import LAYERS, OPTIONS, Micro, compare_runs, graph_config, step
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,36 +36,31 @@ def compiler(megatron: None) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _bias_gelu(rows: int) -> list[Tensor]:
-    """Output and gradients of the fused activation on the first rows of one input."""
-    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-
+def _leaves(rows: int, count: int, *shape: int) -> list[Tensor]:
+    """The first rows of as many inputs, and a bias."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
-    width = 4 * OPTIONS.hidden
-    hidden = torch.randn(ROWS, 1, width, generator=generator)[:rows].to(device).requires_grad_()
-    bias = torch.randn(width, generator=generator).to(device).requires_grad_()
-    grad = torch.randn(ROWS, 1, width, generator=generator)[:rows].to(device)
+    drawn = [torch.randn(ROWS, 1, *shape, generator=generator)[:rows] for _ in range(count)]
+    drawn.append(torch.randn(*shape, generator=generator))
+    return [each.to(device).requires_grad_() for each in drawn]
+
+
+def _bias_gelu(rows: int) -> list[Tensor]:
+    """Output and gradients of the fused activation."""
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+
+    hidden, grad, bias = _leaves(rows, 2, 4 * OPTIONS.hidden)
     out = bias_gelu_impl(hidden, bias)
-    out.backward(grad)
-    assert hidden.grad is not None and bias.grad is not None
-    return [out.detach(), hidden.grad, bias.grad]
+    return [out.detach(), *torch.autograd.grad(out, [hidden, bias], grad.detach())]
 
 
 def _bias_dropout_add(rows: int) -> list[Tensor]:
     """Output and gradients of the fused residual addition, with a dropout of 0."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(0)
-    shape = (ROWS, 1, OPTIONS.hidden)
-    hidden = torch.randn(shape, generator=generator)[:rows].to(device).requires_grad_()
-    residual = torch.randn(shape, generator=generator)[:rows].to(device).requires_grad_()
-    bias = torch.randn(shape[-1], generator=generator).to(device).requires_grad_()
+    hidden, residual, bias = _leaves(rows, 2, OPTIONS.hidden)
     out = get_bias_dropout_add(training=True, fused=True)((hidden, bias), residual, 0.0)
-    out.backward(torch.ones_like(out))
-    assert hidden.grad is not None and residual.grad is not None and bias.grad is not None
-    return [out.detach(), hidden.grad, residual.grad, bias.grad]
+    return [out.detach(), *torch.autograd.grad(out, [hidden, residual, bias], torch.ones_like(out))]
 
 
 @pytest.mark.filterwarnings(QUIET)
@@ -103,12 +96,7 @@ def test_fused_functions_inside_graphs_have_the_bits_of_eager(dropout: float) ->
         [misfit, Micro(lengths=(50,), seed=4)],
         [Micro(lengths=(5, 6), seed=5), Micro(lengths=(40, 24), seed=6)],
     ]
-    transformer: dict[str, Any] = {**FUSED, "hidden_dropout": dropout}
-    graphed, eager = (
-        train(graph_config(capacities=bank), steps, transformer=transformer, eager=eager)
-        for eager in (False, True)
-    )
-    assert_same_bits(graphed, eager)
+    graphed = compare_runs(steps, plugin={"capacities": bank}, config={**FUSED, "hidden_dropout": dropout})
     assert graphed.report["failures"] == []
     assert graphed.report["replays"] == 5 * LAYERS
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 2 * LAYERS}

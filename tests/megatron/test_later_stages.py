@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model chunk that begins with hidden states of another stage: decided, padded, replayed and cut alike."""
 
-from collections.abc import Callable
 from typing import Any
 
 import megatron_rig
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Step, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Step, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 pytestmark = pytest.mark.megatron
 
-Install = Callable[..., GraphConfig]
 PACKS = [(9, 20), (3, 30, 8), (64,), (12,), (5, 5, 5)]
 MISFIT = (4,) * 9
 

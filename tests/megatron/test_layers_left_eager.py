@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -9,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Pair, graph_config, report_of, step, train
+from megatron_rig import (
+    CAPACITY,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    compare_runs,
+    is_capturing,
+    plain,
+    report_of,
+    step,
+)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
@@ -23,7 +32,6 @@ LAYERS = 3
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = Micro(lengths=(20, 14, 12, 10, 8), seed=2)
-Install = Callable[..., GraphConfig]
 
 
 def _mlp(trainer: Trainer, index: int = 1) -> Any:
@@ -121,9 +129,7 @@ def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays
     monkeypatch.setattr(GPTModel, "__init__", tied)
     # As many words as the MLP has rows.
     changes = {"layers": LAYERS, "vocab": 4 * OPTIONS.hidden}
-    runs = [train(graph_config(), [[ONE, TWO]] * 3, eager=eager, **changes) for eager in (False, True)]
-    assert_same_bits(*runs)
-    report = runs[0].report
+    report = compare_runs([[ONE, TWO]] * 3, **changes).report
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]
@@ -143,19 +149,13 @@ def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
     mlp.forward = forward
 
 
-def _is_capturing() -> bool:
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    return is_graph_capturing()
-
-
 @pytest.mark.parametrize("index", range(LAYERS))
 def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
     index: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
     pair = Pair(layers=LAYERS)
-    _breaks(pair.graphed, _is_capturing, index)
+    _breaks(pair.graphed, is_capturing, index)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         pair.step(ONE, TWO, times=4)
     report = pair.report()
@@ -173,7 +173,7 @@ class _FailsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if _is_capturing():
+        if is_capturing():
             raise ArithmeticError("an injected failure")
         return grad
 
@@ -228,12 +228,12 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
     def left(trainer: Trainer) -> list[Any]:
         return [step(trainer, [micro]) for micro in (FULL, ONE, TWO)]
 
-    plain = Trainer(dataclasses.replace(OPTIONS, layers=LAYERS))
-    expected = left(plain)
+    alone = plain(layers=LAYERS)
+    expected = left(alone)
     install()
-    trainer = Trainer(dataclasses.replace(OPTIONS, layers=LAYERS))
+    trainer = plain(layers=LAYERS)
     for index in range(LAYERS):
-        _breaks(trainer, _is_capturing, index)
+        _breaks(trainer, is_capturing, index)
     look(trainer)
     for given, ours in zip(expected, left(trainer), strict=True):
         assert_same_bits(given, ours)
@@ -246,7 +246,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: Install) -> None:
     install()
     pair = Pair(layers=LAYERS)
-    _breaks(pair.graphed, lambda: _is_capturing() and not torch.is_grad_enabled())
+    _breaks(pair.graphed, lambda: is_capturing() and not torch.is_grad_enabled())
     pair.step(ONE, times=2)
     pair.evaluate(ONE)
     pair.step(ONE)
@@ -298,17 +298,14 @@ def test_an_error_of_a_layer_at_replay_is_raised_and_the_next_steps_are_right(in
 
 
 def test_a_run_with_a_failed_capture_leaves_the_random_streams_of_one_that_never_captured() -> None:
-    def run(eager: bool) -> Any:
-        return train(graph_config(), [[ONE, TWO]] * 4, eager=eager, transformer={"hidden_dropout": 0.1})
-
-    assert_same_bits(run(False), run(True))
+    compare_runs([[ONE, TWO]] * 4, config={"hidden_dropout": 0.1})
 
 
 def test_two_layers_may_fail_for_different_reasons_and_both_are_reported(install: Install) -> None:
     install()
-    trainer = Trainer(Pair(layers=LAYERS).graphed.options)
+    trainer = plain(layers=LAYERS)
     _mlp(trainer, 0).register_forward_hook(_scale)
-    _breaks(trainer, _is_capturing, 2)
+    _breaks(trainer, is_capturing, 2)
     for _ in range(3):
         step(trainer, [ONE])
     report = report_of(trainer)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thousand steps of two ranks that change nothing: eager's bits throughout, and no alarm."""
 
+from functools import partial
 from typing import Any
 
 import parallel_jobs
@@ -14,16 +15,12 @@ TIMEOUT_SECONDS = 1800
 JOBS: dict[str, dict[str, Any]] = {
     "tensor parallelism": {
         "tensor_parallel": 2,
-        "transformer": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     },
     "data parallelism": {
-        "data_parallel": True,
-        "sharded": True,
-        "ddp": {
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "use_distributed_optimizer": True,
-        },
+        "own_packs": True,
+        "make": partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS),
+        "ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True},
     },
 }
 
@@ -33,7 +30,7 @@ def test_a_thousand_steps_of_two_ranks(world2: World, name: str) -> None:
     reports = world2.run(
         parallel_jobs.train_pair,
         num_steps=STEPS,
-        config={"verify": VERIFY_ONE_IN},
+        plugin={"verify": VERIFY_ONE_IN},
         timeout_seconds=TIMEOUT_SECONDS,
         **JOBS[name],
     )

@@ -4,13 +4,13 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Run, graph_config, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Run, compare_runs, graph_config, train
 from same_bits import assert_same_bits
 
-from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.packs.packing import TailConvention
 
@@ -62,33 +62,27 @@ def _eager_reason(micro: Micro) -> str | None:
     return "SEQUENCE_TOO_LONG" if micro.longest > 48 else None
 
 
-def _config(**changes: object) -> GraphConfig:
-    return graph_config(**{"capacities": (CAPACITY,), "cuda_graph_warmup_steps": WARM_UP, **changes})
+MAIN: dict[str, Any] = {"capacities": (CAPACITY,), "cuda_graph_warmup_steps": WARM_UP}
 
 
 @pytest.fixture(scope="module")
 def graphed(megatron: None) -> Run:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    run = train(_config(), _job())
+    run = train(graph_config(**MAIN), _job())
     torch.use_deterministic_algorithms(before)
     return run
 
 
-def test_a_graphed_run_has_the_bits_of_the_eager_run(graphed: Run) -> None:
-    eager = train(_config(), _job(), eager=True)
-    assert eager.report["replays"] == eager.report["graphs"] == 0
-    assert_same_bits(graphed, eager)
-
-
-def test_a_run_in_eager_mode_has_the_bits_of_a_graphed_run(graphed: Run) -> None:
-    reference = train(_config(mode="eager"), _job())
-    assert reference.report["replays"] == reference.report["graphs"] == 0
-    assert_same_bits(graphed, reference)
-
-
-def test_a_graphed_run_repeats_itself(graphed: Run) -> None:
-    assert_same_bits(graphed, train(_config(), _job()))
+@pytest.mark.parametrize(
+    "how", [{"eager": True}, {"mode": "eager"}, {}], ids=["switched off", "mode", "again"]
+)
+def test_a_graphed_run_has_the_bits_of_the_eager_run_and_repeats_itself(
+    graphed: Run, how: dict[str, Any]
+) -> None:
+    other = train(graph_config(**MAIN, mode=how.get("mode", "graph")), _job(), eager=how.get("eager", False))
+    assert (other.report["replays"] == other.report["graphs"] == 0) == bool(how)
+    assert_same_bits(graphed, other)
 
 
 def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: Run) -> None:
@@ -115,16 +109,10 @@ def test_an_untroubled_run_reports_no_failure_and_both_passes_of_every_layer(gra
     assert graphed.report["graphs"] == 2 * LAYERS
 
 
-def _compare(config: GraphConfig, steps: Sequence[Sequence[Micro]]) -> Run:
-    run = train(config, steps)
-    assert_same_bits(run, train(config, steps, eager=True))
-    return run
-
-
 def test_a_bank_of_several_capacities_pads_each_pack_to_the_smallest_that_holds_it() -> None:
     bank = tuple(Capacity(tokens=t, num_seqs=n, max_seqlen=t) for t, n in ((32, 2), (64, 2), (64, 4)))
     steps = _job(10, seed=1, misfits=0.0)
-    run = _compare(_config(capacities=bank, cuda_graph_warmup_steps=1), steps)
+    run = compare_runs(steps, plugin={"capacities": bank})
     rows = valid = 0
     for micro in (micro for micros in steps[1:] for micro in micros):
         fitting = [c for c in bank if micro.physical <= c.tokens and len(micro.lengths) <= c.num_seqs]
@@ -137,7 +125,7 @@ def test_a_bank_of_several_capacities_pads_each_pack_to_the_smallest_that_holds_
 
 def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there() -> None:
     steps = _job(10, seed=2, misfits=0.0)
-    run = _compare(_config(capacities=()), steps)
+    run = compare_runs(steps, plugin={**MAIN, "capacities": ()})
     learned = run.report["capacities"]
     warm_up = [micro for micros in steps[:WARM_UP] for micro in micros]
     assert {c["tokens"] for c in learned} == {max(micro.physical for micro in warm_up)}
@@ -158,7 +146,8 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there() -> None:
 
 def test_capacities_learned_in_eager_mode_are_those_of_graph_mode() -> None:
     steps = _job(6, seed=2, misfits=0.0)
-    graph, eager = (train(_config(capacities=(), mode=mode), steps) for mode in ("graph", "eager"))
+    config = {**MAIN, "capacities": ()}
+    graph, eager = (train(graph_config(mode=mode, **config), steps) for mode in ("graph", "eager"))
     assert graph.report["capacities"] == eager.report["capacities"] != []
     assert_same_bits(graph, eager)
 
@@ -184,8 +173,7 @@ _TAILED = [
 def test_every_tail_convention_and_form_of_pack_has_eager_bits(
     tail: TailConvention, steps: Sequence[Sequence[Micro]]
 ) -> None:
-    capacity = Capacity(tokens=64, num_seqs=5, max_seqlen=64)
-    run = _compare(_config(tail=tail, capacities=(capacity,), cuda_graph_warmup_steps=1), steps)
+    run = compare_runs(steps, plugin={"tail": tail})
     assert run.report["replays"] == 2 * 5 * LAYERS
     assert run.report["eager"] == {"WARMING_UP": 2 * LAYERS}
 
@@ -208,5 +196,5 @@ def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
 def test_a_pack_at_an_edge_of_its_capacity_replays_with_eager_bits(lengths: tuple[int, ...]) -> None:
     capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
     steps = [[Micro(lengths=(9, 9)), Micro(lengths=lengths, seed=i)] for i in range(3)]
-    run = _compare(_config(capacities=(capacity,), cuda_graph_warmup_steps=1), steps)
+    run = compare_runs(steps, plugin={"capacities": (capacity,)})
     assert run.report["replays"] == 2 * 2 * LAYERS

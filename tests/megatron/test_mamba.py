@@ -6,19 +6,17 @@ without that two eager runs differ. test_mamba_layers.py has what needs no kerne
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import moe_rig
 import pytest
 from mamba_rig import Documented, HybridExpertTrainer
-from megatron_rig import OPTIONS, HybridTrainer, Pair, graph_config
-from same_bits import assert_same_bits
+from megatron_rig import OPTIONS, HybridTrainer, Install, Pair, compare_runs
 from streams import seed_streams
 from torch import nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron import seams
 
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of theirs, at import and in each first call of a kernel
 ]
 
-Install = Callable[..., GraphConfig]
 PATTERN = "MM*-M*-M"
 OF_SYMBOL = {"M": "mamba", "*": "attn", "-": "mlp"}
 SMALL = Capacity(tokens=192, num_seqs=8, max_seqlen=192)
@@ -65,10 +62,7 @@ class MixerExpertTrainer(HybridExpertTrainer):
 
 
 def pair_of(spec: Any = None) -> Pair:
-    pair = Pair.__new__(Pair)
-    pair.eager, pair.graphed = (
-        MixerTrainer(pattern=PATTERN, spec=spec, options=MODEL, config=MIXER) for _ in range(2)
-    )
+    pair = Pair(MixerTrainer, pattern=PATTERN, spec=spec, options=MODEL, config=MIXER)
     for trainer in pair.both:
         assert {type(layer.mixer).__name__ for layer in mamba_layers(trainer.chunk)} == {"MambaMixer"}
     return pair
@@ -123,19 +117,8 @@ def test_a_hundred_steps_have_the_bits_of_eager(install: Install, scopes: Sequen
 @pytest.mark.parametrize("scopes", [("mamba", "attn", "moe_router"), ("attn", "moe_router")], ids=" ".join)
 def test_a_hundred_steps_beside_experts(scopes: Sequence[str]) -> None:
     """With all that the experts count."""
-    pattern = "ME*E-"
-    moe_rig.forget_metrics()
-    runs = [
-        moe_rig.run(
-            graph_config(mode=mode, cuda_graph_modules=scopes, capacities=(SMALL, LARGE)),
-            pattern,
-            packs(100),
-            MixerExpertTrainer,
-        )
-        for mode in ("eager", "graph")
-    ]
-    assert_same_bits(*runs)
-    report = runs[1].report
+    plugin = {"cuda_graph_modules": scopes, "capacities": (SMALL, LARGE)}
+    report = compare_runs(packs(100), MixerExpertTrainer, plugin, pattern="ME*E-").report
     assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
     assert report["replays"] >= 0.95 * report["calls"]
     assert report["layers"] == (4 if "mamba" in scopes else 3)

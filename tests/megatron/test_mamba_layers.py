@@ -3,24 +3,22 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from mamba_rig import PATTERN, Documented, MambaTrainer
-from megatron_rig import Pair, report_of, step
+from megatron_rig import Install, Pair, report_of, step, steps_of
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 pytestmark = pytest.mark.megatron
 
-Install = Callable[..., GraphConfig]
 LAYERS = len(PATTERN)
 # With the layers of `PATTERN` that are graphed then.
 SCOPES = [
@@ -34,37 +32,23 @@ SCOPES = [
 
 
 def pair_of(**further: Any) -> Pair:
-    pair = Pair.__new__(Pair)
-    pair.eager, pair.graphed = MambaTrainer(**further), MambaTrainer(**further)
-    return pair
+    return Pair(MambaTrainer, **further)
 
 
 def packs(count: int, says_documents: bool = True) -> list[list[Documented]]:
     """Steps of three packs, no two alike: padded documents, empty ones, tails, a full capacity."""
-
-    def pack(index: int) -> Documented:
-        lengths = tuple(2 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        padded = tuple(-(-length // 4) * 4 for length in lengths) if index % 2 else None
-        if index % 7 == 3:
-            lengths, padded = (*lengths[:2], 0, 5), None
-        if index % 11 == 6:
-            lengths, padded = (30, 3, 31), None
-            return Documented(lengths=lengths, seed=index, says_documents=says_documents)
-        tail = 3 * (index % 9 == 4)
-        return Documented(
-            lengths=lengths, seed=index, tail=tail, padded=padded, says_documents=says_documents
-        )
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+    steps = steps_of(count, align=4, make=Documented, says_documents=says_documents)
+    for index, micros in enumerate(steps):
+        lengths = (5, 7, 0, 5) if index % 2 else (30, 3, 31)
+        micros[index % 3] = Documented(lengths=lengths, seed=index, says_documents=says_documents)
+    return steps
 
 
 @pytest.mark.parametrize(("scopes", "graphed"), SCOPES, ids=lambda value: str(value))
 def test_twenty_steps_have_the_bits_of_eager(install: Install, scopes: Sequence[str], graphed: int) -> None:
     install(cuda_graph_modules=scopes)
     pair = pair_of()
-    for micros in packs(20):
-        pair.step(*micros)
-    report = pair.report()
+    report = pair.train(packs(20))
     assert report["failures"] == [] and report["layers"] == graphed
     assert report["calls"] == 20 * 3 * graphed
     assert report["eager"] == {"WARMING_UP": 3 * graphed}
@@ -116,9 +100,7 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them(install: Insta
     """Since 0.17 a mixer that is told of no documents carries its state through all of them, in eager too."""
     install()
     pair = pair_of()
-    for micros in packs(6, says_documents=False):
-        pair.step(*micros)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert pair.train(packs(6, says_documents=False))["eager"] == {"WARMING_UP": 3 * LAYERS}
     told, untold = (
         step(pair.graphed, [Documented(lengths=(9, 20), says_documents=says)], update=False).losses[0]
         for says in (True, False)
@@ -156,9 +138,7 @@ def test_evaluation_and_packs_over_the_capacity(install: Install) -> None:
 def test_gradients_are_reported_in_buckets(install: Install, ddp: dict[str, Any]) -> None:
     install(cuda_graph_modules=["mamba", "attn"])
     pair = pair_of(ddp=ddp)
-    for micros in packs(6):
-        pair.step(*micros)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * 3}
+    assert pair.train(packs(6))["eager"] == {"WARMING_UP": 3 * 3}
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -167,9 +147,7 @@ def test_a_layer_that_stays_eager_runs_between_graphs(install: Install, layer: i
     pair = pair_of()
     for trainer in pair.both:
         trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    for micros in packs(4):
-        pair.step(*micros)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS, "FOREIGN_HOOK": 3 * 3}
+    assert pair.train(packs(4))["eager"] == {"WARMING_UP": 3 * LAYERS, "FOREIGN_HOOK": 3 * 3}
 
 
 def test_a_padding_mask_and_other_tables_reach_no_mamba_layer(install: Install) -> None:
@@ -210,9 +188,7 @@ def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
     for trainer in pair.both:
         stack = trainer.chunk.decoder
         stack.forward = forward.__get__(stack)
-    for micros in packs(6):
-        pair.step(*micros)
-    report = pair.report()
+    report = pair.train(packs(6))
     assert report["replays"] > 0 and set(report["eager"]) <= {"WARMING_UP", "SCOPE_UNSUPPORTED", "NESTING"}
 
 

@@ -2,18 +2,16 @@
 """What a micro-batch carries through the block: rows of no document, there and back; a mask."""
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
@@ -42,7 +40,7 @@ def _through_the_block(trainer: Trainer, filler: float, *, eager: bool) -> tuple
 
 
 def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(
-    install: Callable[..., GraphConfig],
+    install: Install,
 ) -> None:
     install()
     pair = Pair()
@@ -92,7 +90,7 @@ class _WithPenalty(nn.Module):
 @pytest.mark.parametrize("tail", TailConvention)
 @pytest.mark.parametrize("padded", [None, (12, 24)], ids=["plain", "padded"])
 def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
-    install: Callable[..., GraphConfig], tail: TailConvention, padded: tuple[int, ...] | None
+    install: Install, tail: TailConvention, padded: tuple[int, ...] | None
 ) -> None:
     """Bug: with `empty-dummy` graphs took the end of the buffer for the pack's."""
     longest = OPTIONS.max_tokens

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
 from rl_rig import frozen_model
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Install = Callable[..., GraphConfig]
 Around = Callable[[type[nn.Module]], None]
 
 

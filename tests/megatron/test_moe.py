@@ -3,36 +3,23 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import moe_rig
 import pytest
 import torch
-from megatron_rig import CAPACITY, Step, graph_config, step
-from moe_rig import PACK, TAILS, ExpertTrainer, compare, expert_step, steps_of
+from megatron_rig import CAPACITY, Install, Step, graph_config, report_of, step, steps_of, train
+from moe_rig import BIAS, PACK, TAILS, ExpertTrainer, compare
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.parallel.sharing import need_equal_rows
 
-pytestmark = pytest.mark.megatron
-
-Install = Callable[..., GraphConfig]
-Config = dict[str, Any]
-BIAS = moe_rig.CASES["sigmoid, bias, groups"]
-
-
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("experts")]
 
 # Sites, graphs of forwards and backwards, and calls in each micro-batch that stay eager.
 MIXED: dict[str, tuple[Any, int, int, int]] = {
@@ -70,15 +57,14 @@ ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
 def test_where_no_layer_is_graphed_packs_run_as_given(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
     trainer = ExpertTrainer(**ELSEWHERE)
-    micros = [dataclasses.replace(micro, tail=0) for micro in steps_of(1)[0]]
+    micros = steps_of(1, tails=False)[0]
     step(trainer, micros, update=False)
-    moe_rig.metrics()
-    ours = expert_step(trainer, micros, update=False)
-    (report,) = megagraph.reports()
+    ours = step(trainer, micros, update=False)
+    report = report_of(trainer)
     assert report["replays"] == 0 and report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert len(report["failures"]) == 2 and NONE_GRAPHED[tuple(scopes)] in report["failures"][0]
     megagraph.uninstall()
-    assert_same_bits(ours, expert_step(trainer, micros, update=False))
+    assert_same_bits(ours, step(trainer, micros, update=False))
 
 
 # -- rows past a pack's end ------------------------------------------------------------------------
@@ -108,17 +94,16 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str, case: str) -
     changes = moe_rig.CASES[case]
     trainer = ExpertTrainer(**{**changes, "moe_router_bias_update_rate": 0.0})
     step(trainer, [PACK], update=False)
-    moe_rig.metrics()
     routed = Routed(trainer)
     found = []
     end = sum(PACK.lengths)
     for index, tail in enumerate(TAILS):
         micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
-        left = expert_step(trainer, [micro], update=False)
-        losses, gradients = [each[:end] for each in left.left.losses], left.left.grads
+        left: Step = step(trainer, [micro], update=False)
+        left.losses = [each[:end] for each in left.losses]
         if torch.cuda.is_available():  # where the output layer takes another kernel for other rows
-            losses, gradients = [], {}
-        found.append(dataclasses.replace(left, left=Step(losses=losses, grads=gradients)))
+            left.losses, left.grads = [], {}
+        found.append(left)
     for other, output in zip(found[1:], routed.outputs[1:], strict=True):
         assert_same_bits(found[0], other)
         assert torch.equal(output[:end], routed.outputs[0][:end])
@@ -142,32 +127,26 @@ def test_a_longer_tail_changes_nothing(install: Install, mode: str, case: str) -
 @pytest.mark.parametrize("case", ["alltoall", "allgather", "shared experts", "sigmoid, bias, groups"])
 def test_eager_agrees_with_megatron_alone(case: str) -> None:
     """Which takes no tail. Sums of losses have other roundings with a mask."""
-    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3)]
-    ours = moe_rig.run(graph_config(mode="eager"), "EE", steps, **moe_rig.CASES[case])
-    alone = moe_rig.run(None, "EE", steps, **moe_rig.CASES[case])
-    bound = {"rtol": 1e-4, "atol": 1e-6}
+    steps = steps_of(3, tails=False)
+    ours = train(graph_config(mode="eager"), steps, ExpertTrainer, **moe_rig.CASES[case])
+    alone = train(None, steps, ExpertTrainer, **moe_rig.CASES[case])
     one, other = ours.steps[0], alone.steps[0]
-    for pair in zip(one.left.losses, other.left.losses, strict=True):
-        torch.testing.assert_close(*pair, **bound)
-    for name, grad in one.left.grads.items():
-        torch.testing.assert_close(grad, other.left.grads[name], **bound)
-    for name, values in one.metrics.items():
-        torch.testing.assert_close(values, other.metrics[name], **bound)
-    for pair in zip(one.counts, other.counts, strict=True):
-        assert int(pair[0].sum()) == int(pair[1].sum())
+    for name in ("losses", "grads", "metrics"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-6)
+    assert [int(each.sum()) for each in one.counts] == [int(each.sum()) for each in other.counts]
 
 
 def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     """Masked rows are routed there; Megatron's own count of them for a bias raises, here it does not."""
     changes = {**moe_rig.DROPS, "recompute_granularity": "full", "recompute_method": "uniform"}
     changes["recompute_num_layers"] = 1
-    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3, masks=True)]
-    ours = moe_rig.run(graph_config(cuda_graph_modules="attn"), "EE", steps, **changes)
-    assert_same_bits(ours, moe_rig.run(None, "EE", steps, **changes))
+    steps = steps_of(3, masks=True, tails=False)
+    ours = train(graph_config(cuda_graph_modules="attn"), steps, ExpertTrainer, **changes)
+    assert_same_bits(ours, train(None, steps, ExpertTrainer, **changes))
     assert set(ours.report["eager"]) == {"RECOMPUTING"}
     with pytest.raises(RuntimeError):
-        moe_rig.run(None, "EE", steps, **BIAS)
-    biased = moe_rig.run(graph_config(), "EE", steps, **{**BIAS, **changes})
+        train(None, steps, ExpertTrainer, **BIAS)
+    biased = train(graph_config(), steps, ExpertTrainer, **{**BIAS, **changes})
     assert set(biased.report["eager"]) == {"RECOMPUTING"} and any(biased.steps[0].counts[0])
 
 

@@ -1,70 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows permuted to their experts inside of the router's graph; counts, dispatch and experts eager."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import moe_jobs
 import moe_rig
 import pytest
 import torch
 from host_rig import OwnBlock
-from megatron_rig import step
-from moe_cases import PERMUTED, can_permute
-from moe_rig import ExpertTrainer, compare_steps, expert_step, steps_of
+from megatron_rig import Install, Pair, report_of, step, steps_of
+from moe_rig import PERMUTED, ExpertTrainer, can_permute
 from torch import Tensor
-from worlds import World
 
-import megagraph
-from megagraph.config import GraphConfig
 from megagraph.megatron.scopes.moe import ROUTER
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
 from megagraph.megatron.seams import permutation_sorts
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 
-Install = Callable[..., GraphConfig]
-Config = dict[str, Any]
 ROUTER_TOO = ("moe_router", "moe_preprocess")
 ALL = ("attn", *ROUTER_TOO)
-BIAS = moe_rig.CASES["sigmoid, bias, groups"]
 PADDED = ("drop and pad", "drop and pad, shared experts")
 
 
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
-
-@pytest.mark.skipif("permutation_sorts()")
+@pytest.mark.skipif(permutation_sorts(), reason="this release sorts")
 def test_a_release_that_permutes_by_a_mask_is_named(install: Install) -> None:
     install(cuda_graph_modules=ALL)
     trainer = ExpertTrainer()
     for micros in steps_of(3):
         step(trainer, micros)
-    (report,) = megagraph.reports()
+    report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3 * 2}
     assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
-
-
-def test_ranks_whose_experts_are_spread_and_packs_their_own(world2: World) -> None:
-    """Counts are gathered over the ranks in the eager part, and a pack of one rank may fit no capacity."""
-    if not permutation_sorts():
-        pytest.skip("this release permutes into shapes that only the device knows")
-    changes = {**BIAS, **PERMUTED["shared experts"], "moe_router_load_balancing_type": "aux_loss"}
-    reports = world2.run(moe_jobs.train_spread, scopes=(*ALL, "mlp"), num_steps=6, misfits_on=1, **changes)
-    for report in reports:
-        assert report["failures"] == []
-    assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
-    assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": 3 * 2}
 
 
 @pytest.mark.parametrize("case", ("alltoall", "shared experts", *PADDED))
@@ -95,13 +68,10 @@ def test_what_leaves_and_in_which_order(case: str) -> None:
 @pytest.mark.parametrize("scopes", [("attn", "moe_router"), ROUTER_TOO, ALL, ("attn", "moe")], ids=str)
 def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    trainers = [ExpertTrainer(**PERMUTED["drop and pad"]) for _ in range(2)]
-    for trainer in trainers:
+    pair = Pair(ExpertTrainer, **PERMUTED["drop and pad"])
+    for trainer in pair.both:
         trainer.chunk.decoder.__class__ = OwnBlock
-    compare_steps(
-        trainers, [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(5)]
-    )
-    report = megagraph.reports()[1]
+    report = pair.train(steps_of(5, tails=False))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
@@ -112,7 +82,7 @@ def test_a_permutation_of_somebody_elses_is_an_error(install: Install) -> None:
     install(cuda_graph_modules=ALL)
     trainer = ExpertTrainer(**PERMUTED["drop and pad"])
     for micros in steps_of(2):
-        expert_step(trainer, micros)
+        step(trainer, micros)
     ours: Any = token_dispatcher.permute
     with (
         mock.patch.object(token_dispatcher, "permute", ours.__wrapped__),

@@ -1,61 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole layers of experts that are padded to a capacity in graphs: router, dispatch, experts and combine."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import moe_cases
 import moe_jobs
-import moe_rig
 import pytest
-from megatron_rig import step
-from moe_rig import ExpertTrainer, compare_steps, expert_step, steps_of
+from megatron_rig import Install, Pair, forget_metrics, report_of, step, steps_of
+from moe_rig import PADDED as CASES
+from moe_rig import Config, ExpertTrainer
 from worlds import World
 
-import megagraph
-from megagraph.config import GraphConfig
 from megagraph.megatron.scopes.moe import MOE
 
 pytestmark = [
     pytest.mark.megatron,
+    pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 
-Install = Callable[..., GraphConfig]
-Config = dict[str, Any]
 BOTH = ("attn", "moe")
-PADDED = moe_cases.PADDED["padded"]
-BIAS = moe_cases.PADDED["sigmoid, bias, groups"]
-
-
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
+PADDED = CASES["padded"]
 
 
 def test_metrics_that_are_replaced_between_steps_are_noticed(install: Install) -> None:
     install(cuda_graph_modules=BOTH)
-    trainer = ExpertTrainer(**BIAS)
+    trainer = ExpertTrainer(**CASES["sigmoid, bias, groups"])
     for index, micros in enumerate(steps_of(5)):
         if index == 3:
-            moe_rig.forget_metrics()
-        expert_step(trainer, micros)
-    (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": 3 * 2, "ADDRESS_MOVED": 3 * 2}
+            forget_metrics()
+        step(trainer, micros)
+    assert report_of(trainer)["eager"] == {"WARMING_UP": 3 * 2, "ADDRESS_MOVED": 3 * 2}
 
 
 def test_a_hook_on_the_experts_keeps_them_eager(install: Install) -> None:
     install(cuda_graph_modules=BOTH)
-    trainers = [ExpertTrainer(**PADDED) for _ in range(2)]
+    pair = Pair(ExpertTrainer, **PADDED)
     seen: list[str] = []
-    for trainer in trainers:
+    for trainer in pair.both:
         trainer.chunk.decoder.layers[1].mlp.experts.register_forward_hook(lambda *_: seen.append("experts"))
-    compare_steps(trainers, steps_of(4))
+    assert pair.train(steps_of(4))["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
     assert len(seen) == 2 * 4 * 3
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * 2, "FOREIGN_HOOK": 3 * 3}
 
 
 def test_a_dispatcher_keeps_nothing_of_a_capture(install: Install) -> None:
@@ -89,7 +72,7 @@ def test_what_waits_or_forks_is_refused_by_name(install: Install, changes: Confi
     assert words in str(MOE.unsupported(trainer.chunk.decoder.layers[0]))
     for micros in steps_of(2):
         step(trainer, micros)
-    (report,) = megagraph.reports()
+    report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
 

@@ -2,24 +2,21 @@
 """Memory that a host moves around every phase without a word, and what goes on replaying meanwhile."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, grads, graph_config
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, grads, graph_config
 from rl_rig import BANK, Offload, Round, fits, log_probs, rollouts, train
 from same_bits import assert_same_bits
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-Install = Callable[..., GraphConfig]
 
 
 @dataclass(kw_only=True)

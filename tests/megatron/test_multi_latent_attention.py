@@ -3,29 +3,22 @@
 
 import dataclasses
 import gc
-import importlib.util
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
 import torch
-from latent_rig import (
-    KINDS,
-    LatentHybridTrainer,
-    LatentTrainer,
-    ScatteredLatent,
-    pair_of,
-)
-from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, Micro, Pair, report_of, step
+from latent_rig import KINDS, LatentHybridTrainer, LatentTrainer, ScatteredLatent
+from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, Install, Micro, Pair, needs_engine, report_of, step
 from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 
-from megagraph.config import GraphConfig
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.refusals import refusal_of
@@ -34,18 +27,9 @@ pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarn
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 ON_GPU = torch.cuda.is_available()
-HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
-Install = Callable[..., GraphConfig]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="needs Transformer Engine")
-
-
-def _train(pair: Pair, count: int, *, at: int = 0) -> None:
-    """Steps whose packs change every micro-batch, many of them below the capacity."""
-    for micros in parallel_jobs.steps_of(at + count)[at:]:
-        pair.step(*micros)
 
 
 # -- bits ----------------------------------------------------------------------------------------
@@ -53,7 +37,7 @@ def _train(pair: Pair, count: int, *, at: int = 0) -> None:
 
 def test_padding_between_documents_and_several_slots(install: Install) -> None:
     install(cuda_graph_slots=2)
-    pair = pair_of(LatentTrainer, kind="low rank, YaRN")
+    pair = Pair(LatentTrainer, kind="low rank, YaRN")
     for index in range(6):
         pair.step(
             Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
@@ -181,10 +165,11 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
 def test_tables_that_megatron_drops_are_still_there_for_graphs(install: Install, kind: str) -> None:
     """It keeps 32 of them over all layers and models, and what comes next gets their memory."""
     install()
-    pair = pair_of(LatentTrainer, kind=kind)
+    pair = Pair(LatentTrainer, kind=kind)
     rubbish: list[Tensor] = []
+    steps = parallel_jobs.steps_of(8)
     for index in range(6):
-        _train(pair, 1, at=index)
+        pair.step(*steps[index])
         for embedding in _embeddings(pair.graphed.chunk.decoder):
             for rows in range(100, 140):
                 _table(embedding, rows + 50 * index)
@@ -192,23 +177,11 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(install: Install,
         rows, dim = CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
         rubbish += [torch.full((rows, dim), float("nan"), device=pair.graphed.device) for _ in range(64)]
     pair.evaluate(ONE, TWO)
-    _train(pair, 2, at=6)
-    report = pair.report()
+    report = pair.train(steps[6:])
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
 
 # -- recompute -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recompute_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Megatron's checkpoints save the state of the GPU's stream; without a GPU there is none."""
-    if not ON_GPU:
-        from megatron.core.tensor_parallel import random
-
-        monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
-        monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
-    yield
 
 
 @pytest.mark.usefixtures("recompute_on_cpu")
@@ -228,12 +201,12 @@ def test_selective_recompute_has_the_bits_of_none(
     install()
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [module]}
     rope = {"apply_rope_fusion": fused}
-    pair = pair_of(LatentTrainer, kind=kind, config={**recomputed, **rope})
+    pair = Pair(LatentTrainer, kind=kind, config={**recomputed, **rope})
     pair.eager = LatentTrainer(kind=kind, config=rope)
-    _train(pair, 5)
+    steps = parallel_jobs.steps_of(7)
+    pair.train(steps[:5])
     pair.evaluate(ONE, TWO)
-    _train(pair, 2, at=5)
-    report = pair.report()
+    report = pair.train(steps[5:])
     if not ON_GPU:  # there, only where the random tracker is safe for graphs
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
@@ -241,13 +214,18 @@ def test_selective_recompute_has_the_bits_of_none(
 # -- ranks ---------------------------------------------------------------------------------------
 
 
-def test_two_ranks_that_share_layers(world2: World) -> None:
-    """Without sequence parallelism: test_fused_latent_rope.py."""
+FUSED = {"apply_rope_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("plain, RoPE", {"sequence_parallel": True}), ("low rank, YaRN", FUSED)]
+)
+def test_two_ranks_that_share_layers(world2: World, kind: str, config: dict[str, Any]) -> None:
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        latent="plain, RoPE",
-        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        make=partial(LatentTrainer, kind=kind),
+        config={"tensor_model_parallel_size": 2, **config},
         num_steps=8,
         evaluate_at=(4, 6),
     )
@@ -262,8 +240,8 @@ def test_two_ranks_that_share_layers(world2: World) -> None:
 def test_a_hybrid_model_of_such_layers(install: Install, kind: str) -> None:
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
     install()
-    pair = pair_of(LatentHybridTrainer, kind=kind)
-    _train(pair, 20)
+    pair = Pair(LatentHybridTrainer, kind=kind)
+    pair.train(parallel_jobs.steps_of(20))
     pair.evaluate(ONE, TWO)
     pair.evaluate(TWO, ONE)
     report = pair.report()
@@ -288,47 +266,39 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
 # -- Transformer Engine --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read when an attention module is made."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+def of_engine(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = pytest.mark.gpu(needs_engine(test))
+    return pytest.mark.usefixtures("deterministic_engine")(marked)
 
 
-@pytest.mark.gpu
-@needs_engine
-@pytest.mark.usefixtures("deterministic_attention")
+@of_engine
 @pytest.mark.parametrize("scopes", SCOPES, ids=lambda scopes: "+".join(scopes) or "layer")
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 def test_layers_of_transformer_engine(install: Install, kind: str, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    pair = pair_of(LatentTrainer, kind=kind, transformer_engine=True)
-    _train(pair, 20)
+    pair = Pair(LatentTrainer, kind=kind, transformer_engine=True)
+    pair.train(parallel_jobs.steps_of(20))
     pair.evaluate(ONE, TWO)
     pair.evaluate(TWO, ONE)
     report = pair.report()
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
 
-@pytest.mark.gpu
-@needs_engine
-@pytest.mark.usefixtures("deterministic_attention")
+@of_engine
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequence_parallel: bool) -> None:
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        transformer_engine=True,
-        latent="low rank, YaRN",
-        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
+        make=partial(LatentTrainer, kind="low rank, YaRN", transformer_engine=True),
+        config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
     )
     for report in reports:
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
 
 
-@pytest.mark.gpu
-@needs_engine
-@pytest.mark.usefixtures("deterministic_attention")
+@of_engine
 def test_a_hybrid_model_of_layers_of_transformer_engine(install: Install) -> None:
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

@@ -2,27 +2,24 @@
 """The specs without Transformer Engine: which norms they build, and that training keeps its bits."""
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.modules import Norm, VarlenAttention
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Install = Callable[..., GraphConfig]
 
 cores_final_norm = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -102,11 +99,7 @@ def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
     given = {"normalization": normalization, "qk_layernorm": qk_layernorm}
     left: list[list[Step]] = []
     names: list[list[str]] = []
-    for spec in (
-        stock_spec(**given),
-        megagraph.get_gpt_layer_varlen_spec(**given),
-        block_spec(**given),
-    ):
+    for spec in (stock_spec(**given), megagraph.get_gpt_layer_varlen_spec(**given), block_spec(**given)):
         trainer = Trainer(OPTIONS, config=config, spec=spec)
         names.append(list(trainer.chunk.state_dict()))
         left.append([step(trainer, [ONE, TWO]) for _ in range(3)])

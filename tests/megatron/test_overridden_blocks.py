@@ -2,23 +2,19 @@
 """Blocks that override Megatron's forward: what they do between layers is done, and counted right."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from host_rig import FULL, ONE, THREE, TWO, HostPair, OwnBlock, OwnModel, only
+from host_rig import FULL, ONE, THREE, TWO, HostTrainer, OwnBlock, OwnModel, host_pair, only
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, OPTIONS, step
+from megatron_rig import LAYERS, OPTIONS, Install, Pair, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
-
-Install = Callable[..., GraphConfig]
 
 
 class ScaledBlock(OwnBlock):
@@ -34,7 +30,7 @@ FOUR = dataclasses.replace(OPTIONS, layers=4)
 def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs(install: Install) -> None:
     """A layer that would be staged into the former one's output runs eager; without gradients none is."""
     install()
-    pair = HostPair(GPTModel, ScaledBlock, options=FOUR)
+    pair = Pair(HostTrainer, model_class=GPTModel, block_class=ScaledBlock, options=FOUR)
     for _ in range(5):
         pair.step(ONE, TWO)
     trained = pair.report()
@@ -59,7 +55,7 @@ class InPlaceBlock(OwnBlock):
 
 def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given(install: Install) -> None:
     install()
-    pair = HostPair(OwnModel, InPlaceBlock)
+    pair = host_pair(OwnModel, InPlaceBlock)
     for micro in (ONE, TWO, FULL, THREE, ONE, TWO):
         for trainer in pair.both:
             trainer.chunk.decoder.chosen = torch.arange(micro.physical, device=trainer.device) % 3 == 0
@@ -76,7 +72,7 @@ class BiasedBlock(OwnBlock):
 
 def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -> None:
     install()
-    pair = HostPair(GPTModel, BiasedBlock)
+    pair = host_pair(GPTModel, BiasedBlock)
     left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
     for one, other in zip(left[:4], left[4:], strict=True):
         assert_same_bits(one, other)
@@ -104,7 +100,7 @@ class PartsBlock(OwnBlock):
 
 def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) -> None:
     install()
-    pair = HostPair(GPTModel, PartsBlock)
+    pair = host_pair(GPTModel, PartsBlock)
     pair.step(FULL, times=6)
     report = pair.report()
     assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] >= 2 * LAYERS
@@ -113,7 +109,7 @@ def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) ->
 
 def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
     install()
-    pair = HostPair(GPTModel, OwnBlock)
+    pair = host_pair(GPTModel, OwnBlock)
     seen: list[torch.Size] = []
     for trainer in pair.both:
         layer = trainer.chunk.decoder.layers[1]
@@ -126,7 +122,7 @@ def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
 def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(install: Install) -> None:
     """What the plugin takes away is its own alone."""
     install()
-    pair = HostPair(GPTModel, OwnBlock)
+    pair = host_pair(GPTModel, OwnBlock)
     forwards = []
     for trainer in pair.both:
         layer = trainer.chunk.decoder.layers[1]

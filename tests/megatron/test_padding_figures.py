@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Micro, report_of, step
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Install, Micro, report_of, step
 from same_bits import assert_same_bits
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
@@ -22,7 +21,6 @@ PADDED = (
     Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),
     Micro(lengths=(30,), padded=(32,), tail=5, seed=2),
 )
-Install = Callable[..., GraphConfig]
 
 
 def _share(replayed: Sequence[Micro]) -> float:

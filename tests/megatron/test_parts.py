@@ -2,17 +2,18 @@
 """Attention or MLP of dense layers in graphs and the other eager: the bits of eager, and what is counted."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Micro, Pair, report_of, step
+from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Install, Micro, Pair, report_of, step
 from worlds import World
 
 import megagraph
-from megagraph.config import MODULES, GraphConfig
+from megagraph.config import MODULES
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.scopes.moe import MOE, ROUTER
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
@@ -21,14 +22,7 @@ from megagraph.megatron.scopes.plan import HALVES
 pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-Install = Callable[..., GraphConfig]
 SCOPES = [("attn",), ("mlp",), ("attn", "mlp")]
-
-
-def _steps(pair: Pair, count: int) -> None:
-    """Steps whose packs change every micro-batch."""
-    for micros in parallel_jobs.steps_of(count):
-        pair.step(*micros)
 
 
 @pytest.mark.parametrize("scopes", SCOPES[:2])
@@ -41,9 +35,7 @@ def test_under_recompute_of_the_other_half(install: Install, scopes: Sequence[st
         "recompute_modules": recomputed,
         "add_bias_linear": False,
     }
-    pair = Pair(config=changed)
-    _steps(pair, 6)
-    report = pair.report()
+    report = Pair(config=changed).train(parallel_jobs.steps_of(6))
     assert report["replays"] == 5 * 3 * LAYERS and report["failures"] == []
 
 
@@ -116,11 +108,7 @@ def test_layers_of_one_half_are_graphed_whole_or_not_at_all(
 ) -> None:
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
     install(cuda_graph_modules=scope)
-    pair = Pair.__new__(Pair)
-    pair.eager, pair.graphed = HybridTrainer(), HybridTrainer()
-    for micros in parallel_jobs.steps_of(5):
-        pair.step(*micros)
-    report = pair.report()
+    report = Pair(HybridTrainer).train(parallel_jobs.steps_of(5))
     assert report["replays"] == 4 * 3 * len(layers) and report["layers"] == len(layers)
 
 
@@ -129,8 +117,8 @@ def test_two_ranks_that_share_layers(world2: World, scopes: Sequence[str], seque
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        transformer={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
-        config={"cuda_graph_modules": scopes},
+        config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
+        plugin={"cuda_graph_modules": scopes},
         num_steps=8,
         evaluate_at=(4, 6),
     )
@@ -152,9 +140,9 @@ def test_two_ranks_whose_gradients_and_weights_are_on_their_way(
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp=sharded,
-        data_parallel=True,
-        sharded=True,
-        config={"cuda_graph_modules": scopes},
+        own_packs=True,
+        make=partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS),
+        plugin={"cuda_graph_modules": scopes},
         num_steps=8,
     )
     for report in reports:

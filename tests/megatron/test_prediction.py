@@ -3,54 +3,34 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import latent_rig
 import moe_rig
-import prediction_rig as rig
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from megatron_rig import CAPACITY, Micro, evaluate, step
-from prediction_rig import PredictionTrainer, compare
+from megatron_rig import CAPACITY, Install, Micro, Pair, Run, compare_runs, report_of, step, steps_of, train
+from prediction_rig import HybridPredictionTrainer, PredictionTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import transformer_config
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = [pytest.mark.megatron, pytest.mark.both, pytest.mark.usefixtures("experts")]
 
-Install = Callable[..., GraphConfig]
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
-
-def steps_of(count: int, *, tails: bool = True) -> list[list[Micro]]:
-    """Steps of three packs, no two alike, half of them with tails if so asked.
-
-    0.16.1 divides by zero where no document has more tokens than are predicted.
-    """
-
-    def pack(index: int) -> Micro:
-        lengths = tuple(4 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        rest = CAPACITY.tokens - sum(lengths)
-        return Micro(lengths=lengths, seed=index, tail=(7 * index) % rest if tails and index % 2 else 0)
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+def compare(steps: Any, scopes: Any = (), **changes: Any) -> Run:
+    """Trains eager and graphed, with the same bits. Returns the graphed run."""
+    return compare_runs(steps, PredictionTrainer, {"cuda_graph_modules": scopes}, **changes)
 
 
 def assert_replayed(report: dict[str, Any], sites: int, warm_up: int = 3 * LAYERS) -> None:
@@ -75,10 +55,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str) -> None:
     scopes, changes = CASES[case]
-    _eager, graphed = compare(steps_of(13), scopes, **changes)
+    graphed = compare(steps_of(13), scopes, **changes)
     assert_replayed(graphed.report, sites=LAYERS)
     for left in graphed.steps:
-        of_layers = {name: grad for name, grad in left.left.left.grads.items() if "eh_proj.weight" in name}
+        of_layers = {name: grad for name, grad in left.grads.items() if "eh_proj.weight" in name}
         assert len(of_layers) == changes.get("mtp_num_layers", 2)
         assert all(grad.any() for grad in of_layers.values())
 
@@ -86,8 +66,7 @@ def test_bits(case: str) -> None:
 @pytest.mark.parametrize("kinds", ["--", "EE"])
 def test_masks_of_the_users(kinds: str) -> None:
     """0.19 hands them to prediction, 0.16 does not; rows as they were given in either."""
-    masked = [[dataclasses.replace(m, mask_seed=m.seed) for m in micros] for micros in steps_of(4)]
-    _eager, graphed = compare(masked, "attn", kinds=kinds)
+    graphed = compare(steps_of(4, masks=True), "attn", kinds=kinds)
     assert_replayed(graphed.report, sites=LAYERS)
 
 
@@ -107,36 +86,32 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
     """
     micro = GIVEN[case]
     given = [[micro]] * 3
-    alone = rig.run(None, given)
-    _eager, graphed = compare(given)
+    alone = train(None, given, PredictionTrainer)
+    graphed = compare(given)
     assert graphed.report["replays"] == 2 * LAYERS
     for one, other in zip(alone.steps, graphed.steps, strict=True):
         if micro.physical == CAPACITY.tokens:
             assert_same_bits(one, other)
-        for a, b in zip(one.left.left.losses, other.left.left.losses, strict=True):
-            torch.testing.assert_close(a, b)
-        for name, grad in one.left.left.grads.items():
-            torch.testing.assert_close(grad, other.left.left.grads[name], atol=1e-5, rtol=1e-3)
-        for name, value in one.logged.items():
-            torch.testing.assert_close(value, other.logged[name])
+        torch.testing.assert_close(one.losses, other.losses)
+        torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(one.logged, other.logged)
 
 
 def test_packs_that_fit_no_capacity_run_as_given() -> None:
     large = Micro(lengths=(40, 40), seed=8)
     given = [[FULL, large]] * 3
-    _eager, graphed = compare(given)
+    graphed = compare(given)
     assert graphed.report["replays"] == 2 * LAYERS
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
 
 
 def test_evaluation_between_steps(install: Install) -> None:
     install()
-    eager, graphed = PredictionTrainer(), PredictionTrainer()
+    pair = Pair(PredictionTrainer)
     for micros in steps_of(4):
-        assert_same_bits(rig.prediction_step(eager, micros, eager=True), rig.prediction_step(graphed, micros))
-        pairs = zip(evaluate(eager, micros, eager=True), evaluate(graphed, micros), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-    _of_eager, report = megagraph.reports()
+        pair.step(*micros)
+        pair.evaluate(*micros)
+    report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS} and report["replays"] == 2 * 3 * 3 * LAYERS
 
 
@@ -145,13 +120,13 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: Install) -> None:
     install()
     trainer = PredictionTrainer("EE")
     micros = steps_of(1, tails=False)[0]
-    rig.prediction_step(trainer, micros, update=False)
-    ours = rig.prediction_step(trainer, micros, update=False)
-    (report,) = megagraph.reports()
+    step(trainer, micros, update=False)
+    ours = step(trainer, micros, update=False)
+    report = report_of(trainer)
     assert report["replays"] == 0
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "SCOPE_UNSUPPORTED": 3 * LAYERS}
     megagraph.uninstall()
-    assert_same_bits(ours, rig.prediction_step(trainer, micros, update=False))
+    assert_same_bits(ours, step(trainer, micros, update=False))
 
 
 def test_detached_and_repeated_layers_of_prediction() -> None:
@@ -159,7 +134,7 @@ def test_detached_and_repeated_layers_of_prediction() -> None:
     options = {"mtp_detach_heads": True, "mtp_use_repeated_layer": True}
     if not names.issuperset(options):
         pytest.skip("this megatron-core has neither option")
-    _eager, graphed = compare(steps_of(3), **options)
+    graphed = compare(steps_of(3), **options)
     assert_replayed(graphed.report, sites=LAYERS)
 
 
@@ -176,7 +151,7 @@ def test_multi_latent_attention(kind: str) -> None:
     )
     given = [[Micro(lengths=(20, 14, 30), seed=1), Micro(lengths=(9, 17), seed=2)]] * 3
     with mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type)):
-        _eager, graphed = compare(given, options=latent_rig.OPTIONS, spec=spec, **config)
+        graphed = compare(given, options=latent_rig.OPTIONS, spec=spec, **config)
     assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
 
 
@@ -185,35 +160,27 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> No
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     install(cuda_graph_modules="attn")
-    trainers = [PredictionTrainer("EE", moe_enable_routing_replay=True) for _ in range(2)]
-    found = []
-    for trainer in trainers:
-        replays = [
-            module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")
-        ]
-        assert len(replays) == LAYERS + 2
-        for replay in replays:
-            replay.set_router_replay_action(RouterReplayAction.RECORD)
-        found.append([])
-        for micros in steps_of(3):
-            left = rig.prediction_step(trainer, micros, eager=trainer is trainers[0])
-            recorded = [replay.get_recorded_indices() for replay in replays]
-            assert {len(each) for each in recorded} == {micros[-1].physical}
-            found[-1].append((left, [each.clone() for each in recorded]))
-    for (one, recorded), (other, others) in zip(*found, strict=True):
+    pair = Pair(PredictionTrainer, kinds="EE", moe_enable_routing_replay=True)
+    replays = [
+        [module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")]
+        for trainer in pair.both
+    ]
+    assert [len(each) for each in replays] == [LAYERS + 2] * 2
+    for replay in (*replays[0], *replays[1]):
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+    for micros in steps_of(3):
+        pair.step(*micros)
+        one, other = ([replay.get_recorded_indices() for replay in each] for each in replays)
+        assert {len(each) for each in one} == {micros[-1].physical}
         assert_same_bits(one, other)
-        assert all(map(torch.equal, recorded, others))
-    assert megagraph.reports()[1]["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
 
 
 def test_a_hybrid_model_too(install: Install) -> None:
     if not seams.HYBRID_FORWARD.is_present():
         pytest.skip("this megatron-core has no HybridModel")
     install()
-    eager, graphed = rig.HybridPredictionTrainer(), rig.HybridPredictionTrainer()
-    for micros in [[FULL, *micros] for micros in steps_of(4)]:
-        assert_same_bits(step(eager, micros, eager=True), step(graphed, micros))
-    _of_eager, report = megagraph.reports()
+    report = Pair(HybridPredictionTrainer).train([FULL, *micros] for micros in steps_of(4))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 4 * 4}
     assert report["replays"] == 3 * 4 * 4
 
@@ -242,8 +209,8 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
     trainer = PredictionTrainer()
     trainer.chunk.mtp.__class__ = OwnPrediction
     micros = steps_of(1, tails=False)[0]
-    ours = [rig.prediction_step(trainer, micros, update=False) for _ in range(3)]
-    (report,) = megagraph.reports()
+    ours = [step(trainer, micros, update=False) for _ in range(3)]
+    report = report_of(trainer)
     assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * LAYERS}
     name = "multi-token prediction by a forward of OwnPrediction's own"
     assert report["failures"] == [
@@ -253,4 +220,4 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
     ]
     megagraph.uninstall()
     for left in ours:
-        assert_same_bits(left, rig.prediction_step(trainer, micros, update=False))
+        assert_same_bits(left, step(trainer, micros, update=False))

@@ -11,12 +11,7 @@ import torch
 from changing import Undo
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from megatron_rig import Micro, Pair, graph_config, schedule
 from rl_rig import Offload
 from state_changes import CHANGES

@@ -15,6 +15,7 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     HybridTrainer,
+    Install,
     Micro,
     Pair,
     evaluate,
@@ -26,7 +27,6 @@ from megatron_rig import (
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of
@@ -34,7 +34,6 @@ from megagraph.megatron.graphs.refusals import refusal_of
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-Install = Callable[..., GraphConfig]
 
 _BY_CONFIG = {
     "fp8": ("hybrid", "fp8"),
@@ -146,11 +145,7 @@ def test_full_recompute_is_a_reason_of_its_own(trainer: Trainer, monkeypatch: py
 
 def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     """The report's failures were empty for a model that was refused."""
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     install()
     # In evaluation: Megatron's checkpoint itself needs a GPU.
     with caplog.at_level(logging.WARNING, logger="megagraph"):

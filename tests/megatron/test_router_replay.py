@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that are told what to choose: eager beside graphed attention, on the rows that were given."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -10,8 +10,8 @@ import moe_rig
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron_rig import CAPACITY, Micro, graph_config, report_of, step
-from moe_rig import EXPERTS, ExpertStep, ExpertTrainer, expert_step
+from megatron_rig import Install, Micro, Step, forget_metrics, graph_config, report_of, step, steps_of
+from moe_rig import EXPERTS, ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -21,31 +21,12 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.specs import with_grouped_experts
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("experts")]
 
 TOPK = 2
 WHY = "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 ACTIONS = ("RECORD", "REPLAY_FORWARD", None)
 FULL = Micro(lengths=(20, 14, 30), seed=3)
-
-
-@pytest.fixture(autouse=True)
-def experts() -> Iterator[None]:
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
-
-
-def packs(count: int, *, masks: bool = False) -> list[Micro]:
-    """No two alike, with tails of up to half the capacity."""
-
-    def pack(index: int) -> Micro:
-        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        rest = CAPACITY.tokens - sum(lengths)
-        tail = (7 * index) % rest if index % 2 else 0
-        return Micro(lengths=lengths, seed=index, tail=tail, mask_seed=index if masks else None)
-
-    return [pack(index) for index in range(count)]
 
 
 def targets(micro: Micro, layer: int) -> Tensor:
@@ -93,17 +74,17 @@ class Told:
 
 def run(
     config: GraphConfig | None, given: Sequence[Sequence[Micro]], **changes: Any
-) -> tuple[list[ExpertStep], list[Tensor], dict[str, Any]]:
+) -> tuple[list[Step], list[Tensor], dict[str, Any]]:
     """Trains a fresh model whose routers record and replay. Returns steps, what was recorded, the report."""
     if config is not None:
         megagraph.install(config)
     try:
-        moe_rig.forget_metrics()
+        forget_metrics()
         trainer = ExpertTrainer(moe_enable_routing_replay=True, **changes)
         steps, recorded = [], []
         for micros in given:
             told = Told(trainer, micros)
-            steps.append(expert_step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
+            steps.append(step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
             told.collect()
             recorded += told.recorded
         return steps, recorded, {} if config is None else report_of(trainer)
@@ -133,7 +114,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_bits(case: str) -> None:
     """Three packs a step, with other actions and targets for each; 12 steps and more."""
     scopes, changes = CASES[case]
-    given = [packs(39)[3 * index :][:3] for index in range(13)]
+    given = steps_of(13)
     eager = run(graph_config(mode="eager"), given, **changes)
     graphed = run(graph_config(cuda_graph_modules=scopes), given, **changes)
     assert_same_bits(eager[:2], graphed[:2])
@@ -150,7 +131,7 @@ def test_bits(case: str) -> None:
 
 
 def test_masks_of_the_users_too() -> None:
-    given = [packs(12, masks=True)[3 * index :][:3] for index in range(4)]
+    given = steps_of(4, masks=True)
     eager = run(graph_config(mode="eager"), given)
     graphed = run(graph_config(cuda_graph_modules="attn"), given)
     assert_same_bits(eager[:2], graphed[:2])
@@ -169,10 +150,8 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
     assert_same_bits(alone[0][0], graphed[0][0])
     assert all(map(torch.equal, alone[1], graphed[1]))
     for one, other in zip(alone[0], graphed[0], strict=True):
-        for a, b in zip(one.left.losses, other.left.losses, strict=True):
-            torch.testing.assert_close(a, b)
-        for name, grad in one.left.grads.items():
-            torch.testing.assert_close(grad, other.left.grads[name], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(one.losses, other.losses)
+        torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
@@ -221,7 +200,7 @@ class HostRouting:
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool) -> None:
-    given = [packs(12, masks=masks)[3 * index :][:3] for index in range(4)]
+    given = steps_of(4, masks=masks)
     found, seen = [], []
     for mode in ("eager", "graph"):
         config = graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
@@ -235,8 +214,7 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
                 report = report_of(trainer)
             megagraph.uninstall()  # behind the patch that came behind it, which puts the plugin's back
         seen.append(host)
-    for one, other in zip(*found, strict=True):
-        assert_same_bits(one, other)
+    assert_same_bits(*found)
     rows = [micro.physical for micros in given for micro in micros for _layer in range(2)]
     assert seen[0].seen == seen[1].seen == rows
     of_calls = [micro for micros in given for micro in micros for _layer in range(2)]
@@ -282,7 +260,7 @@ def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_repl
         assert_refused(trainer.chunk, f"{what} {OwnRouter.__qualname__}")
 
 
-def test_routers_that_are_told_later_and_recomputed_raise(install: Callable[..., GraphConfig]) -> None:
+def test_routers_that_are_told_later_and_recomputed_raise(install: Install) -> None:
     """In the backward pass nobody would know how many rows they have choices for."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

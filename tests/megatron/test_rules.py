@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of scopes, each by its number: what breaks it, what is to be written instead, what Megatron says."""
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import moe_rig
 import pytest
-from megatron_rig import OPTIONS, graph_config, step
-from moe_rig import ExpertTrainer, steps_of
+from megatron_rig import OPTIONS, Install, graph_config, step, steps_of, train
+from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
@@ -26,7 +24,6 @@ from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES, Asked, broke
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-Install = Callable[..., GraphConfig]
 Config = dict[str, Any]
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 PADS = {**moe_rig.DROPS, "moe_pad_expert_input_to_capacity": True}
@@ -419,10 +416,10 @@ def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:
 
 
 def test_a_model_that_breaks_a_rule_trains_as_megatron_alone_and_its_calls_count() -> None:
-    steps = [[dataclasses.replace(micro, tail=0) for micro in micros] for micros in steps_of(3)]
+    steps = steps_of(3, tails=False)
     with moe_rig.experts_on_cpu():
-        ours = moe_rig.run(graph_config(cuda_graph_modules="mlp"), "EE", steps)
-        assert_same_bits(ours, moe_rig.run(None, "EE", steps))
+        ours = train(graph_config(cuda_graph_modules="mlp"), steps, ExpertTrainer)
+        assert_same_bits(ours, train(None, steps, ExpertTrainer))
     assert ours.report["replays"] == 0 and ours.report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * 2}
     (failure,) = ours.report["failures"]
     assert failure.startswith("GPTModel stays eager (SCOPE_UNSUPPORTED): cuda_graph_modules names 'mlp'")

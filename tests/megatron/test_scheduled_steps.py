@@ -18,11 +18,7 @@ pytestmark = pytest.mark.megatron
 
 OPTIONS = {"cp_sizes": (1, 2, 4), "max_seqlen_per_dp_cp_rank": 64, "max_packed_seqs": 4}
 # By step and rank: one that mixes sizes, one where some bring nothing, one document for all.
-LENGTHS = [
-    [[120, 7], [60], [58, 3], [1]],
-    [[], [250, 30, 31], [], [5, 6, 7, 8, 9]],
-    [[], [], [11], []],
-]
+LENGTHS = [[[120, 7], [60], [58, 3], [1]], [[], [250, 30, 31], [], [5, 6, 7, 8, 9]], [[], [], [11], []]]
 
 
 def check_step(batches: list[list[dict[str, Any]]], lengths: list[int], limits: ScheduleLimits) -> None:

@@ -7,29 +7,30 @@ On the CPU the files of the scopes compare them with eager, each with more kinds
 import dataclasses
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import moe_rig
 import pytest
 from latent_rig import latent_config
 from mamba_rig import Documented, HybridExpertTrainer, PlainMixer
-from megatron_rig import CAPACITY, OPTIONS, graph_config, te_layer_spec
-from moe_rig import ExpertTrainer
-from same_bits import assert_same_bits
+from megatron_rig import OPTIONS, compare_runs, needs_engine, steps_of
+from moe_rig import Config, ExpertTrainer
+from streams import seeded
 
 import megagraph
-from megagraph.megatron.specs import get_gpt_layer_varlen_spec
+from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.megatron,
+    pytest.mark.usefixtures("experts", "deterministic_engine"),
     pytest.mark.filterwarnings("ignore"),  # of Transformer Engine and of mamba-ssm, of every kind
 ]
 
 Scopes = tuple[str, ...]
-Config = dict[str, Any]
 HAS_ENGINE, HAS_MIXERS = (
     importlib.util.find_spec(package) is not None for package in ("transformer_engine", "mamba_ssm")
 )
@@ -97,24 +98,14 @@ MODELS = {
 }
 
 
-def spec_of(model: Model, layers: str) -> Any:
+def spec_of(model: Model, layers: str, is_grouped: bool | None) -> Any:
     """Of a block or a stack."""
     if model.is_hybrid:
         return hybrid_spec(layers)
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
     is_engine = layers == "Transformer Engine"
-    make = te_layer_spec if is_engine else get_gpt_layer_varlen_spec
     given: Config = {**model.attention, **({} if is_engine else {"normalization": "RMSNorm"})}
-    specs = {
-        "E": make(num_experts=8, moe_grouped_gemm=is_engine, **given),
-        "-": make(**given),
-    }
-    if is_engine:
-        from megatron.core.extensions.transformer_engine import TENorm as Norm
-    else:
-        Norm = specs["-"].submodules.input_layernorm
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in model.kinds], layer_norm=Norm)
+    experts = {"engine": is_engine, "is_grouped": is_grouped, "num_experts": 8}
+    return moe_rig.block_spec(model.kinds, **experts, **given)
 
 
 def hybrid_spec(layers: str) -> Any:
@@ -130,47 +121,27 @@ def hybrid_spec(layers: str) -> Any:
     return spec
 
 
-def steps_of(count: int, rows: int) -> list[list[Documented]]:
-    """Steps of three packs, no two alike, with tails of up to half the capacity."""
-
-    def pack(index: int) -> Documented:
-        lengths = tuple(3 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))
-        tail = (7 * index) % (rows - sum(lengths)) if index % 2 else 0
-        return Documented(lengths=lengths, seed=index, tail=tail)
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
-
-
-def compare(name: str, layers: str, scopes: Scopes, count: int, **further: Any) -> Config:
-    """Trains in mode `eager` and with graphs, with the same bits. Returns the report of the graphs."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model, runs = MODELS[name], []
-    make = HybridExpertTrainer if model.is_hybrid else ExpertTrainer
+def compare(
+    name: str, layers: str, scopes: Scopes, count: int, *, never_waits: bool = False, **further: Any
+) -> Config:
+    """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
+    model = MODELS[name]
+    make = HybridExpertTrainer if model.is_hybrid else partial(ExpertTrainer, model.kinds)
     options = dataclasses.replace(OPTIONS, hidden=128, heads=2) if model.is_hybrid else OPTIONS
-    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {}), **further}
+    changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
     if layers == "Transformer Engine":
         changes["moe_grouped_gemm"] = model.config["num_moe_experts"] is not None
     if "multi_latent_attention" in model.attention:
         options = dataclasses.replace(OPTIONS, heads=4)
-    for mode in ("eager", "graph"):
-        model_parallel_cuda_manual_seed(7, force_reset_rng=True)  # of which modules draw their weights
-        config = graph_config(mode=mode, cuda_graph_modules=scopes)
-        steps = steps_of(count, CAPACITY.tokens)
-        spec = spec_of(model, layers)
-        runs.append(moe_rig.run(config, model.kinds, steps, make, spec=spec, options=options, **changes))
-    assert_same_bits(*runs)
-    assert all(bool(step.metrics) == ("E" in model.kinds) for step in runs[1].steps)
-    return runs[1].report
-
-
-@pytest.fixture(autouse=True)
-def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Read when an attention module is made."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    moe_rig.forget_metrics()
-    with moe_rig.experts_on_cpu():
-        yield
+    if model.is_hybrid:
+        changes["pattern"] = model.kinds
+    changes |= further
+    spec = spec_of(model, layers, changes.get("moe_grouped_gemm"))
+    changes |= {"spec": with_grouped_experts(spec) if never_waits else spec, "options": options}
+    steps, plugin = steps_of(count, make=Documented), {"cuda_graph_modules": scopes}
+    run = compare_runs(steps, seeded(make), plugin, **changes)
+    assert all(bool(left.metrics) == ("E" in model.kinds) for left in run.steps)
+    return run.report
 
 
 def skip_what_is_missing(name: str, layers: str) -> None:
@@ -228,3 +199,22 @@ def test_partial_scopes(name: str, scopes: Scopes, dispatcher: str, count: int, 
     """Dropless experts and padded ones, with each dispatcher that may have both."""
     skip_what_is_missing(name, layers)
     check_report(compare(name, layers, scopes, count, moe_token_dispatcher_type=dispatcher), count)
+
+
+GATED = {"moe_shared_expert_gate": True}
+# Of layers of Transformer Engine: further options, and what is graphed.
+OF_ENGINE: dict[str, tuple[Config, Scopes]] = {
+    "one by one": ({"moe_grouped_gemm": False}, ("attn", "moe_router")),
+    "fused permutation": ({"moe_permute_fusion": True}, ("attn", "moe_router")),
+    "gated shared experts": (GATED, ("attn", "mlp", "moe_router")),
+    "never waiting": ({"never_waits": True, **GATED}, ()),
+    "never waiting, one by one": ({"never_waits": True, "moe_grouped_gemm": False, **GATED}, ()),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("case", OF_ENGINE)
+def test_experts_of_transformer_engine(case: str) -> None:
+    further, scopes = OF_ENGINE[case]
+    name = "experts among dense layers"
+    check_report(compare(name, "Transformer Engine", scopes, 8, **further), 8)

@@ -2,23 +2,20 @@
 """Packs that say of each row which document it is of (`seq_idx`), and layers that read it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import megatron_rig
 import pytest
 import torch
-from megatron_rig import CAPACITY, LAYERS, Micro, Pair
+from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
-
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture(autouse=True)

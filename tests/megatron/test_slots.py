@@ -2,23 +2,21 @@
 """Several micro-batches of a model in flight: as many as there are slots replay, with the bits of eager."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, Install, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-Install = Callable[..., GraphConfig]
 # Forwards and backwards of micro-batches by their number, in the order of a host.
 ORDERS = {
     "one after another": "F0 B0 F1 B1 F2 B2",

@@ -3,23 +3,21 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
 import torch
-from megatron_rig import OPTIONS, Micro
+from megatron_rig import OPTIONS, Install, Micro
 from same_bits import assert_same_bits
 
 import megagraph
 from benchmarks.subjects.stages import Batch, StageStep, StageTrainer
-from megagraph.config import GraphConfig
 from megagraph.decide.in_flight import Pass, StageSchedule
 from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
-Install = Callable[..., GraphConfig]
 FULL = OPTIONS.max_tokens
 SHAPES = [(9, 20), (FULL,), (3, 30, 8), (24, FULL - 24), (12,)]
 

@@ -10,19 +10,28 @@ from unittest import mock
 
 import moe_rig
 import pytest
-from latent_rig import pair_of
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads, schedule, step
+from megatron_rig import (
+    LAYERS,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    forget_metrics,
+    forward,
+    grads,
+    schedule,
+    step,
+)
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Install = Callable[..., GraphConfig]
 
 
 class Broken(Exception):
@@ -84,9 +93,9 @@ def _raise_in_layer(trainer: Trainer, *, is_eager: bool) -> None:
 def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: Install, where: str) -> None:
     """Bug: the slot stayed taken, a step long, and where graphs hold collectives that was an error."""
     install(cuda_graph_modules=("attn", "moe_router"))
-    moe_rig.forget_metrics()
+    forget_metrics()
     with moe_rig.experts_on_cpu():
-        pair = pair_of(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
+        pair = Pair(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
         pair.step(ONE, TWO, times=3)
         before = pair.report()["eager"]
         for trainer in pair.both:

@@ -2,17 +2,15 @@
 """Against what we did not write: megatron-core's own attention, RoPE and loop, one document at a time."""
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Step, grads, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Step, grads, report_of, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import ModelOptions, Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
@@ -91,7 +89,7 @@ def _close(ours: Tensor, theirs: Tensor, what: str) -> None:
 @pytest.mark.parametrize("query_groups", [None, 1], ids=["as-many-groups-as-heads", "one-group"])
 @pytest.mark.parametrize("micro", PACKS, ids=lambda micro: str(micro.lengths))
 def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradients(
-    micro: Micro, query_groups: int | None, install: Callable[..., GraphConfig]
+    micro: Micro, query_groups: int | None, install: Install
 ) -> None:
     options = dataclasses.replace(OPTIONS, query_groups=query_groups)
     install()
@@ -108,9 +106,7 @@ def test_each_document_alone_in_stock_megatron_has_the_packs_losses_and_gradient
         _close(grad, alone.grads[name], name)
 
 
-def test_a_pack_that_fits_no_capacity_has_the_losses_of_stock_megatron(
-    install: Callable[..., GraphConfig],
-) -> None:
+def test_a_pack_that_fits_no_capacity_has_the_losses_of_stock_megatron(install: Install) -> None:
     micro = Micro(lengths=(30, 29, 20))
     install()
     trainer = Trainer(OPTIONS)
@@ -124,7 +120,7 @@ def test_a_pack_that_fits_no_capacity_has_the_losses_of_stock_megatron(
         _close(grad, alone.grads[name], name)
 
 
-def test_the_model_sees_its_documents_and_their_order(install: Callable[..., GraphConfig]) -> None:
+def test_the_model_sees_its_documents_and_their_order(install: Install) -> None:
     """Without this, the comparisons above could pass on a model that ignores its context."""
     install()
     trainer = Trainer(OPTIONS)
@@ -136,9 +132,7 @@ def test_the_model_sees_its_documents_and_their_order(install: Callable[..., Gra
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
-def test_another_documents_tokens_change_no_bit_of_a_documents_losses(
-    eager: bool, install: Callable[..., GraphConfig]
-) -> None:
+def test_another_documents_tokens_change_no_bit_of_a_documents_losses(eager: bool, install: Install) -> None:
     install()
     trainer = Trainer(OPTIONS)
     micro = Micro(lengths=(11, 17, 6, 25))
@@ -158,7 +152,7 @@ def test_another_documents_tokens_change_no_bit_of_a_documents_losses(
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
 @pytest.mark.parametrize("padded", [None, (14, 24)], ids=["plain", "padded"])
 def test_nan_in_the_rows_past_the_pack_changes_no_bit(
-    eager: bool, padded: tuple[int, int] | None, install: Callable[..., GraphConfig]
+    eager: bool, padded: tuple[int, int] | None, install: Install
 ) -> None:
     install()
     trainer = Trainer(OPTIONS)

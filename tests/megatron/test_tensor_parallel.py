@@ -5,7 +5,6 @@ import inspect
 from typing import Any
 
 import entry_jobs
-import flight_jobs
 import parallel_jobs
 import pytest
 from megatron.core.models.gpt import GPTModel
@@ -20,6 +19,7 @@ STEPS, MICROS, LAYERS = 6, 3, 2
 CALLS = STEPS * MICROS * LAYERS
 STEP_CALLS = MICROS * LAYERS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
+SHARED_ROWS = {**TENSOR_PARALLEL, "sequence_parallel": True}
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 
@@ -30,25 +30,21 @@ def eager_calls(report: dict[str, Any]) -> dict[str, int]:
     return eager
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_bits(world2: World, sequence_parallel: bool) -> None:
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer):
-        assert eager_calls(report) == {} and report["failures"] == []
+# Bug with dropout: the stream was swapped in once more for the capture, and whoever drew a number, also one
+# without effect as Transformer Engine's attention does, was not captured.
+OPTIONS = [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "hidden_dropout": 0.1}]
 
 
-def test_dropout_under_sequence_parallelism_draws_from_the_stream_of_each_rank(world2: World) -> None:
-    """Bug: the stream was swapped in once more for the capture, and whoever drew a number, also one without
-    effect as Transformer Engine's attention does, was not captured."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True, "hidden_dropout": 0.1}
-    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, transformer=transformer):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bits(world2: World, options: dict[str, Any]) -> None:
+    config = {**TENSOR_PARALLEL, **options}
+    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, config=config):
         assert eager_calls(report) == {} and report["failures"] == []
 
 
 def test_evaluation_between_steps(world2: World) -> None:
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
     job = parallel_jobs.train_pair
-    reports = world2.run(job, tensor_parallel=2, transformer=transformer, evaluate_at=(3,))
+    reports = world2.run(job, tensor_parallel=2, config=SHARED_ROWS, evaluate_at=(3,))
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
         assert report["calls"] == CALLS + STEP_CALLS
@@ -60,8 +56,8 @@ def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        transformer={**TENSOR_PARALLEL, "sequence_parallel": True},
-        config={"capacities": (small, large)},
+        config=SHARED_ROWS,
+        plugin={"capacities": (small, large)},
         num_steps=2,
     )
     for report in reports:
@@ -109,7 +105,7 @@ def test_what_one_rank_cannot_do_none_does(
 ) -> None:
     """In the same step, with the bits of eager. Numbers of calls are of both layers, of one where a
     layer alone is concerned."""
-    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, transformer=TENSOR_PARALLEL)
+    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how=how, config=TENSOR_PARALLEL)
     for report, expected in zip(reports, (here, there), strict=True):
         assert eager_calls(report) == {name: count // 2 for name, count in expected.items()}
 
@@ -119,8 +115,8 @@ def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank(
     world2: World, sequence_parallel: bool
 ) -> None:
     """Bug: it was an error, since graphs with collectives let no rank run eager alone."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(flight_jobs.two_in_flight, tensor_parallel=2, transformer=transformer):
+    config = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
+    for report in world2.run(parallel_jobs.two_in_flight, tensor_parallel=2, config=config):
         assert report["eager"] == {"WARMING_UP": STEP_CALLS, "NO_FREE_SLOT": LAYERS}
         assert report["replays"] == 2 * STEP_CALLS + LAYERS and report["failures"] == []
 
@@ -130,7 +126,7 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         parallel_jobs.disagree,
         tensor_parallel=2,
         how="gradients",
-        transformer=TENSOR_PARALLEL,
+        config=TENSOR_PARALLEL,
         evaluate_at=(1, 2, 4, 5),
     )
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
@@ -139,20 +135,20 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
 
 
 def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it(world2: World) -> None:
-    here, there = world2.run(parallel_jobs.change_alone, tensor_parallel=2, transformer=TENSOR_PARALLEL)
+    here, there = world2.run(parallel_jobs.change_alone, tensor_parallel=2, config=TENSOR_PARALLEL)
     assert here == there
     assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in here
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
     """Somebody holds a slot of rank 0 alone. A rank that captured by itself would wait in a collective."""
-    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how="hold", transformer=TENSOR_PARALLEL)
+    reports = world2.run(parallel_jobs.disagree, tensor_parallel=2, how="hold", config=TENSOR_PARALLEL)
     for report in reports:
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["failures"] == []
 
 
 def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2: World) -> None:
-    for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, transformer=TENSOR_PARALLEL):
+    for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, config=TENSOR_PARALLEL):
         assert eager_calls(report) == {} and report["failures"] == []
         assert report["graphs"] == 2 * LAYERS
 
@@ -163,8 +159,7 @@ def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(world2: Wor
     own, of the capacity's others than of the pack's: they are handed round."""
     if way.startswith("output_processor") and not HAS_OUTPUT_PROCESSOR:
         pytest.skip("this megatron-core has no output_processor")
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    for report in world2.run(entry_jobs.calls, tensor_parallel=2, way=way, transformer=transformer):
+    for report in world2.run(entry_jobs.calls, tensor_parallel=2, way=way, config=SHARED_ROWS):
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "DISABLED": 3 * LAYERS}
         assert report["replays"] == (2 + 3) * LAYERS
 
@@ -172,25 +167,20 @@ def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(world2: Wor
 @pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="this megatron-core has no output_processor")
 def test_a_pack_that_ranks_cannot_share_is_megatrons_error_as_ever(world2: World) -> None:
     """An output processor has no rows to see there; padding would have hidden it."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    for error in world2.run(entry_jobs.uneven, tensor_parallel=2, transformer=transformer):
+    for error in world2.run(entry_jobs.uneven, tensor_parallel=2, config=SHARED_ROWS):
         assert "divisible by tensor parallel size" in error
 
 
-def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World) -> None:
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
+@pytest.mark.parametrize("in_schedule", [True, False])
+def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World, in_schedule: bool) -> None:
+    """Bug outside of schedules: the block's output got as many rows on each rank as they have together."""
     job = entry_jobs.first_stage
-    for report in world2.run(job, tensor_parallel=2, in_schedule=True, transformer=transformer):
-        assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
-        assert report["replays"] == 2 * LAYERS and report["failures"] == []
-
-
-def test_a_stage_outside_of_any_schedule_keeps_each_ranks_rows(world2: World) -> None:
-    """Bug: the block's output got as many rows on each rank as the ranks have together."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    job = entry_jobs.first_stage
-    for report in world2.run(job, tensor_parallel=2, in_schedule=False, transformer=transformer):
-        assert report["eager"]["FOREIGN_HOOK"] > 0 and report["replays"] == 0
+    for report in world2.run(job, tensor_parallel=2, in_schedule=in_schedule, config=SHARED_ROWS):
+        if in_schedule:
+            assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+            assert report["replays"] == 2 * LAYERS and report["failures"] == []
+        else:
+            assert report["eager"]["FOREIGN_HOOK"] > 0 and report["replays"] == 0
 
 
 def test_rows_and_their_gradients_go_to_the_ranks_that_have_them_afterwards(world2: World) -> None:
@@ -210,16 +200,15 @@ def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wante
 
 def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:
     """Bug: the block's output got as many rows on each rank as the ranks have together."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": True}
-    for report in world2.run(entry_jobs.left_eager, tensor_parallel=2, transformer=transformer):
+    for report in world2.run(entry_jobs.left_eager, tensor_parallel=2, config=SHARED_ROWS):
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2 * LAYERS}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_model_with_forwards_of_its_own_on_several_ranks(world2: World, sequence_parallel: bool) -> None:
     """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""
-    transformer = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(entry_jobs.overridden, tensor_parallel=2, transformer=transformer):
+    config = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
+    for report in world2.run(entry_jobs.overridden, tensor_parallel=2, config=config):
         assert report["calls"] == 5 * 2 * LAYERS and report["failures"] == []
         assert {*report["eager"]} == {"WARMING_UP", *(["SIGNATURE_CHANGED"] if sequence_parallel else [])}
         assert report["replays"] >= 2 * (1 if sequence_parallel else 2) * LAYERS

@@ -2,8 +2,6 @@
 """Layers of Transformer Engine, on a GPU: the bits of eager, and those of a run without the plugin."""
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import parallel_jobs
@@ -15,54 +13,36 @@ from megatron_rig import (
     LAYERS,
     OPTIONS,
     HybridTrainer,
+    Install,
     Micro,
     Pair,
-    Run,
     Step,
+    compare_runs,
     graph_config,
+    needs_engine,
     step,
     te_layer_spec,
+    train,
 )
 from rope_rig import canonical
 from same_bits import assert_same_bits
-from streams import seed_streams
 from worlds import World
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.megatron,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
-    ),
+    needs_engine,
+    pytest.mark.usefixtures("deterministic_engine"),
     pytest.mark.filterwarnings("ignore"),  # its own, of every kind
 ]
-Install = Callable[..., GraphConfig]
 
 
-@pytest.fixture(autouse=True)
-def seeded_streams() -> None:
-    """Those of which Transformer Engine's modules draw their weights, whichever tests ran before."""
-    seed_streams()
-
-
-@pytest.fixture(autouse=True)
-def deterministic_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read when an attention module is made."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-
-
-def packs(step_index: int) -> list[Micro]:
+def packs(index: int) -> list[Micro]:
     """Three packs, other ones in each step."""
-    shapes = [(10, 30, 24), (64,), (20, 8), (2, 2, 58), (16, 16, 16, 16), (40,), (33, 7)]
-    chosen = [shapes[(3 * step_index + micro) % len(shapes)] for micro in range(3)]
-    return [
-        Micro(lengths=lengths, seed=10 * step_index + index, tail=64 - sum(lengths) if index == 1 else 0)
-        for index, lengths in enumerate(chosen)
-    ]
+    return parallel_jobs.steps_of(index + 1)[index]
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
@@ -72,8 +52,7 @@ def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
     pair = Pair(
         spec=te_layer_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization}
     )
-    for index in range(8):
-        pair.step(*packs(index))
+    pair.train(map(packs, range(8)))
     pair.evaluate(*packs(0))
     pair.evaluate(*packs(1))
     report = pair.report()
@@ -132,11 +111,7 @@ def test_a_hybrid_model_of_its_layers(install: Install, fused_rope: bool) -> Non
 
     install()
     config = {"apply_rope_fusion": fused_rope, "normalization": "RMSNorm"}
-    eager, graphed = (HybridTrainer(spec=hybrid_stack_spec, config=config) for _ in range(2))
-    for index in range(6):
-        wanted = step(eager, packs(index), eager=True)
-        assert_same_bits(wanted, step(graphed, packs(index)), f"step {index}")
-    report = megagraph.reports()[1]
+    report = Pair(HybridTrainer, spec=hybrid_stack_spec, config=config).train(map(packs, range(6)))
     assert report["model"] == "HybridModel #2" and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 3 * len(HYBRID_PATTERN)}
     assert report["replays"] == 5 * 3 * len(HYBRID_PATTERN)
@@ -164,30 +139,20 @@ def test_fused_weight_gradients_are_added_once(install: Install) -> None:
     assert report["failures"] == [] and report["replays"] == 3 * 3 * LAYERS
 
 
-def _train(config: GraphConfig | None, steps: list[list[Micro]], **transformer: Any) -> Run:
-    """Trains a fresh model from the same random state; without a config, with nothing patched."""
+def _model(**config: Any) -> Trainer:
+    """From the same random state each time."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(7, te_rng_tracker=True, force_reset_rng=True)
-    if config is not None:
-        megagraph.install(config)
-    try:
-        trainer = Trainer(OPTIONS, spec=te_layer_spec(), config=transformer)
-        run = Run(steps=[step(trainer, micros) for micros in steps])
-        run.report = megagraph.reports()[-1] if config is not None else {}
-    finally:
-        megagraph.uninstall()
-    return run
+    return Trainer(OPTIONS, spec=te_layer_spec(), config=config)
 
 
 def test_dropout_from_its_random_streams() -> None:
     steps = [packs(index) for index in range(6)]
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.0}
-    eager = _train(graph_config(mode="eager"), steps, **dropout)
-    graphed = _train(graph_config(), steps, **dropout)
-    assert_same_bits(eager, graphed)
+    graphed = compare_runs(steps, _model, hidden_dropout=0.1, attention_dropout=0.0)
     assert graphed.report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert not torch.equal(eager.steps[0].losses[0], _train(graph_config(), steps[:1]).steps[0].losses[0])
+    without = train(graph_config(), steps[:1], _model)
+    assert not torch.equal(graphed.steps[0].losses[0], without.steps[0].losses[0])
 
 
 @pytest.mark.parametrize("aliased", [False, True])
@@ -206,12 +171,8 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
         ]
         for index in range(60)
     ]
-    transformer = {"apply_rope_fusion": fused_rope}
-    unpatched = _train(None, steps, **transformer)
-    eager = _train(graph_config(mode="eager", capacities=(capacity,)), steps, **transformer)
-    graphed = _train(graph_config(capacities=(capacity,)), steps, **transformer)
-    assert_same_bits(unpatched, eager)
-    assert_same_bits(unpatched, graphed)
+    graphed = compare_runs(steps, _model, {"capacities": (capacity,)}, apply_rope_fusion=fused_rope)
+    assert_same_bits(train(None, steps, _model, apply_rope_fusion=fused_rope), graphed)
     goes_on = max_seqlen == 64 and not fused_rope  # from document to document
     expected = {"SIGNATURE_CHANGED": 60 * 2 * LAYERS} if goes_on else {"WARMING_UP": 2 * LAYERS}
     assert graphed.report["eager"] == expected
@@ -229,9 +190,8 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
         "apply_rope_fusion": True,
         "hidden_dropout": dropout,
     }
-    reports = world2.run(
-        parallel_jobs.train_pair, tensor_parallel=2, transformer_engine=True, transformer=transformer
-    )
+    job, make = parallel_jobs.train_pair, parallel_jobs.of_engine
+    reports = world2.run(job, tensor_parallel=2, make=make, config=transformer)
     for report in reports:
         assert report["failures"] == []
         # Its first call leaves a module in another state, which ranks tell each other of between steps.

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, step
 from torch import Tensor
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
@@ -21,7 +20,6 @@ from megagraph.megatron.graphs.verifying import Verifier
 pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture

@@ -3,20 +3,17 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, forward, report_of, step
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, step
 from torch import Tensor, distributed
 
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-Install = Callable[..., GraphConfig]
 ONE = Micro(lengths=(9, 20))
 
 

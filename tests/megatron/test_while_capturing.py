@@ -276,7 +276,7 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     runs = []
     for eager in (False, True):
         tracker_of(graph_safe)
-        runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, transformer=recompute))
+        runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, config=recompute))
     assert_same_bits(*runs)
     assert len(runs[0].steps[0].grads) > 2 * LAYERS
     # Later releases do not recompute while they are told of a capture: states that are set back tell no

@@ -102,10 +102,7 @@ def test_an_option_of_the_config_that_it_lacks_is_refused_by_name(
     ("arguments", "message"),
     [
         ({"attention_dropout": 0.5}, "expected attention_dropout 0, got 0.5"),
-        (
-            {"cp_comm_type": "a2a+p2p"},
-            r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p",
-        ),
+        ({"cp_comm_type": "a2a+p2p"}, r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"),
         ({"attention_type": "cross"}, "expected self attention, got 'cross'"),
         ({"mask": Mask.arbitrary}, "expected a causal mask or none, got arbitrary"),
         ({"mask": Mask.causal_bottom_right}, "expected a causal mask or none, got causal_bottom_right"),

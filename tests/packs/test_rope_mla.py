@@ -41,12 +41,7 @@ def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Te
 
 
 def rope_mla(
-    q: Tensor | None,
-    kv: Tensor | None,
-    k_pe: Tensor | None,
-    *tensors: Tensor,
-    v_dim: int = 0,
-    **options: Any,
+    q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, *tensors: Tensor, v_dim: int = 0, **options: Any
 ) -> tuple[Tensor, ...]:
     """With tables and offsets one by one."""
     cos, sin, cu_seqlens = tensors

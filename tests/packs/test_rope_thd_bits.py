@@ -64,12 +64,7 @@ def test_bits_of_megatrons_unfused_path(
 
         ours = t.requires_grad_()
         (actual,) = rope_thd(
-            [ours],
-            *tables(freqs, dtype, mscale),
-            cu_seqlens,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-            layout=layout,
+            [ours], *tables(freqs, dtype, mscale), cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, layout=layout
         )
         actual.backward(grad)
 

@@ -190,10 +190,7 @@ def test_a_schedule_that_is_hard_to_find_takes_no_seconds(
     """Too few documents for the packs of single ranks once took many tries, each from the beginning."""
     drawn = random.Random(num)
     limits = ScheduleLimits(
-        ranks=ranks,
-        cp_sizes=cp_sizes,
-        max_seqlen_per_dp_cp_rank=512,
-        max_packed_seqs=max_packed_seqs,
+        ranks=ranks, cp_sizes=cp_sizes, max_seqlen_per_dp_cp_rank=512, max_packed_seqs=max_packed_seqs
     )
     longest = 512 * cp_sizes[-1]
     lengths = [min(longest, int(drawn.lognormvariate(0, 1) * 512) + 1) for _ in range(num)]
