@@ -69,17 +69,13 @@ def _adapted(linear: Any, config: Any) -> nn.Module:
     return wrapped
 
 
-class BridgeTrainer(Trainer):
-    """A `Trainer` of adapters alone, around the second linear layer of each MLP."""
+def adapt(chunk: Any) -> None:
+    """Trains adapters alone, around the second linear layer of each MLP."""
+    chunk.requires_grad_(False)
+    for layer in chunk.decoder.layers:
+        layer.mlp.linear_fc2 = _adapted(layer.mlp.linear_fc2, chunk.config)
 
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk: Any = super().make_chunk(config, spec)
-        chunk.requires_grad_(False)
-        for layer in chunk.decoder.layers:
-            layer.mlp.linear_fc2 = _adapted(layer.mlp.linear_fc2, config)
-        made: nn.Module = chunk
-        return made
 
-    def wrappers(self) -> list[Any]:
-        """Of all layers."""
-        return [layer.mlp.linear_fc2 for layer in self.chunk.decoder.layers]
+def wrappers(trainer: Trainer) -> list[Any]:
+    """Of all layers."""
+    return [layer.mlp.linear_fc2 for layer in trainer.chunk.decoder.layers]

@@ -47,7 +47,7 @@ def trainer(
     """
     given = config or {}
     if adapters:
-        return AdaptedTrainer(rig.OPTIONS, config=given)
+        return rig.plain(prepare=adapt, config=given)
     if engine:
         seed_streams()
     if not experts:
@@ -66,15 +66,6 @@ def trainer(
         spec = moe_rig.grouped_spec("E-") if grouped else moe_rig.block_spec("E-", engine=engine)
         return ExpertTrainer("E-", spec=spec, **given)
     return LatentExpertTrainer(latent, engine=engine, **given)
-
-
-class AdaptedTrainer(Trainer):
-    """A model that is frozen but for the adapters of its MLPs."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk = super().make_chunk(config, spec)
-        adapt(chunk)
-        return chunk
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from parallel_jobs import OPTIONS
 from same_bits import assert_same_bits
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 import megagraph
 from megagraph.bank.capture import CapturePlan
@@ -199,13 +199,8 @@ def uneven(*, config: dict[str, Any]) -> str:
     return str(error.value)
 
 
-class _FirstStage(Trainer):
-    """Has a chunk that ends in hidden states."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk: Any = super().make_chunk(config, spec)
-        chunk.post_process = False
-        return chunk  # type: ignore[no-any-return]
+def _ends_in_hidden_states(chunk: Any) -> None:
+    chunk.post_process = False
 
 
 def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +213,7 @@ def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
         config: further fields of Megatron's config.
     """
     megagraph.install(rig.graph_config())
-    trainer = _FirstStage(OPTIONS, config=config)
+    trainer = rig.plain(heads=4, prepare=_ends_in_hidden_states, config=config)
 
     def forward(model: Any, micro: rig.Micro, device: torch.device) -> tuple[Tensor, Any]:
         tokens, _labels, positions = _rows(micro, device)

@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
@@ -146,19 +147,6 @@ def _holds(chunk: Any, how: str, group: Any) -> None:
         _averaging(mlp, group)
 
 
-class _HoldingTrainer(Trainer):
-    """A `Trainer` of whose layers the second holds a group."""
-
-    def __init__(self, how: str, group: Any, **further: Any) -> None:
-        self._given = how, group
-        super().__init__(rig.OPTIONS, **further)
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk = super().make_chunk(config, spec)
-        _holds(chunk, *self._given)
-        return chunk
-
-
 def _compared(
     make: rig.Make, steps: Sequence[Sequence[rig.Micro]], before: Callable[..., Any] = lambda *_: None
 ) -> dict[str, Any]:
@@ -175,7 +163,7 @@ def hold_other_packs(*, how: str) -> dict[str, Any]:
     """Each rank trains on packs of its own, and a layer holds Megatron's group of experts over both."""
     group = _regroup(expert_model_parallel_size=2).ep
     steps = steps_of(NUM_STEPS, seed=distributed.get_rank())
-    return _compared(lambda: _HoldingTrainer(how, group), steps)
+    return _compared(partial(rig.plain, prepare=partial(_holds, how=how, group=group)), steps)
 
 
 def hold_later() -> dict[str, Any]:
@@ -211,7 +199,8 @@ def hold_same_packs(*, transformer: dict[str, Any]) -> dict[str, Any]:
         (after,) = megagraph.reports()
         gone.append((between["graphs"] - before["graphs"], after["graphs"]))
 
-    make = lambda: _HoldingTrainer("attribute", first, config=transformer)  # noqa: E731
+    prepare = partial(_holds, how="attribute", group=first)
+    make = partial(rig.plain, prepare=prepare, config=transformer)
     report = _compared(make, steps_of(NUM_STEPS), replace)
     return {**report, "gone": gone[-1]}
 

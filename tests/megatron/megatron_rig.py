@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
+from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import ModelOptions, Trainer, gpt_model, in_half_precision, transformer_config
 from megagraph.megatron import seams
+from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.installation import installed_plugin
 
 Install = Callable[..., GraphConfig]  # the fixture `install`
@@ -291,9 +293,46 @@ def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
     return model, in_half_precision(model)
 
 
-def plain(*, config: Any = None, ddp: Any = None, spec: Any = None, **changes: Any) -> Trainer:
-    """The reference loop around a GPTModel; `changes` are of its shape."""
-    return Trainer(dataclasses.replace(OPTIONS, **changes), config=config, ddp=ddp, spec=spec)
+class PreparedTrainer(Trainer):
+    """The reference loop around a GPTModel to which something is done before DDP sees it.
+
+    Args:
+        options: of the model.
+        prepare: called with the model.
+        further: of `Trainer`.
+    """
+
+    def __init__(self, options: ModelOptions, *, prepare: Callable[[Any], None], **further: Any) -> None:
+        self._prepare = prepare
+        super().__init__(options, **further)
+
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        chunk = super().make_chunk(config, spec)
+        self._prepare(chunk)
+        return chunk
+
+
+def plain(
+    *,
+    prepare: Callable[[Any], None] = lambda chunk: None,
+    config: Any = None,
+    ddp: Any = None,
+    spec: Any = None,
+    **changes: Any,
+) -> Trainer:
+    """Such a trainer; `changes` are of the model's shape."""
+    options = dataclasses.replace(OPTIONS, **changes)
+    return PreparedTrainer(options, prepare=prepare, config=config, ddp=ddp, spec=spec)
+
+
+def around_mlps(wrapper: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+    """Puts a module around the MLP of every layer of a model."""
+
+    def prepare(chunk: Any) -> None:
+        for layer in chunk.decoder.layers:
+            layer.mlp = wrapper(layer.mlp)
+
+    return prepare
 
 
 @dataclass(kw_only=True)
@@ -460,6 +499,13 @@ def steps_of(
         return make(lengths=lengths, padded=padded, seed=index, tail=tail, mask_seed=mask_seed, **given)
 
     return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
+
+
+def refused(model: Any, *given: Any, **options: Any) -> str:
+    """The sentence with which a model is refused, under the reason of what is not supported."""
+    refusal = refusal_of(model, *(given or (None,)), **options)
+    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    return refusal.sentence
 
 
 def is_capturing() -> bool:

@@ -87,13 +87,9 @@ class ShardedTrainer(Trainer):
         return super().make_optimizer() if self.device.type == "cuda" else ShardedSGD(self.model)
 
 
-class HookedTrainer(Trainer):
-    """A `Trainer` of whose layers the second has a hook, so that it stays eager."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk: Any = super().make_chunk(config, spec)
-        chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
-        return chunk  # type: ignore[no-any-return]
+def hook_second(chunk: Any) -> None:
+    """Gives the second layer a hook, so that it stays eager."""
+    chunk.decoder.layers[1].mlp.register_forward_hook(lambda *args: None)
 
 
 def model(**given: Any) -> Trainer:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from changing import Undo
-from megatron_rig import LAYERS, Install, Micro, Pair
+from megatron_rig import LAYERS, Install, Micro, Pair, around_mlps
 from rl_rig import rollouts
-from state_rig import probes_in_place_of_mlps
+from state_rig import Probe
 from torch import Tensor
 
 from megagraph.demo.trainer import Trainer
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.megatron
 
 ROUNDS = 50 if torch.cuda.is_available() else 15
 MINI_BATCHES = 2
-
-
-@pytest.fixture(autouse=True)
-def probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer's MLP has an adapter."""
-    probes_in_place_of_mlps(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -74,7 +68,7 @@ def _round(pair: Pair, packs: list[list[Micro]]) -> None:
 
 def test_every_pass_has_eager_bits_and_replays_from_the_second_round_on(install: Install) -> None:
     install(capacities=("64:12",))
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Probe))
     seconds, graphs, eager = [], [], []
     for index in range(ROUNDS):
         _round(pair, rollouts(index, mini_batches=MINI_BATCHES))
@@ -92,7 +86,7 @@ def test_every_pass_has_eager_bits_and_replays_from_the_second_round_on(install:
 
 def test_a_merged_policy_has_graphs_of_its_own(install: Install) -> None:
     install(capacities=("64:12",))
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Probe))
     packs = [Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)]
     pair.evaluate(*packs)
     for index in range(4):

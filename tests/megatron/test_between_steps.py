@@ -30,24 +30,6 @@ from megagraph.demo.trainer import Trainer
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Prepare = Callable[[Callable[[torch.nn.Module], None]], None]
-
-
-@pytest.fixture
-def prepare(monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """Changes every GPTModel right after it was made, before DDP sees it."""
-    from megatron.core.models.gpt import GPTModel
-
-    def with_change(change: Callable[[torch.nn.Module], None]) -> None:
-        original = GPTModel.__init__
-
-        def changed(model: torch.nn.Module, *args: object, **kwargs: object) -> None:
-            original(model, *args, **kwargs)
-            change(model)
-
-        monkeypatch.setattr(GPTModel, "__init__", changed)
-
-    return with_change
 
 
 def test_evaluation_is_graphed_when_it_comes_again(install: Install) -> None:
@@ -112,12 +94,9 @@ def _freeze(pattern: str) -> Callable[[torch.nn.Module], None]:
         "linear_qkv and linear_fc1.weight",
     ],
 )
-def test_frozen_parameters_are_graphed_with_eager_bits(
-    pattern: str, install: Install, prepare: Prepare
-) -> None:
-    prepare(_freeze(pattern))
+def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str, install: Install) -> None:
     install()
-    pair = Pair()
+    pair = Pair(prepare=_freeze(pattern))
     pair.step(ONE, TWO, times=4)
     frozen = [name for name, param in pair.graphed.chunk.named_parameters() if not param.requires_grad]
     assert frozen and not any(hasattr(pair.graphed.chunk.get_parameter(name), "main_grad") for name in frozen)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are not the plain case: adapters, tied embeddings, weights loaded in the middle."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_rig import (
     Step,
     compare_runs,
     graph_config,
+    plain,
     report_of,
     step,
     weights,
@@ -23,30 +23,13 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.demo.trainer import Trainer
+from megagraph.demo.trainer import Trainer, gpt_model
 
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-Change = Callable[[Callable[..., None]], None]
-
-
-@pytest.fixture
-def change_models(monkeypatch: pytest.MonkeyPatch) -> Change:
-    """Wraps the constructor of every GPTModel, before DDP sees the model."""
-    from megatron.core.models.gpt import GPTModel
-
-    def with_wrapper(wrapper: Callable[..., None]) -> None:
-        original = GPTModel.__init__
-
-        def changed(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            wrapper(original, model, *args, **kwargs)
-
-        monkeypatch.setattr(GPTModel, "__init__", changed)
-
-    return with_wrapper
 
 
 class LowRank(nn.Module):
@@ -82,16 +65,12 @@ def _adapt(layers: Any, names: tuple[str, ...] = LINEARS) -> None:
     [(LINEARS, 0), (LINEARS, 1), (("linear_qkv",), 0), (("linear_proj", "linear_fc2"), 0)],
     ids=["all", "of one layer", "qkv", "rows"],
 )
-def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(
-    names: tuple[str, ...], first: int, change_models: Change
-) -> None:
-    def with_adapters(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
+def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(names: tuple[str, ...], first: int) -> None:
+    def with_adapters(model: Any) -> None:
         model.requires_grad_(False)
         _adapt(model.decoder.layers[first:], names)
 
-    change_models(with_adapters)
-    graphed = compare_runs(STEPS)
+    graphed = compare_runs(STEPS, prepare=with_adapters)
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
     trained = {name for name, _ in graphed.steps[0].grads.items()}
@@ -115,12 +94,13 @@ def test_adapters_that_come_later_cost_one_eager_step(install: Install) -> None:
     assert report["replays"] == (1 + 4) * LAYERS and report["failures"] == []
 
 
-def test_tied_embeddings_have_eager_bits(change_models: Change) -> None:
-    def tied(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **{**kwargs, "share_embeddings_and_output_weights": True})
+class TiedTrainer(Trainer):
+    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
+        return gpt_model(self.options, config, spec, share_embeddings_and_output_weights=True)
 
-    change_models(tied)
-    graphed = compare_runs(STEPS)
+
+def test_tied_embeddings_have_eager_bits() -> None:
+    graphed = compare_runs(STEPS, TiedTrainer, options=OPTIONS)
     assert "output_layer.weight" not in graphed.weights
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
 
@@ -195,15 +175,14 @@ def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: 
     assert graphed["replays"] == (1 + 3) * LAYERS
 
 
-def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up(change_models: Change) -> None:
+def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None:
     """Megatron reduces a bucket when as many parameters are ready as in the first step.
 
     A graph delivers no gradient of such a parameter; without a word of it the reduction never begins.
     """
     uses = [True]
 
-    def scaled(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
+    def scaled(model: Any) -> None:
         mlp = model.decoder.layers[0].mlp
         mlp.scale = scale = nn.Parameter(torch.full((), 1.5))
         inner = mlp.forward
@@ -214,11 +193,9 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up(change_mo
 
         mlp.forward = forward
 
-    change_models(scaled)
-
     def run(**ddp: Any) -> tuple[list[Step], dict[str, Any]]:
         megagraph.install(graph_config())
-        trainer = Trainer(OPTIONS, ddp=ddp)
+        trainer = plain(ddp=ddp, prepare=scaled)
         found = []
         for index in range(4):
             uses[0] = index == 0  # in the warm-up, by which Megatron counts, and never again

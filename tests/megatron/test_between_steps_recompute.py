@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, compare_runs, graph_config, train
+from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, around_mlps, compare_runs, graph_config, train
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -192,25 +192,15 @@ class _DropsOut(torch.nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seeded", [False, True], indirect=True, ids=["default", "graph-safe"])
-def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(
-    seeded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_graphs(seeded: bool) -> None:
     from megatron.core import tensor_parallel
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    original = TransformerLayer.__init__
-
-    def with_dropout(layer: Any, *args: Any, **kwargs: Any) -> None:
-        original(layer, *args, **kwargs)
-        layer.mlp = _DropsOut(layer.mlp)
-
-    monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
     runs = []
     for eager in (False, True):
         tensor_parallel.model_parallel_cuda_manual_seed(
             77, use_cudagraphable_rng=seeded, force_reset_rng=True
         )
-        runs.append(train(graph_config(), STEPS, eager=eager))
+        runs.append(train(graph_config(), STEPS, eager=eager, prepare=around_mlps(_DropsOut)))
     assert_same_bits(*runs)
     reason = {} if seeded else {"RNG_NOT_GRAPH_SAFE": 3 * 2 * LAYERS}
     assert runs[0].report["eager"] == {"WARMING_UP": 2 * LAYERS, **reason}

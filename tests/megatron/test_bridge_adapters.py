@@ -2,18 +2,16 @@
 """Megatron-Bridge's own adapters: on, off, and switched inside of a step, with the bits of eager."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from bridge_rig import BridgeTrainer, lora_linear
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, evaluate, forward, grads, schedule
+from bridge_rig import adapt, lora_linear, wrappers
+from megatron_rig import LAYERS, Install, Micro, Pair, Step, evaluate, forward, grads, schedule
 from rl_rig import rollouts
 from same_bits import assert_same_bits
 
-import megagraph
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
@@ -22,31 +20,28 @@ ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 ROUNDS = 50 if torch.cuda.is_available() else 8
 
 
-class BridgePair(Pair):
+@pytest.fixture
+def pair(install: Install) -> Pair:
     """Two models with adapters of the same weights."""
-
-    def __init__(self) -> None:
-        lora_linear()
-        options = dataclasses.replace(OPTIONS, layers=LAYERS)
-        self.eager, self.graphed = BridgeTrainer(options), BridgeTrainer(options)
+    lora_linear()
+    install(capacities=("64:12",))
+    return Pair(prepare=adapt)
 
 
 @contextlib.contextmanager
 def disabled(*trainers: Any) -> Iterator[None]:
     """As Megatron-Bridge's `PEFT.disable_adapter()` does it."""
-    wrappers = [wrapper for trainer in trainers for wrapper in trainer.wrappers()]
-    for wrapper in wrappers:
+    all_of = [wrapper for trainer in trainers for wrapper in wrappers(trainer)]
+    for wrapper in all_of:
         wrapper.disable_adapter_layers()
     try:
         yield
     finally:
-        for wrapper in wrappers:
+        for wrapper in all_of:
             wrapper.enable_adapter_layers()
 
 
-def test_a_reference_without_adapters_beside_a_policy_with_them(install: Install) -> None:
-    install(capacities=("64:12",))
-    pair = BridgePair()
+def test_a_reference_without_adapters_beside_a_policy_with_them(pair: Pair) -> None:
     eager = []
     for index in range(ROUNDS):
         packs = rollouts(index, mini_batches=2)
@@ -84,13 +79,9 @@ def _step_with_a_reference(trainer: Trainer) -> Step:
     return left
 
 
-def test_a_reference_inside_of_a_step_is_never_the_policy(install: Install) -> None:
-    install()
-    pair = BridgePair()
+def test_a_reference_inside_of_a_step_is_never_the_policy(pair: Pair) -> None:
     for _ in range(6):
-        with megagraph.disable_cuda_graphs_this_step():
-            eager = _step_with_a_reference(pair.eager)
-        assert_same_bits(_step_with_a_reference(pair.graphed), eager)
+        assert_same_bits(*pair.each(_step_with_a_reference))
     report = pair.report()
     assert report["replays"] >= 4 * 2 * LAYERS
     assert report["calls"] == 6 * 4 * LAYERS

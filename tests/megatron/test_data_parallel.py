@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism over two ranks, with what Megatron's DDP overlaps: the bits of eager."""
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
-from megatron_rig import LAYERS, Install, Micro, Pair
+from megatron_rig import LAYERS, Install, Micro, Pair, plain
 from worlds import World
 
 from megagraph.demo.trainer import Trainer
@@ -70,11 +69,10 @@ def test_an_eager_layer_tells_of_itself_between_those_that_replay(
     world2: World, bucket_size: int | None
 ) -> None:
     """Each layer that replays is then told of by itself, and buckets lie across layers."""
-    options = dataclasses.replace(parallel_jobs.OPTIONS, layers=4)
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp={**OVERLAP, "bucket_size": bucket_size},
-        make=partial(parallel_jobs.HookedTrainer, options),
+        make=partial(plain, layers=4, heads=4, prepare=parallel_jobs.hook_second),
         own_packs=True,
     )
     for report in reports:

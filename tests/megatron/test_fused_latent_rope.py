@@ -10,11 +10,10 @@ import parallel_jobs
 import pytest
 import torch
 from latent_rig import LatentTrainer
-from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair
+from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair, refused
 from rope_rig import canonical, three_modes
 from torch import Tensor
 
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.positions import with_canonical_mark
@@ -185,8 +184,6 @@ def test_a_hosts_kernels_in_place_of_megatrons_are_refused(
     trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
     assert refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert "rope_of_a_host in place of Megatron's RoPE" in refusal.sentence
+    assert "rope_of_a_host in place of Megatron's RoPE" in refused(trainer.chunk, trainer.model)
     monkeypatch.setattr(trainer.chunk.config, "apply_rope_fusion", False)
     assert refusal_of(trainer.chunk, trainer.model) is None

@@ -7,12 +7,11 @@ from typing import Any
 import hybrid_schedule_jobs as hybrid_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS
+from megatron_rig import LAYERS, OPTIONS, refused
 from worlds import World
 
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.graphs.refusals import refusal_of
@@ -108,9 +107,7 @@ def test_groups_are_those_of_the_release_while_they_last(world4: World) -> None:
 def test_a_model_is_refused_where_the_plugin_knows_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(OPTIONS)
     monkeypatch.setattr(trainer.chunk.config, "hybrid_context_parallel", True)
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == (
+    assert refused(trainer.chunk, trainer.model) == (
         "hybrid context parallelism (hybrid_context_parallel=True) without cp_sizes is not supported yet"
     )
     assert refusal_of(trainer.chunk, trainer.model, options=GraphConfig(cp_sizes=(1, 2))) is None

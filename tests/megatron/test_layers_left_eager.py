@@ -92,21 +92,13 @@ def test_a_hook_that_comes_after_the_capture_is_obeyed(install: Install) -> None
     assert pair.report()["replays"] >= (1 + 1) * LAYERS
 
 
-def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.models.gpt import GPTModel
-
-    original = GPTModel.__init__
-
-    def tied(model: Any, *args: object, **kwargs: object) -> None:
-        original(model, *args, **kwargs)
+def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(install: Install) -> None:
+    def tie(model: Any) -> None:
         layers = model.decoder.layers
         layers[2].mlp.linear_fc1.weight = layers[1].mlp.linear_fc1.weight
 
-    monkeypatch.setattr(GPTModel, "__init__", tied)
     install()
-    pair = Pair(layers=LAYERS)
+    pair = Pair(layers=LAYERS, prepare=tie)
     pair.step(ONE, TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
@@ -114,22 +106,15 @@ def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(
 
 
 @pytest.mark.parametrize("owner", ["embedding.word_embeddings", "output_layer"])
-def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays_eager(
-    owner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays_eager(owner: str) -> None:
     """Both add to one gradient, in an order of their own; a graph would move the layer's part."""
-    from megatron.core.models.gpt import GPTModel
 
-    original = GPTModel.__init__
-
-    def tied(model: Any, *args: object, **kwargs: object) -> None:
-        original(model, *args, **kwargs)
+    def tie(model: Any) -> None:
         model.decoder.layers[1].mlp.linear_fc1.weight = model.get_submodule(owner).weight
 
-    monkeypatch.setattr(GPTModel, "__init__", tied)
     # As many words as the MLP has rows.
     changes = {"layers": LAYERS, "vocab": 4 * OPTIONS.hidden}
-    report = compare_runs([[ONE, TWO]] * 3, **changes).report
+    report = compare_runs([[ONE, TWO]] * 3, prepare=tie, **changes).report
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]

@@ -3,12 +3,11 @@
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, Install, Micro, Pair, Step, around_mlps, forward, grads, run_schedule
 from rl_rig import frozen_model
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from megagraph.demo.trainer import Trainer
 pytestmark = pytest.mark.megatron
 
 ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
-Around = Callable[[type[nn.Module]], None]
 
 
 MODES_SEEN: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
@@ -59,34 +57,14 @@ class Merges(nn.Module):
         return (out * 3 if self.is_merged else out), bias
 
 
-@pytest.fixture
-def around_mlps(monkeypatch: pytest.MonkeyPatch) -> Around:
-    """Puts a module of some class around the MLP of every layer that is made."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    original = TransformerLayer.__init__
-
-    def put(wrapper: type[nn.Module]) -> None:
-        def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
-            original(layer, *args, **kwargs)
-            layer.mlp = wrapper(layer.mlp)
-
-        monkeypatch.setattr(TransformerLayer, "__init__", changed)
-
-    return put
-
-
 def _second_mlp(trainer: Trainer) -> Any:
     return trainer.chunk.decoder.layers[1].mlp
 
 
-def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train(
-    install: Install, around_mlps: Around
-) -> None:
+def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train(install: Install) -> None:
     """Bug: the capture put every module into the model's own mode, and the layer trained from then on."""
-    around_mlps(Doubles)
     install()
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Doubles))
     for trainer in pair.both:
         _second_mlp(trainer).eval()
     pair.step(ONE, TWO, times=4)
@@ -95,14 +73,11 @@ def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train(
     assert pair.report()["replays"] == 3 * 2 * LAYERS
 
 
-def test_modes_that_have_graphs_replay_however_often_they_alternate(
-    install: Install, around_mlps: Around
-) -> None:
+def test_modes_that_have_graphs_replay_however_often_they_alternate(install: Install) -> None:
     """Bug: the modes of submodules were no part of a kind, so that a layer that went into evaluation mode was
     replayed as it had trained."""
-    around_mlps(Doubles)
     install(cuda_graph_warmup_steps=2)
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Doubles))
     pair.step(ONE, times=3)
 
     def put(mode: bool) -> None:
@@ -122,13 +97,10 @@ def test_modes_that_have_graphs_replay_however_often_they_alternate(
     assert after["graphs"] == 2 * 2 * LAYERS
 
 
-def test_no_capture_calls_train_whose_side_effects_may_change_weights(
-    install: Install, around_mlps: Around
-) -> None:
+def test_no_capture_calls_train_whose_side_effects_may_change_weights(install: Install) -> None:
     """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
-    around_mlps(Merges)
     install()
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Merges))
     for _ in range(3):
         pair.step(ONE, TWO)
         pair.evaluate(OTHER)
@@ -141,8 +113,6 @@ def test_no_capture_calls_train_whose_side_effects_may_change_weights(
 
 def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
     """A step whose forward function also runs the model in evaluation mode, without gradients."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     passes: list[Tensor] = []
 
     def forward_step(data: Any, chunk: Any) -> Any:
@@ -156,29 +126,18 @@ def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
         return forward(chunk, micro, trainer.device)
 
     trainer.model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(micros),
-        model=[trainer.model],
-        num_microbatches=len(micros),
-        seq_length=OPTIONS.max_tokens,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_schedule(trainer.model, forward_step, micros, len(micros))
     return Step(losses=passes, grads=grads(trainer.chunk))
 
 
 def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_once(
-    install: Install, around_mlps: Around, caplog: pytest.LogCaptureFixture
+    install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
-    around_mlps(Doubles)
     install()
-    pair = Pair()
+    pair = Pair(prepare=around_mlps(Doubles))
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         for _ in range(6):
-            with megagraph.disable_cuda_graphs_this_step():
-                eager = _with_reference_passes(pair.eager, [ONE, TWO])
-            assert_same_bits(_with_reference_passes(pair.graphed, [ONE, TWO]), eager)
+            assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [ONE, TWO])))
     assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * LAYERS}
     assert pair.report()["replays"] == 5 * 2 * LAYERS
     said = [line for line in caplog.messages if "in steps that begin in another state" in line]

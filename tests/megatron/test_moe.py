@@ -9,13 +9,12 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
-from megatron_rig import CAPACITY, Install, Step, graph_config, report_of, step, steps_of, train
+from megatron_rig import CAPACITY, Install, Step, graph_config, refused, report_of, step, steps_of, train
 from moe_rig import BIAS, PACK, TAILS, ExpertTrainer, compare
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.parallel.sharing import need_equal_rows
 
@@ -168,9 +167,7 @@ def trainer() -> ExpertTrainer:
 
 def assert_refused(trainer: ExpertTrainer, what: str) -> None:
     """The model is refused in these words."""
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"mixture of experts {what} is not supported yet"
+    assert refused(trainer.chunk, trainer.model) == f"mixture of experts {what} is not supported yet"
 
 
 @pytest.mark.parametrize("option", REFUSED)

@@ -10,14 +10,23 @@ import moe_rig
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron_rig import Install, Micro, Step, forget_metrics, graph_config, report_of, step, steps_of
+from megatron_rig import (
+    Install,
+    Micro,
+    Step,
+    forget_metrics,
+    graph_config,
+    refused,
+    report_of,
+    step,
+    steps_of,
+)
 from moe_rig import EXPERTS, ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.specs import with_grouped_experts
 
@@ -231,9 +240,7 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
 
 def assert_refused(model: Any, what: str) -> None:
     """In these words."""
-    refusal = refusal_of(model, None)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence == f"mixture of experts {what} is not supported yet"
+    assert refused(model, None) == f"mixture of experts {what} is not supported yet"
 
 
 def test_replayed_routing_that_is_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

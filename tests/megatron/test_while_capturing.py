@@ -9,38 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Run, graph_config, report_of, step, train, weights
+from megatron_rig import LAYERS, Micro, around_mlps, graph_config, is_capturing, train
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import while_capturing
 
 pytestmark = pytest.mark.megatron
 
 
-def _is_told() -> bool:
-    from megatron.core.transformer import cuda_graphs
-
-    told: bool = cuda_graphs.is_graph_capturing()
-    return told
-
-
 def test_megatron_is_told_of_the_whole_capture_and_of_its_end() -> None:
-    assert not _is_told()
+    assert not is_capturing()
     with while_capturing.capturing():
-        assert _is_told()
+        assert is_capturing()
         with while_capturing.capturing():
-            assert _is_told()
-        assert _is_told(), "the inner one has ended the outer one"
-    assert not _is_told()
+            assert is_capturing()
+        assert is_capturing(), "the inner one has ended the outer one"
+    assert not is_capturing()
 
 
 def test_a_capture_that_raises_is_over_for_megatron_too() -> None:
     with pytest.raises(ArithmeticError), while_capturing.capturing(), while_capturing.capturing():
         raise ArithmeticError("an injected failure")
-    assert not _is_told()
+    assert not is_capturing()
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -199,16 +191,9 @@ class _DropsByName(nn.Module):
 
 @pytest.mark.parametrize("replaces", ["its generators", "the tracker"])
 def test_generators_that_are_replaced_between_steps_are_captured_anew(
-    replaces: str, tracker_of: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
+    replaces: str, tracker_of: Callable[[bool], Any]
 ) -> None:
     """The graphs drew from the former ones: a checkpoint that was loaded changed no mask."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    original = TransformerLayer.__init__
-
-    def with_dropout(layer: Any, *args: Any, **kwargs: Any) -> None:
-        original(layer, *args, **kwargs)
-        layer.mlp = _DropsByName(layer.mlp)
 
     def replace(tracker: Any) -> None:
         if replaces == "the tracker":
@@ -217,23 +202,17 @@ def test_generators_that_are_replaced_between_steps_are_captured_anew(
         others = {name: type(it)(it.device).manual_seed(5) for name, it in tracker.get_states().items()}
         tracker.set_states(others)
 
-    monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
+    @contextlib.contextmanager
+    def replacing(trainer: Trainer, index: int) -> Iterator[None]:
+        if index == 3:
+            replace(tracker)
+        yield
+
     micros = [Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)]
-    runs = []
+    drops, runs = around_mlps(_DropsByName), []
     for eager in (False, True):
-        tracker, run = tracker_of(True), Run()
-        megagraph.install(graph_config())
-        try:
-            trainer = Trainer(OPTIONS)
-            for index in range(6):
-                if index == 3:
-                    replace(tracker)
-                run.steps.append(step(trainer, micros, eager=eager))
-                run.report = report_of(trainer)
-            run.weights = weights(trainer.chunk)
-        finally:
-            megagraph.uninstall()
-        runs.append(run)
+        tracker = tracker_of(True)
+        runs.append(train(graph_config(), [micros] * 6, eager=eager, around=replacing, prepare=drops))
     assert_same_bits(*runs)
     calls = 2 * LAYERS
     assert runs[0].report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls}
@@ -254,7 +233,7 @@ class _Drops(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph_safe", [False, True], ids=["states", "generators"])
 def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
-    graph_safe: bool, tracker_of: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
+    graph_safe: bool, tracker_of: Callable[[bool], Any]
 ) -> None:
     """Its backward graph drew another mask than its forward: every gradient was wrong, and nothing said so.
 
@@ -262,21 +241,14 @@ def test_a_recomputed_region_around_plain_dropout_has_eager_bits(
     draws the same, unless Megatron leaves the recompute out while it is told of a capture.
     """
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    original = TransformerLayer.__init__
-
-    def with_dropout(layer: Any, *args: Any, **kwargs: Any) -> None:
-        original(layer, *args, **kwargs)
-        layer.mlp = _Drops(layer.mlp)
-
-    monkeypatch.setattr(TransformerLayer, "__init__", with_dropout)
     one, two = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False}
+    given: dict[str, Any] = {"prepare": around_mlps(_Drops), "config": recompute}
     runs = []
     for eager in (False, True):
         tracker_of(graph_safe)
-        runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, config=recompute))
+        runs.append(train(graph_config(), [[one, two], [two, one]] * 2, eager=eager, **given))
     assert_same_bits(*runs)
     assert len(runs[0].steps[0].grads) > 2 * LAYERS
     # Later releases do not recompute while they are told of a capture: states that are set back tell no
