@@ -4,8 +4,8 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.megatron
 LAYERS, STEPS = 2, 6  # of the tiny run
 CALLS = LAYERS * STEPS  # one micro-batch a step
 TEXTS = [f"document {number} says " + "word " * (number % 4) for number in range(12)]
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
 def source(kind: str, folder: Path) -> list[str]:
@@ -41,29 +40,12 @@ def source(kind: str, folder: Path) -> list[str]:
     return ["--data", str(path)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """What a file of the demo says."""
-
-    bitwise_equal: bool
-    steps: int
-    calls: int
-    replays: int
-    eager: dict[str, int]
-
-
-def compared(path: Path) -> Compared:
+def compared(path: Path) -> SimpleNamespace:
     """The comparison in a file of the demo, whose calls are all accounted for."""
     document, (model,) = json.loads(path.read_text()), read_report(path)
     assert model["calls"] == model["replays"] + sum(model["eager"].values())
     assert len(document["losses"]) == document["steps"]
-    return Compared(
-        bitwise_equal=document["bitwise_equal"],
-        steps=document["steps"],
-        calls=model["calls"],
-        replays=model["replays"],
-        eager=model["eager"],
-    )
+    return SimpleNamespace(**document, **model)
 
 
 @pytest.fixture
@@ -137,21 +119,29 @@ def test_the_same_command_reports_the_same_but_for_time(demo: Callable[..., int]
     assert read[0] == read[1]
 
 
-def test_the_file_of_the_demo_is_a_report_with_its_losses_and_where_it_ran(
+def test_what_it_prints_and_what_its_file_says(
     demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`megagraph report` could not read what `megagraph demo --json` wrote."""
     result = tmp_path / "result.json"
     assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
-    capsys.readouterr()
-    assert main(["report", str(result)]) == 0
-    assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(rf"layer calls\W+{CALLS}\b", out)
+    assert re.search(r"eager: WARMING_UP\W+2 \(16\.7%\)", out)
+    assert re.search(r"loss \d\.\d{4} -> \d\.\d{4} over 6 steps", out)
+    assert "bit-equal: every loss and every parameter's gradient, 6 steps" in out
+    assert "NOT" not in out
     document = json.loads(result.read_text())
+    if not torch.cuda.is_available():
+        assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
+        assert "forward and backward" not in out and document["times"] is None
     assert document["bitwise_equal"] is True and document["differences"] == []
     assert [type(loss) for loss in document["losses"]] == [float] * STEPS
     assert document["versions"]["torch"] == str(torch.__version__)
     assert document["versions"]["megatron-core"] and document["device"]
     assert document["command"].split()[0] == "megagraph"
+    assert main(["report", str(result)]) == 0
+    assert re.search(rf"layer calls\W+{CALLS}\b", capsys.readouterr().out)
 
 
 # -- when nothing is replayed --------------------------------------------------------------------
@@ -197,30 +187,6 @@ def test_a_crash_has_an_exit_code_of_its_own(
     second_trainer(fail)
     assert demo(*source("text", tmp_path)) == ExitCode.CRASHED == 70
     assert "RuntimeError: out of luck" in capsys.readouterr().err
-
-
-def test_it_prints_the_counts_the_loss_and_that_the_bits_are_equal(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8") == 0
-    out = capsys.readouterr().out
-    assert re.search(rf"layer calls\W+{CALLS}\b", out)
-    assert re.search(r"eager: WARMING_UP\W+2 \(16\.7%\)", out)
-    assert re.search(r"loss \d\.\d{4} -> \d\.\d{4} over 6 steps", out)
-    assert "bit-equal: every loss and every parameter's gradient, 6 steps" in out
-    assert "NOT" not in out
-
-
-@without_gpu
-def test_without_a_gpu_it_says_so_and_records_no_speed(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = tmp_path / "result.json"
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 0
-    out = capsys.readouterr().out
-    assert "No GPU: the host backend stands in for graphs. It shows the bits, not the speed." in out
-    assert "forward and backward" not in out
-    assert json.loads(result.read_text())["times"] is None
 
 
 # -- a bit that differs --------------------------------------------------------------------------

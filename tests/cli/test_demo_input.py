@@ -54,48 +54,40 @@ def refused(
 # -- rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"length": -5}, "expected a length in [1, 2147483647], got -5"),
-        ({"length": "9"}, "expected an integer in column length, got a string ('9')"),
-        ({"text": "no length"}, "expected the column length; found text"),
-        ({"length": 65}, "document of 65 tokens is over the limit of 64; shorten it or raise --max-document"),
-        ({"length": 1}, "document of 1 tokens is under the minimum of 2"),
-        (b'{"length": 9', f"{COLUMNS}, got b'"),
-        (b"", f"{COLUMNS}, got a blank line"),
-        (b"\xff\xfe", f"{COLUMNS}, got b'"),
-        ([20], f"{COLUMNS}, got a list ([20])"),
-    ],
-)
+TOKENS = {"tokens": [1, 2]}
+BAD_ROWS: list[tuple[object, object, list[str], str]] = [
+    (GOOD, {"length": -5}, [], "expected a length in [1, 2147483647], got -5"),
+    (GOOD, {"length": "9"}, [], "expected an integer in column length, got a string ('9')"),
+    (GOOD, {"text": "no length"}, [], "expected the column length; found text"),
+    (
+        GOOD,
+        {"length": 65},
+        [],
+        "document of 65 tokens is over the limit of 64; shorten it or raise --max-doc",
+    ),
+    (GOOD, {"length": 31}, ["--max-document", "30"], "document of 31 tokens is over the limit of 30; "),
+    (GOOD, {"length": 1}, [], "document of 1 tokens is under the minimum of 2"),
+    (GOOD, b'{"length": 9', [], f"{COLUMNS}, got b'"),
+    (GOOD, b"", [], f"{COLUMNS}, got a blank line"),
+    (GOOD, b"\xff\xfe", [], f"{COLUMNS}, got b'"),
+    (GOOD, [20], [], f"{COLUMNS}, got a list ([20])"),
+    (TOKENS, {"tokens": [1, -2, 3]}, [], "expected tokens in [0, 256), got -2 at index 1"),
+    (TOKENS, {"tokens": [1, 256]}, [], "expected tokens in [0, 256), got 256 at index 1"),
+    (TOKENS, {"tokens": "abc"}, [], "expected a list of integers in column tokens, got a string ('abc')"),
+]
+
+
+@pytest.mark.parametrize(("good", "row", "options", "message"), BAD_ROWS)
 def test_a_bad_row_is_named_with_file_line_and_what_was_expected(
-    refused: Callable[..., str], jsonl: Callable[..., Path], row: object, message: str
+    refused: Callable[..., str],
+    jsonl: Callable[..., Path],
+    good: object,
+    row: object,
+    options: list[str],
+    message: str,
 ) -> None:
-    path = jsonl(GOOD, GOOD, row, GOOD)
-    assert refused("--data", path).startswith(f"{path}:3: {message}")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"tokens": [1, -2, 3]}, "expected tokens in [0, 256), got -2 at index 1"),
-        ({"tokens": [1, 256]}, "expected tokens in [0, 256), got 256 at index 1"),
-        ({"tokens": "abc"}, "expected a list of integers in column tokens, got a string ('abc')"),
-    ],
-)
-def test_bad_tokens_are_named_with_their_place(
-    refused: Callable[..., str], jsonl: Callable[..., Path], row: object, message: str
-) -> None:
-    path = jsonl({"tokens": [1, 2]}, row)
-    assert refused("--data", path) == f"{path}:2: {message}"
-
-
-def test_a_limit_of_its_own_is_the_one_that_is_checked(
-    refused: Callable[..., str], jsonl: Callable[..., Path]
-) -> None:
-    path = jsonl(GOOD, {"length": 31})
-    message = refused("--data", path, "--max-document", "30")
-    assert message.startswith(f"{path}:2: document of 31 tokens is over the limit of 30; ")
+    path = jsonl(good, good, row, good)
+    assert refused("--data", path, *options).startswith(f"{path}:3: {message}")
 
 
 def test_a_document_longer_than_a_pack_is_named_with_the_limit_of_a_pack(
@@ -110,22 +102,21 @@ def test_a_document_longer_than_a_pack_is_named_with_the_limit_of_a_pack(
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_an_empty_file_is_named(refused: Callable[..., str], jsonl: Callable[..., Path]) -> None:
-    path = jsonl()
-    assert refused("--data", path) == f"{path}: expected at least one document, got an empty file"
-
-
-def test_a_missing_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "gone.jsonl"
-    assert refused("--data", path) == f"{path}: expected a .jsonl file, found nothing there"
-
-
-def test_a_file_of_another_kind_is_named_with_the_kind_that_it_should_be(
-    refused: Callable[..., str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("docs.jsonl", "", "expected at least one document, got an empty file"),
+        ("gone.jsonl", None, "expected a .jsonl file, found nothing there"),
+        ("docs.csv", "length\n9\n", "expected a .jsonl file, found 'docs.csv'"),
+    ],
+)
+def test_a_file_that_is_none_of_documents_is_named(
+    refused: Callable[..., str], tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
-    path = tmp_path / "docs.csv"
-    path.write_text("length\n9\n")
-    assert refused("--data", path) == (f"{path}: expected a .jsonl file, found 'docs.csv'")
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert refused("--data", path) == f"{path}: {message}"
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -172,26 +163,22 @@ def test_an_option_that_cannot_be_parsed_is_named(
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("value", ["0", "-3", "1"])
-def test_a_longest_document_that_holds_none_is_refused(
-    refused: Callable[..., str], jsonl: Callable[..., Path], value: str
-) -> None:
-    """0 counted as not given; -3 and 1 left no document and ended in a StopIteration."""
-    message = refused("--data", jsonl(GOOD), "--max-document", value)
-    assert message == f"--max-document: expected at least 2, got {value}"
-
-
-@pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("query_groups", "0"), ("query_groups", "3"), ("heads", "64"), ("timed_steps", "-1")],
+    ("option", "value", "expected"),
+    [
+        # 0 counted as not given; -3 and 1 left no document and ended in a StopIteration.
+        *(("max_document", value, f"at least 2, got {value}") for value in ("0", "-3", "1")),
+        # Of 2 heads and 3 groups the demo made a RuntimeError deep inside Megatron; of 0 a division by it.
+        *(("query_groups", value, "") for value in ("0", "3")),
+        ("heads", "64", ""),
+        ("timed_steps", "-1", ""),
+    ],
 )
 def test_a_shape_that_no_model_has_is_named_with_its_option(
-    refused: Callable[..., str], jsonl: Callable[..., Path], option: str, value: str
+    refused: Callable[..., str], jsonl: Callable[..., Path], option: str, value: str, expected: str
 ) -> None:
-    """Of 2 heads and 3 groups the demo made a RuntimeError deep inside Megatron; of 0 a division by it."""
     message = refused("--data", jsonl(GOOD), **{option: value})
-    assert message.startswith(f"--{option.replace('_', '-')}: expected ")
+    assert message.startswith(f"--{option.replace('_', '-')}: expected {expected}")
 
 
 # -- where the figures go ------------------------------------------------------------------------

@@ -50,47 +50,34 @@ def test_the_script_runs_as_main_with_its_own_arguments(script: Callable[..., Pa
     assert sys.argv is argv and sys.path == paths and sys.modules["__main__"] is program
 
 
-@pytest.mark.megatron
-def test_the_plugin_is_there_for_the_script_and_gone_after_it(
-    script: Callable[..., Path], toml: Callable[..., Path]
-) -> None:
-    path = script(WITNESS)
-    assert run("--config", toml(), path) == 0
-    assert seen(path)["config"] == {"mode": "graph", "warmup": 1, "poison": False, "capacities": [[64, 6]]}
-    assert installed_plugin() is None
+CHANGED = {"CUDA_GRAPH_WARMUP_STEPS": "5", "POISON": "true", "CUDA_GRAPH_MAX_PACKED_SEQS": "3,9"}
 
 
 @pytest.mark.megatron
-def test_variables_go_before_the_file_and_leave_its_other_options(
-    script: Callable[..., Path], toml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_file", "variables", "expected"),
+    [
+        (True, {}, {"mode": "graph", "warmup": 1, "poison": False, "capacities": [[64, 6]]}),
+        # Variables go before the file, and leave its other options.
+        (True, CHANGED, {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}),
+        (False, {"MODE": "eager"}, {"mode": "eager", "warmup": 3, "poison": False, "capacities": []}),
+        (False, {"MODE": "off"}, None),
+    ],
+)
+def test_the_plugin_is_there_for_the_script_as_file_and_variables_say_and_gone_after_it(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    has_file: bool,
+    variables: dict[str, str],
+    expected: dict[str, Any] | None,
 ) -> None:
     path = script(WITNESS)
-    monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_WARMUP_STEPS", "5")
-    monkeypatch.setenv("MEGAGRAPH_POISON", "true")
-    monkeypatch.setenv("MEGAGRAPH_CUDA_GRAPH_MAX_PACKED_SEQS", "3,9")
-    assert run("--config", toml(), path) == 0
-    expected = {"mode": "graph", "warmup": 5, "poison": True, "capacities": [[64, 3], [64, 9]]}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MEGAGRAPH_{name}", value)
+    assert run(*(("--config", toml()) if has_file else ()), path) == 0
     assert seen(path)["config"] == expected
-
-
-@pytest.mark.megatron
-def test_without_a_file_the_variables_are_all(
-    script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = script(WITNESS)
-    monkeypatch.setenv("MEGAGRAPH_MODE", "eager")
-    assert run(path) == 0
-    assert seen(path)["config"] == {"mode": "eager", "warmup": 3, "poison": False, "capacities": []}
-
-
-@pytest.mark.megatron
-def test_mode_off_runs_the_script_without_the_plugin(
-    script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = script(WITNESS)
-    monkeypatch.setenv("MEGAGRAPH_MODE", "off")
-    assert run(path) == 0
-    assert seen(path)["config"] is None
+    assert installed_plugin() is None
 
 
 @pytest.mark.megatron
@@ -116,25 +103,19 @@ def test_modules_beside_the_script_go_before_those_of_the_working_folder(
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("name", ["KeyError", "RuntimeError", "KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "name", ["KeyError", "RuntimeError", "KeyboardInterrupt", "ValueError", "FileNotFoundError"]
+)
 def test_what_the_script_raises_comes_through_with_the_report_written(
     script: Callable[..., Path], toml: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
+    """A ValueError of the user's code was taken for bad input: one line was left, and exit code 2."""
     report = tmp_path / "reports" / "report.json"
     with pytest.raises(BaseException, match="its own") as raised:
         run("--config", toml(report=report), script(f"raise {name}('its own')"))
     assert type(raised.value).__name__ == name
     assert read_report(report) == []
     assert installed_plugin() is None
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("name", ["ValueError", "FileNotFoundError"])
-def test_an_error_of_the_script_is_not_taken_for_bad_input(script: Callable[..., Path], name: str) -> None:
-    """A ValueError of the user's code lost its traceback: one line was left, and exit code 2."""
-    with pytest.raises((ValueError, FileNotFoundError), match="its own") as raised:
-        run(script(f"raise {name}('its own')"))
-    assert type(raised.value).__name__ == name
 
 
 @pytest.mark.megatron

@@ -29,51 +29,37 @@ def _offsets(lengths: Sequence[int], device: Any) -> Tensor:
 # -- packs ------------------------------------------------------------------------------------------
 
 
+def _pack(actual: Tensor, longest: Any, padded: Tensor | None = None, **further: Any) -> Any:
+    """The same for queries and keys."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        **further,
+    )
+
+
 def verl_pack(micro: Micro, device: Any) -> Any:
     """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
     offsets = _offsets(micro.rows, device)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        max_seqlen_q=micro.longest,
-        cu_seqlens_kv=offsets,
-        max_seqlen_kv=micro.longest,
-        cu_seqlens_q_padded=offsets,
-        cu_seqlens_kv_padded=offsets,
-        local_cp_size=1,
-    )
+    params = _pack(offsets, micro.longest, offsets, local_cp_size=1)
     params._verl_mtp_loss_normalization_factor = 0.5
     return params
 
 
 def bridge_pack(micro: Micro, device: Any) -> Any:
     """A tensor on the host for the longest document; without padding no padded offsets."""
-    offsets, longest = _offsets(micro.rows, device), torch.tensor(micro.longest)
-    return PackedSeqParams(
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        qkv_format="thd",
-    )
+    return _pack(_offsets(micro.rows, device), torch.tensor(micro.longest))
 
 
 def bridge_padded_pack(micro: Micro, device: Any) -> Any:
     """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
     tail = OPTIONS.max_tokens - micro.physical
-    missing = 3 - len(micro.rows)
-    actual = _offsets([*micro.lengths, 0, *[0] * missing], device)
-    padded = _offsets([*micro.rows, tail, *[0] * missing], device)
-    longest = torch.tensor(max(*micro.rows, tail))
-    return PackedSeqParams(
-        cu_seqlens_q=actual,
-        cu_seqlens_kv=actual,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        qkv_format="thd",
-    )
+    missing = [0] * (3 - len(micro.rows))
+    actual = _offsets([*micro.lengths, 0, *missing], device)
+    padded = _offsets([*micro.rows, tail, *missing], device)
+    return _pack(actual, torch.tensor(max(*micro.rows, tail)), padded)
 
 
 def bridge_whole_pack(micro: Micro, device: Any) -> Any:
@@ -88,13 +74,7 @@ def swift_pack(micro: Micro, device: Any) -> Any:
     _tokens, _labels, _mask, positions = micro.row_lists()
     starts = torch.nonzero(positions == 0).flatten().tolist()
     offsets = torch.tensor([*starts, micro.physical], dtype=torch.int32, device=device)
-    params = PackedSeqParams(
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=micro.longest,
-        max_seqlen_kv=micro.longest,
-        qkv_format="thd",
-    )
+    params = _pack(offsets, micro.longest)
     params.total_tokens = micro.physical
     params.seq_lens, params.num_samples = list(micro.rows), len(micro.rows)
     return params
@@ -117,10 +97,15 @@ def _rows(micro: Micro, device: Any, rows: int | None = None) -> list[Tensor]:
     return [nn.functional.pad(rows_, (0, more)) for rows_ in lists]
 
 
+def _call(model: Any, params: Any, tokens: Tensor, **given: Any) -> Any:
+    arguments = {"position_ids": None, "attention_mask": None, "packed_seq_params": params, **given}
+    return model(input_ids=tokens, **arguments)
+
+
 def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
     """Logits, edited in place, without positions, mask or labels."""
     tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
-    logits = model(input_ids=tokens, attention_mask=None, position_ids=None, packed_seq_params=params)
+    logits = _call(model, params, tokens)
     logits.div_(TEMPERATURE)
     return -logits[0].float().log_softmax(-1).gather(-1, labels[0, :, None]).squeeze(-1)
 
@@ -128,9 +113,7 @@ def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
 def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) -> Tensor:
     """Losses for labels, with positions."""
     tokens, labels, _mask, positions = _rows(micro, params.cu_seqlens_q.device, rows)
-    losses: Tensor = model(
-        input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels, packed_seq_params=params
-    )
+    losses: Tensor = _call(model, params, tokens, position_ids=positions, labels=labels)
     return losses[0, : micro.physical].float()
 
 
@@ -153,15 +136,9 @@ def _fused_hook(*, packed_seq_params: Any, context: Any, **given: Any) -> Any:
 def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
     """Through the output processor, where the release has it."""
     tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
-    out = model(
-        input_ids=tokens,
-        attention_mask=None,
-        position_ids=None,
-        packed_seq_params=params,
-        labels=labels,
-        output_processor=_fused_hook,
-        output_processor_context={"temperature": TEMPERATURE, "pack": params},
-    )
+    context = {"temperature": TEMPERATURE, "pack": params}
+    hook = {"output_processor": _fused_hook, "output_processor_context": context}
+    out = _call(model, params, tokens, labels=labels, **hook)
     return -out["log_probs"]
 
 
@@ -205,14 +182,7 @@ def fused_forward(
 def fused_instance_call(model: Any, micro: Micro, params: Any) -> Tensor:
     """Through that forward."""
     tokens, labels, *_ = _rows(micro, params.cu_seqlens_q.device)
-    out = model(
-        input_ids=tokens,
-        attention_mask=None,
-        position_ids=None,
-        packed_seq_params=params,
-        labels=labels,
-        temperature=TEMPERATURE,
-    )
+    out = _call(model, params, tokens, labels=labels, temperature=TEMPERATURE)
     return -out["log_probs"]
 
 

@@ -397,7 +397,9 @@ def train(
                 run.steps.append(step(trainer, micros, eager=eager))
             if plugin is not None and plugin.mode != "off":
                 run.report = report_of(trainer)
-        run.weights, run.rng = weights(trainer.chunk), rng_state()
+        run.rng = rng_state()
+        if not trainer.model.ddp_config.overlap_param_gather:  # else some are still on their way
+            run.weights = weights(trainer.chunk)
     finally:
         megagraph.uninstall()
     return run

@@ -14,20 +14,19 @@ from megatron_rig import (
     HybridTrainer,
     Install,
     Micro,
-    Run,
+    Pair,
+    compare_runs,
     evaluate,
     graph_config,
     refused,
     report_of,
-    rng_state,
     step,
-    weights,
+    steps_of,
 )
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
@@ -41,53 +40,22 @@ ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Mic
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 
-def packs(count: int) -> list[list[Micro]]:
-    """Steps of three packs, no two alike, of padded documents; one in nine has a tail."""
-
-    def pack(index: int) -> Micro:
-        lengths = tuple(3 + (5 * index + 7 * place) % 11 for place in range(1 + index % 5))
-        padded = tuple(-(-length // 4) * 4 for length in lengths)
-        return Micro(lengths=lengths, seed=index, tail=3 * (index % 9 == 4), padded=padded)
-
-    return [[pack(3 * number + place) for place in range(3)] for number in range(count)]
-
-
-def train(plugin: GraphConfig, steps: list[list[Micro]], **options: Any) -> Run:
-    """Trains a fresh HybridModel with the plugin's options, and those of `HybridTrainer`."""
-    run = Run()
-    megagraph.install(plugin)
-    try:
-        trainer = HybridTrainer(**options)
-        for micros in steps:
-            run.steps.append(step(trainer, micros))
-            run.report = report_of(trainer)
-        run.weights, run.rng = weights(trainer.chunk), rng_state()
-    finally:
-        megagraph.uninstall()
-    return run
-
-
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
 @pytest.mark.parametrize("position", ["rope", "none"])
 def test_packs_that_change_every_micro_batch_replay_with_eager_bits(position: str, overlap: bool) -> None:
-    steps, options = packs(12), {"position": position, "ddp": {"overlap_grad_reduce": overlap}}
-    eager = train(graph_config(mode="eager"), steps, **options)
-    graphed = train(graph_config(), steps, **options)
-    assert_same_bits(eager, graphed)
-    report = graphed.report
+    ddp = {"overlap_grad_reduce": overlap}
+    report = compare_runs(steps_of(12, align=4), HybridTrainer, position=position, ddp=ddp).report
     assert report["model"] == HYBRID[0].owner().__name__ and report["failures"] == []
     assert report["calls"] == 12 * 3 * LAYERS
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
     assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
 
 
-def test_a_pack_over_the_capacity_runs_eager_as_it_was_given(install: Install) -> None:
+def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
     over = Micro(lengths=(4,) * 6)
-    steps = [[ONE, over], [TWO, over], [over, OTHER], [TWO]]
-    eager, graphed = train(graph_config(mode="eager"), steps), train(graph_config(), steps)
-    assert_same_bits(eager, graphed)
-    assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
-    assert graphed.report["replays"] == 3 * LAYERS
+    report = compare_runs([[ONE, over], [TWO, over], [over, OTHER], [TWO]], HybridTrainer).report
+    assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
+    assert report["replays"] == 3 * LAYERS
 
 
 def test_evaluation_between_steps_is_graphed_too(install: Install) -> None:
@@ -100,40 +68,17 @@ def test_evaluation_between_steps_is_graphed_too(install: Install) -> None:
     assert report_of(trainer)["replays"] == (2 + 3 * 2) * LAYERS
 
 
-def test_a_layer_that_stays_eager_gets_the_rotary_tables(install: Install) -> None:
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_that_stays_eager_gets_the_rotary_tables(install: Install, layer: int) -> None:
     """A hook keeps one layer out of the graphs; the stack's own loop would hand it no tables."""
-
-    def run(mode: str, layer: int) -> list[Any]:
-        install(mode=mode)
-        trainer = HybridTrainer()
+    install()
+    pair = Pair(HybridTrainer)
+    for trainer in pair.both:
         trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-        left = [step(trainer, [ONE, TWO]) for _ in range(4)]
-        report = report_of(trainer)
-        megagraph.uninstall()
-        if mode == "graph":
-            assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
-            assert report["replays"] == 3 * 2 * (LAYERS - 1)
-        return left
-
-    for layer in range(LAYERS):
-        for one, other in zip(run("eager", layer), run("graph", layer), strict=True):
-            assert_same_bits(one, other, f"layer {layer}")
-
-
-def test_other_rotary_tables_than_those_of_the_capture_run_eager(install: Install) -> None:
-    left = []
-    for eager in (True, False):
-        install()
-        trainer = HybridTrainer()
-        for _ in range(2):
-            step(trainer, [ONE])
-        trainer.chunk.rotary_pos_emb.inv_freq.mul_(0.5)
-        type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
-        left.append(step(trainer, [ONE, TWO], eager=eager))
-        if not eager:
-            assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 2 * LAYERS}
-        megagraph.uninstall()
-    assert_same_bits(*left)
+    pair.step(ONE, TWO, times=4)
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
+    assert report["replays"] == 3 * 2 * (LAYERS - 1)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["before install", "after install"])

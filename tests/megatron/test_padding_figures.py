@@ -11,7 +11,6 @@ from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron import seams
 
 pytestmark = pytest.mark.megatron
 
@@ -67,8 +66,6 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
     make: Callable[..., Any], install: Install
 ) -> None:
     """The call is refused after its slot was leased."""
-    if make is HybridTrainer and not seams.HYBRID_FORWARD.is_present():
-        pytest.skip("this megatron-core has no HybridModel")
     left = []
     for eager in (True, False):
         install()

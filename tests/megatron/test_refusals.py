@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_rig import (
     schedule,
     step,
 )
+from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
@@ -64,19 +66,15 @@ def test_what_a_stage_of_a_pipeline_cannot_have(trainer: Trainer, option: str, v
     trainer.chunk.config.pipeline_model_parallel_size = 2
     assert refusal_of(trainer.chunk, trainer.model) is None
     setattr(trainer.chunk.config, option, value)
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
-    assert refusal.sentence.startswith(what)
-    assert refusal.sentence.endswith(
-        "with pipeline parallelism (pipeline_model_parallel_size=2) is not supported yet"
-    )
+    of_stage = "with pipeline parallelism (pipeline_model_parallel_size=2) is not supported yet"
+    sentence = refused(trainer.chunk, trainer.model)
+    assert sentence.startswith(what) and sentence.endswith(of_stage)
 
 
 def test_a_stage_of_a_hybrid_model_is_refused() -> None:
     model = HybridTrainer().chunk
     model.config.pipeline_model_parallel_size = 2
-    refusal = refusal_of(model, None)
-    assert refusal is not None and refusal.sentence.startswith("a HybridModel with pipeline parallelism")
+    assert refused(model).startswith("a HybridModel with pipeline parallelism")
 
 
 def test_a_plain_model_is_not_refused(trainer: Trainer) -> None:
@@ -131,12 +129,6 @@ def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
     assert "multimodal RoPE" in refused(trainer.chunk, None)
-
-
-def test_full_recompute_is_a_reason_of_its_own(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.chunk.config, "recompute_granularity", "full")
-    refusal = refusal_of(trainer.chunk, None)
-    assert refusal is not None and refusal.reason is EagerReason.RECOMPUTING
 
 
 def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,78 +196,72 @@ def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_typ
     )
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_megatrons_own_graphs_beside_ours_are_an_error(impl: str, install: Install) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "got"),
+    [
+        ("cuda_graph_impl", "local", "'local'"),
+        ("cuda_graph_impl", "transformer_engine", "'transformer_engine'"),
+        ("enable_cuda_graph", True, ""),  # its old name
+    ],
+)
+def test_megatrons_own_graphs_beside_ours_are_an_error(
+    option: str, value: Any, got: str, install: Install
+) -> None:
     install()
     trainer = Trainer(OPTIONS)
-    trainer.chunk.config.cuda_graph_impl = impl
-    with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*got '{impl}'"):
+    setattr(trainer.chunk.config, option, value)
+    with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*{got}"):
         step(trainer, [ONE])
 
 
-def test_the_old_name_of_megatrons_own_graphs_is_an_error_too(install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
-    trainer.chunk.config.enable_cuda_graph = True
-    with pytest.raises(ValueError, match="expected cuda_graph_impl 'none'"):
-        step(trainer, [ONE])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unpacked(Micro):
+    def params(self, device: torch.device) -> Any:
+        return None
 
 
-def test_a_micro_batch_without_packed_sequences_runs_eager(install: Install) -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Unpacked(Micro):
-        def params(self, device: torch.device) -> Any:
-            return None
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(Micro):
+    """Queries and keys with offsets of their own."""
 
-    install()
-    pair = Pair()
-    pair.step(ONE, Unpacked(lengths=(30,)), times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "NO_PACK_METADATA": 3 * LAYERS}
-    assert report["replays"] == 2 * LAYERS
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
+        return params
 
 
-def test_queries_and_keys_with_offsets_of_their_own_run_eager(install: Install) -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Split(Micro):
-        def params(self, device: torch.device) -> Any:
-            params = super().params(device)
-            params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
-            return params
-
+@pytest.mark.parametrize(("kind", "reason"), [(Unpacked, "NO_PACK_METADATA"), (Split, "SIGNATURE_CHANGED")])
+def test_a_micro_batch_that_no_graph_takes_runs_eager(
+    kind: type[Micro], reason: str, install: Install
+) -> None:
     install()
     pair = Pair()
-    pair.step(ONE, Split(lengths=(30,)), times=3)
+    pair.step(ONE, kind(lengths=(30,)), times=3)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+    assert report["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}
     assert report["replays"] == 2 * LAYERS
 
 
 def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: Install) -> None:
     install()
-    left: list[list[tuple[list[Tensor], dict[str, Tensor]]]] = []
-    for eager in (True, False):
+
+    def train(eager: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         model, called = plain_model(seed=7)
-        device = next(model.parameters()).device
-        left.append([])
+        device, left = next(model.parameters()).device, []
         for index in range(4):
             for param in model.parameters():
                 # Gradients of the first two steps add up.
                 param.grad = param.grad if index == 1 else None
-            if eager:
-                with megagraph.disable_cuda_graphs_this_step():
-                    losses = schedule(called, [ONE, TWO], 2, device)
-            else:
+            with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
                 losses = schedule(called, [ONE, TWO], 2, device)
-            left[-1].append((losses, grads(model)))
+            left.append((losses, grads(model)))
             with torch.no_grad():
                 for param in model.parameters():
                     param -= 0.1 * param.grad
-        if not eager:
-            report = megagraph.reports()[-1]
-            assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
-            assert report["replays"] == 3 * 2 * LAYERS
-    for (losses, found), (others, expected) in zip(*left, strict=True):
-        assert all(map(torch.equal, losses, others))
-        assert found.keys() == expected.keys() == {name for name, _ in model.named_parameters()}
-        assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
+        assert left[0][1].keys() == {name for name, _ in model.named_parameters()}
+        return left
+
+    assert_same_bits(train(eager=True), train(eager=False))
+    report = megagraph.reports()[-1]
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert report["replays"] == 3 * 2 * LAYERS
