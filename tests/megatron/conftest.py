@@ -4,7 +4,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
@@ -13,7 +13,7 @@ import pytest
 import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import forget_loss_scale, free_models, models_in_memory
-from megatron_rig import forget_metrics, graph_config
+from megatron_rig import Install, Pair, forget_metrics, graph_config
 from moe_rig import experts_on_cpu
 from streams import seed_streams
 from worlds import World, Worlds
@@ -78,7 +78,7 @@ def uninstalled() -> Iterator[None]:
 
 
 @pytest.fixture
-def install() -> Callable[..., GraphConfig]:
+def install() -> Install:
     """Installs the plugin with the options of `graph_config()`, changed by keyword."""
 
     def with_options(**changes: object) -> GraphConfig:
@@ -87,6 +87,13 @@ def install() -> Callable[..., GraphConfig]:
         return config
 
     return with_options
+
+
+@pytest.fixture
+def pair(install: Install) -> Pair:
+    """Two plain models of the same weights, of which one runs eager and the other with graphs."""
+    install()
+    return Pair()
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import OPTIONS, Micro, Pair
+from megatron_rig import ONE, OPTIONS, OTHER, TWO, Micro, Pair
 from torch import Tensor, nn
 
 from megagraph.demo.trainer import Trainer, in_half_precision, transformer_config
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
-ONE, TWO, THREE = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
@@ -194,7 +193,7 @@ def host_pair(model_class: type, block_class: type | None = None) -> Pair:
 def trained(pair: Pair, times: int = 5) -> dict[str, Any]:
     """Steps whose packs change; evaluations too. The report of the graphed one."""
     for index in range(times):
-        pair.step(ONE if index % 2 else TWO, THREE, FULL)
+        pair.step(ONE if index % 2 else TWO, OTHER, FULL)
         pair.evaluate(TWO)
     return pair.report()
 

@@ -125,6 +125,9 @@ class Micro:
         )
 
 
+ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
+
+
 def _loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     masked = losses.float().view(-1).where(mask > 0, 0.0)
     return masked.sum() / mask.sum().clamp(min=1), {"losses": masked.detach().clone()}

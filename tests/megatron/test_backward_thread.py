@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, schedule, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, forward, report_of, schedule, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
 
 
@@ -175,10 +174,8 @@ def test_bits_where_an_eager_layer_lies_between_replayed_ones(
 
 
 @pytest.mark.gpu
-def test_bits_where_the_backward_goes_by_way_of_the_host(install: Install) -> None:
+def test_bits_where_the_backward_goes_by_way_of_the_host(pair: Pair) -> None:
     """Losses are worked on by the host: one thread takes the place of two."""
-    install()
-    pair = Pair()
     for trainer in pair.both:
         trainer.model.register_forward_hook(lambda _module, _args, losses: (losses.cpu() * 3).cuda())
     seen = Seen(pair.graphed)

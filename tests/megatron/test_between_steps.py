@@ -9,7 +9,10 @@ import torch
 from megatron_rig import (
     CAPACITY,
     LAYERS,
+    ONE,
     OPTIONS,
+    OTHER,
+    TWO,
     Install,
     Micro,
     Pair,
@@ -29,13 +32,9 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
-
-def test_evaluation_is_graphed_when_it_comes_again(install: Install) -> None:
+def test_evaluation_is_graphed_when_it_comes_again(pair: Pair) -> None:
     """At the first boundary in its modes after it was seen; training steps in between pass it over."""
-    install()
-    pair = Pair()
     pair.step(ONE, times=2)
     pair.evaluate(ONE, OTHER)
     assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
@@ -51,9 +50,7 @@ def test_evaluation_is_graphed_when_it_comes_again(install: Install) -> None:
     assert graphs == report["graphs"] == (2 + 1) * LAYERS
 
 
-def test_evaluation_alone_is_graphed(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_evaluation_alone_is_graphed(pair: Pair) -> None:
     for micro in (ONE, TWO, OTHER):
         pair.evaluate(micro)
     assert pair.report()["replays"] == 2 * LAYERS
@@ -104,9 +101,7 @@ def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str, install: In
     assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
 
 
-def test_parameters_frozen_or_thawed_later_cost_one_eager_step(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_parameters_frozen_or_thawed_later_cost_one_eager_step(pair: Pair) -> None:
     pair.step(ONE, times=2)
     for requires_grad in (False, True):
         for trainer in pair.both:
@@ -149,11 +144,9 @@ def _move_main_grads_in_place(trainer: Trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize("move", [_move_weights, _move_main_grads, _move_main_grads_in_place])
 @pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
 def test_moved_memory_is_never_replayed_and_is_captured_again(
-    move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, install: Install
+    move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, pair: Pair
 ) -> None:
     """One step runs eager, unless the host has said that it moves memory."""
-    install()
-    pair = Pair()
     pair.step(ONE, TWO, times=3)  # from the second replayed step on, a hash alone is compared
     if is_suspended:
         megagraph.suspend()
@@ -193,9 +186,7 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(install: Inst
     assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == LAYERS
 
 
-def test_suspended_models_run_eager_and_replay_again_after_resume(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_suspended_models_run_eager_and_replay_again_after_resume(pair: Pair) -> None:
     pair.step(ONE, times=2)
     megagraph.suspend()
     pair.step(TWO, times=2)
@@ -207,9 +198,7 @@ def test_suspended_models_run_eager_and_replay_again_after_resume(install: Insta
     assert report["replays"] == 3 * LAYERS
 
 
-def test_nothing_is_captured_while_suspended(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_nothing_is_captured_while_suspended(pair: Pair) -> None:
     pair.step(ONE)
     megagraph.suspend()
     pair.step(ONE, times=2)
@@ -219,9 +208,7 @@ def test_nothing_is_captured_while_suspended(install: Install) -> None:
     assert pair.report()["graphs"] == 2 * LAYERS
 
 
-def test_other_numeric_settings_run_eager_until_they_are_back(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_other_numeric_settings_run_eager_until_they_are_back(pair: Pair) -> None:
     pair.step(ONE, times=2)
     torch.use_deterministic_algorithms(False)
     step(pair.graphed, [TWO], update=False)
@@ -244,9 +231,7 @@ def test_packs_that_run_eager_push_no_graphs_tables_out(install: Install) -> Non
     assert report_of(trainer)["replays"] == 2 * LAYERS
 
 
-def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(pair: Pair) -> None:
     pair.step(ONE, times=2)
 
     def broken() -> Iterator[Micro]:
@@ -263,9 +248,7 @@ def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(install: In
     assert set(pair.report()["eager"]) == {"WARMING_UP"}
 
 
-def test_a_model_called_before_its_first_step_loses_no_graph(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_model_called_before_its_first_step_loses_no_graph(pair: Pair) -> None:
     with torch.no_grad():
         forward(pair.graphed.model, ONE, pair.graphed.device)
     pair.step(ONE, times=3)

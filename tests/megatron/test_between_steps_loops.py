@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, grads, report_of, schedule, step
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    OTHER,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    grads,
+    report_of,
+    schedule,
+    step,
+)
 from same_bits import assert_same_bits
 
 from megagraph.bank.bank import Bank
@@ -15,7 +29,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 TOO_LARGE = Micro(lengths=(60, 20), seed=3)
 
 
@@ -27,9 +40,7 @@ def same_settings() -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
 
 
-def test_evaluations_of_other_lengths_between_steps_replay(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_evaluations_of_other_lengths_between_steps_replay(pair: Pair) -> None:
     counts = (3, 1, 5, 2, 4)
     for index, count in enumerate(counts):
         pair.step(*[Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
@@ -91,10 +102,8 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
     assert report["replays"] == (4 * 6 - 2) * LAYERS
 
 
-def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
+def test_accumulation_adds_more_than_the_last_call(pair: Pair) -> None:
     """Guards the test above: the gradients of the first calls are really there."""
-    install()
-    pair = Pair()
     for _ in range(2):
         both = pair.each(lambda trainer: _accumulate(trainer, [[ONE], [TWO]]))
     pair.graphed.zero_grad()
@@ -103,10 +112,8 @@ def test_accumulation_adds_more_than_the_last_call(install: Install) -> None:
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
 
 
-def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(install: Install) -> None:
+def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(pair: Pair) -> None:
     """Megatron's FP32 optimizer leaves `main_grad` itself in `.grad`: eager adds the next gradient twice."""
-    install()
-    pair = Pair()
 
     def work(trainer: Trainer) -> Step:
         trainer.model.zero_grad_buffer()
@@ -124,10 +131,8 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(i
     assert report["replays"] == (3 * (3 + 2) - (0 if OPTIONS.bf16 else 3)) * LAYERS
 
 
-def test_deterministic_mode_switched_on_later_costs_one_eager_step(install: Install) -> None:
+def test_deterministic_mode_switched_on_later_costs_one_eager_step(pair: Pair) -> None:
     """Bug: after a lasting change nothing was captured again, and every later step ran eager."""
-    install()
-    pair = Pair()
     torch.use_deterministic_algorithms(False)
     for _ in range(2):
         for trainer in pair.both:  # bits may differ here: nothing is compared or updated
@@ -190,9 +195,7 @@ def test_a_precision_that_nobody_has_set_is_the_highest(install: Install) -> Non
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS}
 
 
-def test_settings_that_come_back_find_their_graphs_again(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_settings_that_come_back_find_their_graphs_again(pair: Pair) -> None:
     pair.step(ONE, times=2)
     for _ in range(3):
         torch.set_float32_matmul_precision("high")
@@ -205,10 +208,8 @@ def test_settings_that_come_back_find_their_graphs_again(install: Install) -> No
     assert report["graphs"] == 2 * 2 * LAYERS
 
 
-def test_an_evaluation_under_settings_of_its_own_replays(install: Install) -> None:
+def test_an_evaluation_under_settings_of_its_own_replays(pair: Pair) -> None:
     """It is captured at a boundary of its own, and so under its own settings alone."""
-    install()
-    pair = Pair()
     for _ in range(6):
         pair.step(ONE)
         torch.set_float32_matmul_precision("high")
@@ -220,9 +221,7 @@ def test_an_evaluation_under_settings_of_its_own_replays(install: Install) -> No
     assert report["graphs"] == (2 + 1) * LAYERS
 
 
-def test_settings_that_change_inside_a_step_are_obeyed_at_once(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_settings_that_change_inside_a_step_are_obeyed_at_once(pair: Pair) -> None:
     pair.step(ONE, TWO, times=2)
 
     def changing() -> Iterator[Micro]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from megatron_rig import (
     LAYERS,
+    ONE,
     OPTIONS,
-    Install,
-    Micro,
+    OTHER,
+    TWO,
     Pair,
     Step,
     compare_runs,
@@ -27,7 +28,6 @@ from megagraph.demo.trainer import Trainer, gpt_model
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -79,10 +79,8 @@ def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(names: tuple[str
     assert all(grad.any() for grad in graphed.steps[-1].grads.values())
 
 
-def test_adapters_that_come_later_cost_one_eager_step(install: Install) -> None:
+def test_adapters_that_come_later_cost_one_eager_step(pair: Pair) -> None:
     """DDP does not know them: their gradients stay in `.grad`."""
-    install()
-    pair = Pair()
     pair.step(ONE, times=2)
     for trainer in pair.both:
         _adapt(trainer.chunk.decoder.layers)
@@ -110,9 +108,7 @@ def _load(trainer: Any, state: dict[str, Tensor]) -> None:
     trainer.optimizer.reload_model_params()
 
 
-def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(pair: Pair) -> None:
     saved = weights(pair.graphed.chunk)
     pair.step(ONE, TWO, times=3)
     graphs = pair.report()["graphs"]
@@ -141,9 +137,7 @@ OWNERS = {
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, install: Install) -> None:
-    install()
-    pair = Pair()
+def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, pair: Pair) -> None:
     pair.step(ONE, TWO, times=2)
     held: list[Tensor] = []
     for trainer in pair.both:
@@ -155,11 +149,9 @@ def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, i
     assert report["replays"] == (2 + 6) * LAYERS - moved and len(held) == 2
 
 
-def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(install: Install) -> None:
+def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(pair: Pair) -> None:
     """Each schedule call is a boundary of its own, whatever the host calls a step. Only the first move costs
     a call: weights that moved once move again."""
-    install()
-    pair = Pair()
     pair.step(ONE, times=2)
     for _ in range(2):
         held: list[Tensor] = []

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Run, around_mlps, compare_runs, graph_config, train
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    OTHER,
+    TWO,
+    Pair,
+    Run,
+    around_mlps,
+    compare_runs,
+    graph_config,
+    train,
+)
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -19,7 +31,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("recompute_on_cpu")]
 
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 ON_GPU = torch.cuda.is_available()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_rig import adapt, lora_linear, wrappers
-from megatron_rig import LAYERS, Install, Micro, Pair, Step, evaluate, forward, grads, schedule
+from megatron_rig import LAYERS, ONE, TWO, Install, Micro, Pair, Step, evaluate, forward, grads, schedule
 from rl_rig import rollouts
 from same_bits import assert_same_bits
 
@@ -16,7 +16,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 ROUNDS = 50 if torch.cuda.is_available() else 8
 
 

@@ -55,9 +55,7 @@ def _infer(chunk: Any) -> Tensor:
     return logits
 
 
-def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(pair: Pair) -> None:
     pair.step(MICRO, times=4)
     assert pair.report()["replays"] > 0
     eager, graphed = (_call_inside(trainer, _infer) for trainer in pair.both)
@@ -69,9 +67,7 @@ def test_inference_inside_a_replaying_step_is_none_of_its_micro_batches(install:
     assert (after["eager"], after["replays"]) == (counted["eager"], counted["replays"] + counted["layers"])
 
 
-def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(pair: Pair) -> None:
     pair.step(MICRO, times=4)
 
     def nothing(chunk: Any) -> Tensor:
@@ -87,9 +83,7 @@ def test_a_call_without_input_inside_a_step_says_so_and_the_step_goes_on(install
 OTHER = Micro(lengths=(5, 30), seed=1)
 
 
-def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_micro_batch_inside_another_leaves_the_outer_one_its_own(pair: Pair) -> None:
     pair.step(MICRO, times=2)
     eager, graphed = (
         _call_inside(trainer, lambda chunk: forward(chunk, OTHER, torch.device("cpu"))[0])

@@ -9,7 +9,7 @@ import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from megatron_rig import HybridTrainer, Install, Micro, Pair, is_capturing, steps_of, the_plugin
+from megatron_rig import ONE, TWO, HybridTrainer, Install, Micro, Pair, is_capturing, steps_of, the_plugin
 from torch import Tensor, nn
 from worlds import World
 
@@ -20,7 +20,6 @@ from megagraph.bank.capture import CapturePlan
 pytestmark = pytest.mark.megatron
 
 LAYERS = 6
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 FULL = Micro(lengths=(64,), seed=2)
 CHUNK = "chunk"
 

@@ -1,51 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs that say by how many ranks they are shared, beside each scope, each kind of pass and of tail."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import context_models
 import crossing_jobs
-import moe_rig
 import pytest
 import schedule_jobs
 from megatron_rig import CAPACITY
 from test_dynamic_context import ON_TWO, check
 from worlds import World
 
-from megagraph.megatron.seams import permutation_sorts
-
 pytestmark = pytest.mark.megatron
 
 WITHOUT_UPDATES = {**context_models.MANY_KINDS, "moe_router_bias_update_rate": 0.0}
 TWO: dict[str, Any] = {"lengths": ON_TWO * 2, "cp_sizes": (1, 2)}
-EXPERTS: dict[str, Any] = {"experts": True}
-PADDED: dict[str, Any] = moe_rig.CASES["drop and pad"]
-# Whose rows one process would give to other experts.
-PADDED_EXPERTS: dict[str, Any] = {"model": EXPERTS, "has_reference": False, **PADDED}
-ROUTERS = ("attn", "moe_router", "moe_preprocess")
-
-SCOPES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
-    "attention": (("attn",), {"model": EXPERTS, "has_reference": False}),
-    "routers": (("moe_router",), {"model": EXPERTS, "has_reference": False}),
-    "routers and what follows": (ROUTERS, {"model": EXPERTS, "has_reference": False}),
-    "routers and what follows, padded": (ROUTERS, PADDED_EXPERTS),
-    "experts, padded": (("attn", "moe"), PADDED_EXPERTS),
-    "whole layers of grouped experts": ((), {"model": {**EXPERTS, "grouped": True}, "has_reference": False}),
-    "grouped experts": (("moe",), {"model": {**EXPERTS, "grouped": True}, "has_reference": False}),
-    "latent attention": (("attn",), {"model": {"latent": "plain, RoPE"}}),
-    "MLPs beside latent attention": (("mlp",), {"model": {"latent": "plain, RoPE"}}),
-}
-
-
-@pytest.mark.parametrize("case", SCOPES)
-def test_scopes(world2: World, case: str) -> None:
-    scopes, options = SCOPES[case]
-    if "moe_preprocess" in scopes and PADDED.items().isdisjoint(options.items()) and not permutation_sorts():
-        pytest.skip("this release permutes into shapes that only the device knows")
-    check(
-        world2.run(schedule_jobs.train_scheduled, plugin={"cuda_graph_modules": scopes}, **{**TWO, **options})
-    )
 
 
 def test_a_tail_that_is_a_document(world2: World) -> None:
@@ -63,16 +32,6 @@ def test_passes_for_log_probabilities(world2: World, model: dict[str, Any]) -> N
     for run in runs:
         first, *others = run["sizes"]
         assert set(first) == {1} and all(2 in sizes for sizes in others)
-
-
-def test_fewer_keys_than_queries(world2: World) -> None:
-    check(world2.run(schedule_jobs.train_scheduled, num_query_groups=1, **TWO))
-
-
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, YaRN"])
-def test_fused_rope_of_latent_attention(world2: World, kind: str) -> None:
-    options: dict[str, Any] = {"model": {"latent": kind}, "apply_rope_fusion": True, "evaluates": True}
-    check(world2.run(schedule_jobs.train_scheduled, **TWO, **options))
 
 
 @pytest.mark.parametrize("model", [{}, {"latent": "low rank, YaRN"}, {"latent": "plain, RoPE"}], ids=str)

@@ -7,49 +7,12 @@ import context_jobs
 import context_models
 import crossing_jobs
 import pytest
-import schedule_jobs
-from test_dynamic_context import BOUND, SIZES, check, steps
+from test_dynamic_context import BOUND
 from worlds import World, Worlds
 
 pytestmark = pytest.mark.megatron
 
 SCOPES = ("attn", "moe_router")
-WITHOUT_LOSSES = {
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-}
-
-
-def test_packs_of_several_sizes(world4: World) -> None:
-    check(
-        world4.run(
-            schedule_jobs.train_scheduled,
-            lengths=steps(6),
-            cp_sizes=SIZES,
-            model={"experts": True},
-            plugin={"cuda_graph_modules": SCOPES},
-            evaluates=True,
-            **WITHOUT_LOSSES,
-        )
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_of_routers(world4: World, ranks: int) -> None:
-    options: dict[str, Any] = context_models.MANY_KINDS | {"expert_model_parallel_size": ranks}
-    check(
-        world4.run(
-            schedule_jobs.train_scheduled,
-            lengths=steps(6),
-            cp_sizes=SIZES,
-            model={"experts": True, "latent": "low rank, YaRN"},
-            plugin={"cuda_graph_modules": SCOPES},
-            has_reference=False,
-            **options,
-        )
-    )
-
 
 YARN = pytest.param("low rank, YaRN", marks=pytest.mark.gpu)  # Megatron makes its table there
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, forward, graph_config, step
+from megatron_rig import CAPACITY, OPTIONS, Micro, forward, graph_config, step, the_plugin
 
 import megagraph
 from megagraph.bank import capture
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = [
     pytest.mark.megatron,
@@ -79,9 +78,7 @@ def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tup
         trainer.zero_grad()
         for group in trainer.model.bucket_groups:
             group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
-        installed = installed_plugin()
-        assert installed is not None
-        (graphs,) = installed.all_graphs()
+        (graphs,) = the_plugin().all_graphs()
         in_forward, in_backward, at_boundary = Calls(), Calls(), Calls()
         with at_boundary.counted():
             graphs.at_step_boundary(is_skipped=False)
@@ -149,8 +146,7 @@ def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(megatron: None, case
         trainer = Trainer(OPTIONS)
         for _ in range(3):
             step(trainer, [MICRO])
-        plugin = installed_plugin()
-        assert plugin is not None
+        plugin = the_plugin()
         calls = Calls()
         micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
         tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())

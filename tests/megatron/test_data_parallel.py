@@ -6,14 +6,13 @@ from typing import Any
 
 import parallel_jobs
 import pytest
-from megatron_rig import LAYERS, Install, Micro, Pair, plain
+from megatron_rig import LAYERS, ONE, TWO, Install, Pair, plain
 from worlds import World
 
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 OVERLAP = {"overlap_grad_reduce": True}
 sharded = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 import parallel_jobs
 import pytest
 from latent_rig import KINDS, LatentTrainer
-from megatron_rig import LAYERS, Install, Micro, Pair
+from megatron_rig import LAYERS, ONE, TWO, Install, Pair
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 Scopes = Sequence[str]
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 STEPS = 8
 
 OVERLAP = {"overlap_grad_reduce": True}

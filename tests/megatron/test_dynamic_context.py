@@ -3,12 +3,14 @@
 
 from typing import Any
 
+import context_models
 import crossing_jobs
+import moe_rig
 import pytest
 import schedule_jobs
 import sharing_jobs
 import torch
-from worlds import World
+from worlds import World, Worlds
 
 pytestmark = pytest.mark.megatron
 
@@ -68,74 +70,93 @@ def test_every_size_forced_and_as_scheduled(world4: World, forced: int | None) -
     )
 
 
-@pytest.mark.parametrize("latent", ["low rank, YaRN", "plain, RoPE"])
-def test_multi_latent_attention(world4: World, latent: str) -> None:
-    runs = world4.run(
-        schedule_jobs.train_scheduled,
-        lengths=steps(7)[1:],
-        cp_sizes=SIZES,
-        model={"latent": latent},
-        evaluates=True,
-    )
+Training = tuple[int, dict[str, Any]]  # of how many ranks
+
+
+def two(**options: Any) -> Training:
+    return 2, {"lengths": ON_TWO * 3, "cp_sizes": (1, 2), **options}
+
+
+def four(**options: Any) -> Training:
+    return 4, {"lengths": steps(6), "cp_sizes": SIZES, **options}
+
+
+def scoped(*scopes: str, **options: Any) -> Training:
+    return two(plugin={"cuda_graph_modules": scopes}, **options)
+
+
+def beside_tensor_parallelism(sequence_parallel: bool) -> Training:
+    sizes: dict[str, Any] = {"tensor_parallel": 2, "tensor_model_parallel_size": 2, "cp_sizes": (1, 2)}
+    lengths = ON_TWO * (STEPS // 2)
+    return four(lengths=lengths, evaluates=True, sequence_parallel=sequence_parallel, **sizes)
+
+
+ROUTERS = ("attn", "moe_router")
+# Of experts: padded ones get rows that one process would give to others.
+OF_EXPERTS: dict[str, Any] = {"model": {"experts": True}, "has_reference": False}
+OF_PADDED = {**OF_EXPERTS, **moe_rig.CASES["drop and pad"]}
+OF_GROUPED: dict[str, Any] = {"model": {"experts": True, "grouped": True}, "has_reference": False}
+WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
+LOSSES = {**context_models.MANY_KINDS, "plugin": {"cuda_graph_modules": ROUTERS}, "has_reference": False}
+LATENT: dict[str, Any] = {"model": {"latent": "plain, RoPE"}}
+ADAPTED: dict[str, Any] = {"lengths": [[[60], [60]], [[120, 7], [60]]] * 3, "model": {"adapters": True}}
+TRAININGS: dict[str, Training] = {
+    **{
+        f"{kind}, beginning with packs of 2 and 4": four(
+            lengths=steps(7)[1:], model={"latent": kind}, evaluates=True
+        )
+        for kind in ("low rank, YaRN", "plain, RoPE")
+    },
+    # As the config says who says how ranks share packs.
+    "heads exchanged": four(cp_comm_type="a2a", num_attention_heads=4),
+    "attention": scoped("attn"),
+    "MLPs": scoped("mlp"),
+    "halves": scoped("attn", "mlp"),
+    "attention beside experts": scoped("attn", **OF_EXPERTS),
+    "routers": scoped("moe_router", **OF_EXPERTS),
+    "routers and what follows": scoped(*ROUTERS, "moe_preprocess", **OF_EXPERTS),
+    "routers and what follows, padded": scoped(*ROUTERS, "moe_preprocess", **OF_PADDED),
+    "experts, padded": scoped("attn", "moe", **OF_PADDED),
+    "whole layers of grouped experts": scoped(**OF_GROUPED),
+    "grouped experts": scoped("moe", **OF_GROUPED),
+    "latent attention": scoped("attn", **LATENT),
+    "MLPs beside latent attention": scoped("mlp", **LATENT),
+    "adapters that are off in evaluations of other sizes": two(evaluates=True, **ADAPTED),
+    "beside tensor parallelism": beside_tensor_parallelism(sequence_parallel=False),
+    "beside tensor parallelism that shares rows": beside_tensor_parallelism(sequence_parallel=True),
+    "fewer keys than queries": two(num_query_groups=1),
+    **{
+        f"{kind}, fused RoPE": two(model={"latent": kind}, apply_rope_fusion=True, evaluates=True)
+        for kind in ("low rank, YaRN", "plain, YaRN")
+    },
+    "experts": four(
+        model={"experts": True}, plugin={"cuda_graph_modules": ROUTERS}, evaluates=True, **WITHOUT_LOSSES
+    ),
+    **{
+        f"losses of routers, experts over {ranks} ranks": four(
+            model={"experts": True, "latent": "low rank, YaRN"}, expert_model_parallel_size=ranks, **LOSSES
+        )
+        for ranks in (1, 2, 4)
+    },
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_bits(worlds: Worlds, name: str) -> None:
+    ranks, options = TRAININGS[name]
+    if "what follows" in name and not moe_rig.can_permute(options):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    runs = worlds.of(ranks).run(schedule_jobs.train_scheduled, **options)
     check(runs)
-    assert {size for run in runs for size in run["sizes"][0]} == {2, 4}, "of which one process is asked"
+    assert {size for run in runs for of_step in run["sizes"] for size in of_step} == {*options["cp_sizes"]}
+    first = {size for run in runs for size in run["sizes"][0]}
+    assert "beginning" not in name or first == {2, 4}, "of which one process is asked"
 
 
 @pytest.mark.parametrize("cp_sizes", [(1, 2, 4), (1, 4)])
 def test_a_model_that_has_a_size_of_its_own(world4: World, cp_sizes: tuple[int, ...]) -> None:
     lengths = steps(6)
     check(world4.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=cp_sizes, static=2))
-
-
-def test_heads_exchanged(world4: World) -> None:
-    """As the config says who says how ranks share packs."""
-    runs = world4.run(
-        schedule_jobs.train_scheduled,
-        lengths=steps(6),
-        cp_sizes=SIZES,
-        cp_comm_type="a2a",
-        num_attention_heads=4,
-    )
-    check(runs)
-
-
-@pytest.mark.parametrize("scopes", [("attn",), ("mlp",), ("attn", "mlp")])
-def test_parts_of_layers(world2: World, scopes: tuple[str, ...]) -> None:
-    check(
-        world2.run(
-            schedule_jobs.train_scheduled,
-            lengths=ON_TWO * 3,
-            cp_sizes=(1, 2),
-            plugin={"cuda_graph_modules": scopes},
-        )
-    )
-
-
-def test_adapters_that_are_off_in_evaluations_of_other_sizes(world2: World) -> None:
-    check(
-        world2.run(
-            schedule_jobs.train_scheduled,
-            lengths=[[[60], [60]], [[120, 7], [60]]] * 3,
-            cp_sizes=(1, 2),
-            model={"adapters": True},
-            evaluates=True,
-        )
-    )
-
-
-@pytest.mark.parametrize("is_sequence_parallel", [False, True])
-def test_beside_tensor_parallelism(world4: World, is_sequence_parallel: bool) -> None:
-    runs = world4.run(
-        schedule_jobs.train_scheduled,
-        lengths=ON_TWO * (STEPS // 2),
-        cp_sizes=(1, 2),
-        evaluates=True,
-        tensor_parallel=2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=is_sequence_parallel,
-    )
-    check(runs)
-    assert {size for run in runs for of_step in run["sizes"] for size in of_step} == {1, 2}
 
 
 def test_capacities_are_learned_for_every_size(world2: World) -> None:

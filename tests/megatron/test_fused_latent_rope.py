@@ -10,7 +10,7 @@ import parallel_jobs
 import pytest
 import torch
 from latent_rig import LatentTrainer
-from megatron_rig import CAPACITY, LAYERS, Install, Micro, Pair, refused
+from megatron_rig import CAPACITY, LAYERS, ONE, TWO, Install, Micro, Pair, refused
 from rope_rig import canonical, three_modes
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from megagraph.packs.latent_rope import Rotation, rope_mla
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 KINDS = ["low rank, YaRN", "plain, YaRN"]
 FUSED = {"apply_rope_fusion": True}
 

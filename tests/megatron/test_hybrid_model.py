@@ -10,7 +10,10 @@ import pytest
 import torch
 from megatron_rig import (
     HYBRID_PATTERN,
+    ONE,
     OPTIONS,
+    OTHER,
+    TWO,
     HybridTrainer,
     Install,
     Micro,
@@ -35,7 +38,6 @@ from megagraph.modules import Norm
 
 HYBRID = seams.hybrid_seams() or ()
 LAYERS = len(HYBRID_PATTERN)
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 

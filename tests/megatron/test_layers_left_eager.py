@@ -10,7 +10,9 @@ import pytest
 import torch
 from megatron_rig import (
     CAPACITY,
+    ONE,
     OPTIONS,
+    TWO,
     Install,
     Micro,
     Pair,
@@ -29,7 +31,6 @@ from megagraph.demo.trainer import Trainer
 pytestmark = pytest.mark.megatron
 
 LAYERS = 3
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = Micro(lengths=(20, 14, 12, 10, 8), seed=2)
 

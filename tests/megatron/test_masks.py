@@ -61,9 +61,7 @@ def test_masks_that_change_every_micro_batch_replay_with_eager_bits(modules: tup
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
 
 
-def test_a_mask_matters(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_mask_matters(pair: Pair) -> None:
     pair.step(ONE, times=3)
     masks = [ONE, dataclasses.replace(ONE, mask_seed=8), dataclasses.replace(ONE, mask_seed=9)]
     first, second, third = pair.step(*masks, update=False).losses
@@ -74,11 +72,9 @@ def test_a_mask_matters(install: Install) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 @pytest.mark.parametrize("micro", [ONE, TWO, FULL])
 def test_layers_see_the_same_mask_in_eager_and_in_replays(
-    install: Install, seen: list[Tensor], micro: Micro
+    pair: Pair, seen: list[Tensor], micro: Micro
 ) -> None:
     """The user's, and every row at or past the pack's end."""
-    install()
-    pair = Pair()
     pair.step(PLAIN, ONE, times=2)
     given = micro.padding_mask()
     assert given is not None
@@ -108,9 +104,7 @@ def test_eager_runs_the_mask_that_megatron_alone_runs(install: Install) -> None:
     assert torch.equal(ours[-1], losses(FULL))
 
 
-def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(pair: Pair) -> None:
     for _ in range(3):
         pair.step(ONE, PLAIN, TWO)
         pair.step(PLAIN, FULL)
@@ -119,17 +113,13 @@ def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(install:
     assert report["graphs"] == 2 * 2 * LAYERS and report["verification"]["verified"] == 2
 
 
-def test_masks_that_come_later_are_captured_when_they_come(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_masks_that_come_later_are_captured_when_they_come(pair: Pair) -> None:
     pair.step(PLAIN, times=2)
     pair.step(ONE, PLAIN, times=3)
     assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
 
 
-def test_evaluation_with_masks_is_graphed_too(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_evaluation_with_masks_is_graphed_too(pair: Pair) -> None:
     for _ in range(3):
         pair.step(ONE, TWO)
         pair.evaluate(TWO, ONE)
@@ -146,9 +136,7 @@ def test_capacities_are_learned_from_packs_with_masks(install: Install) -> None:
     assert report["verification"]["verified"] > 0 and report["verification"]["unverified"] == 0
 
 
-def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].register_forward_hook(lambda *unused: None)
     for micro in (ONE, TWO, FULL, ONE):

@@ -39,11 +39,7 @@ def _through_the_block(trainer: Trainer, filler: float, *, eager: bool) -> tuple
     return out.detach().clone(), left
 
 
-def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(
-    install: Install,
-) -> None:
-    install()
-    pair = Pair()
+def test_rows_past_the_packs_end_leave_as_zeros_and_no_gradient_of_theirs_comes_back(pair: Pair) -> None:
     for trainer in pair.both:
         with torch.no_grad():
             # What was zero before the last norm is not zero after it.

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, Install, Micro, Pair, Step, around_mlps, forward, grads, run_schedule
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OTHER,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    around_mlps,
+    forward,
+    grads,
+    run_schedule,
+)
 from rl_rig import frozen_model
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -16,8 +29,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
-
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
 
 MODES_SEEN: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
@@ -148,10 +159,8 @@ def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_o
 
 
 def test_an_evaluation_that_training_steps_pass_over_is_none_of_those(
-    install: Install, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
-    pair = Pair()
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         pair.evaluate(ONE)
         pair.step(ONE, times=5)

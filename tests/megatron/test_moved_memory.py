@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, grads, graph_config
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Micro, Pair, forward, grads, graph_config
 from rl_rig import BANK, Offload, Round, fits, log_probs, rollouts, train
 from same_bits import assert_same_bits
 
@@ -15,8 +15,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
-
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 
 
 @dataclass(kw_only=True)
@@ -98,10 +96,8 @@ def _move_gradients(pair: Pair, held: list[Any]) -> None:
         held[-1].move_gradients(trainer.model)
 
 
-def test_gradients_that_move_leave_evaluation_its_graphs(install: Install) -> None:
+def test_gradients_that_move_leave_evaluation_its_graphs(pair: Pair) -> None:
     """Bug: every graph was dropped, and evaluation was captured again for nothing."""
-    install()
-    pair = Pair()
     for _ in range(2):
         pair.step(ONE)
         pair.evaluate(TWO)
@@ -119,9 +115,7 @@ def test_gradients_that_move_leave_evaluation_its_graphs(install: Install) -> No
         assert after["graphs"] == (2 + 1) * LAYERS
 
 
-def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(pair: Pair) -> None:
     for _ in range(2):
         pair.step(ONE)
         pair.evaluate(TWO)
@@ -135,10 +129,8 @@ def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(install
     assert report["replays"] == ((1 + 2 * 2) + (1 + 3)) * LAYERS
 
 
-def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(install: Install) -> None:
+def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(pair: Pair) -> None:
     """Only between leases can the graphs of one variant be taken out of a slot."""
-    install()
-    pair = Pair()
     for _ in range(2):
         pair.step(ONE)
         pair.evaluate(TWO)
@@ -157,9 +149,7 @@ def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(install
     assert set(report["eager"]) == {"WARMING_UP"}
 
 
-def test_gradients_that_move_hide_no_other_change(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_gradients_that_move_hide_no_other_change(pair: Pair) -> None:
     for _ in range(2):
         pair.step(ONE)
         pair.evaluate(TWO)

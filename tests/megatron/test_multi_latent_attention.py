@@ -13,7 +13,19 @@ import parallel_jobs
 import pytest
 import torch
 from latent_rig import KINDS, LatentHybridTrainer, LatentTrainer, ScatteredLatent
-from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, Install, Micro, Pair, needs_engine, report_of, step
+from megatron_rig import (
+    CAPACITY,
+    HYBRID_PATTERN,
+    LAYERS,
+    ONE,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    needs_engine,
+    report_of,
+    step,
+)
 from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -25,7 +37,6 @@ from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore::UserWarning")]
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 ON_GPU = torch.cuda.is_available()
 SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 

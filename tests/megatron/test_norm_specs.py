@@ -8,7 +8,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, step
+from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Install, Pair, Step, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
@@ -19,7 +19,6 @@ from megagraph.modules import Norm, VarlenAttention
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
 cores_final_norm = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_rig import FULL, ONE, THREE, TWO, HostTrainer, OwnBlock, OwnModel, host_pair, only
+from host_rig import FULL, ONE, OTHER, TWO, HostTrainer, OwnBlock, OwnModel, host_pair, only
 from megatron.core.models.gpt import GPTModel
 from megatron_rig import LAYERS, OPTIONS, Install, Pair, step
 from same_bits import assert_same_bits
@@ -36,7 +36,7 @@ def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs
     trained = pair.report()
     assert only(trained, "WARMING_UP", "NESTING") and trained["eager"]["NESTING"] > 0
     for _ in range(4):
-        pair.evaluate(THREE)
+        pair.evaluate(OTHER)
     report = pair.report()
     assert report["replays"] - trained["replays"] == 3 * 4
     assert report["eager"]["NESTING"] == trained["eager"]["NESTING"]
@@ -56,7 +56,7 @@ class InPlaceBlock(OwnBlock):
 def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given(install: Install) -> None:
     install()
     pair = host_pair(OwnModel, InPlaceBlock)
-    for micro in (ONE, TWO, FULL, THREE, ONE, TWO):
+    for micro in (ONE, TWO, FULL, OTHER, ONE, TWO):
         for trainer in pair.both:
             trainer.chunk.decoder.chosen = torch.arange(micro.physical, device=trainer.device) % 3 == 0
         pair.step(micro)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_rig import (
     ONE,
-    THREE,
+    OTHER,
     TWO,
     HostTrainer,
     OwnBlock,
@@ -23,7 +23,7 @@ from host_rig import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import LAYERS, Install, Micro, Pair, forward, graph_config, step
+from megatron_rig import LAYERS, Install, Micro, Pair, forward, graph_config, step, the_plugin
 from torch import Tensor
 
 import megagraph
@@ -144,7 +144,7 @@ def test_rotary_rows_for_each_token_are_refused_by_a_sentence(install: Install) 
     install()
     pair = host_pair(PerTokenModel, OwnBlock)
     for index in range(4):
-        pair.step(ONE, TWO if index % 2 else THREE)
+        pair.step(ONE, TWO if index % 2 else OTHER)
     report = pair.report()
     assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
     (failure,) = report["failures"]
@@ -203,11 +203,7 @@ def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install
 
 def step_of(trainer: HostTrainer, call: Callable[[], None]) -> None:
     """A schedule's step around a call that no schedule of Megatron's would make."""
-    from megagraph.megatron.patch.installation import installed_plugin
-
-    plugin = installed_plugin()
-    assert plugin is not None
-    plugin.schedule(lambda **_given: call())(model=[trainer.model])
+    the_plugin().schedule(lambda **_given: call())(model=[trainer.model])
 
 
 class SometimesModel(GPTModel):  # type: ignore[misc]
@@ -228,7 +224,7 @@ def test_calls_that_go_another_way_are_counted_and_the_others_replay(
     pair = host_pair(SometimesModel)
     with caplog.at_level(logging.INFO, logger="megagraph"):
         for _ in range(8):
-            pair.step(ONE, THREE)
+            pair.step(ONE, OTHER)
     report = pair.report()
     assert report["calls"] == 8 * 2 * LAYERS
     assert report["eager"]["SCOPE_UNSUPPORTED"] == 8 * LAYERS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, HybridTrainer, Install, Micro, report_of, step
+from megatron_rig import CAPACITY, LAYERS, ONE, OPTIONS, TWO, HybridTrainer, Install, Micro, report_of, step
 from same_bits import assert_same_bits
 
 import megagraph
@@ -14,7 +14,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 PADDED = (
     Micro(lengths=(9, 20), padded=(12, 24)),
     Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),

@@ -9,7 +9,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, HybridTrainer, Install, Micro, Pair, report_of, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, HybridTrainer, Install, Micro, Pair, report_of, step
 from worlds import World
 
 import megagraph
@@ -21,7 +21,6 @@ from megagraph.megatron.scopes.plan import HALVES
 
 pytestmark = pytest.mark.megatron
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 SCOPES = [("attn",), ("mlp",), ("attn", "mlp")]
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 from megatron_rig import (
     LAYERS,
+    ONE,
     OPTIONS,
+    TWO,
     HybridTrainer,
     Install,
     Micro,
@@ -36,7 +38,6 @@ from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 
 _BY_CONFIG = {
     "fp8": ("hybrid", "fp8"),
@@ -231,11 +232,7 @@ class Split(Micro):
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Unpacked, "NO_PACK_METADATA"), (Split, "SIGNATURE_CHANGED")])
-def test_a_micro_batch_that_no_graph_takes_runs_eager(
-    kind: type[Micro], reason: str, install: Install
-) -> None:
-    install()
-    pair = Pair()
+def test_a_micro_batch_that_no_graph_takes_runs_eager(kind: type[Micro], reason: str, pair: Pair) -> None:
     pair.step(ONE, kind(lengths=(30,)), times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}

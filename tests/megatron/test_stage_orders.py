@@ -8,13 +8,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from megatron_rig import OPTIONS, Install, Micro
+from megatron_rig import OPTIONS, Install, Micro, the_plugin
 from same_bits import assert_same_bits
 
 import megagraph
 from benchmarks.subjects.stages import Batch, StageStep, StageTrainer
 from megagraph.decide.in_flight import Pass, StageSchedule
-from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
@@ -68,8 +67,7 @@ class StagePair:
         Args:
             warm_up: micro-batches of each chunk that ran eager.
         """
-        plugin = installed_plugin()
-        assert plugin is not None
+        plugin = the_plugin()
         for model, most in zip(self.graphed.models, self.schedule.most_in_flight, strict=True):
             graphs = plugin.graphs_of_model(model)
             report = graphs.report()
@@ -135,8 +133,7 @@ def test_leases_show_which_micro_batches_were_in_flight(install: Install) -> Non
     pair = StagePair(StageSchedule(stages=4, chunks=2))
     for seed in range(3):
         pair.step(8, seed)
-    plugin = installed_plugin()
-    assert plugin is not None
+    plugin = the_plugin()
     leases = plugin.leases()
     assert [name.partition(" (")[2] for name in leases] == ["stage 0, chunk 0) #2", "stage 0, chunk 1) #2"]
     for some, most in zip(leases.values(), pair.schedule.most_in_flight, strict=True):
@@ -160,8 +157,7 @@ def test_leases_of_models_that_are_gone_stay(install: Install) -> None:
     pair = StagePair(StageSchedule(stages=2))
     for seed in range(2):
         pair.step(4, seed)
-    plugin = installed_plugin()
-    assert plugin is not None
+    plugin = the_plugin()
     leases = plugin.leases()
     assert len(leases) == 1
     del pair

@@ -12,7 +12,10 @@ import moe_rig
 import pytest
 from megatron_rig import (
     LAYERS,
+    ONE,
     OPTIONS,
+    OTHER,
+    TWO,
     Install,
     Micro,
     Pair,
@@ -32,8 +35,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
-
-ONE, TWO, OTHER = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1), Micro(lengths=(50,), seed=2)
 
 
 class Broken(Exception):
@@ -104,10 +105,8 @@ def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: Ins
 
 
 def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
-    install: Install, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
-    pair = Pair()
     pair.step(ONE, TWO, times=3)
     _broken_step(pair.eager, is_eager=True)
     held = _broken_step(pair.graphed, is_eager=False)
@@ -182,10 +181,8 @@ def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
 )
 @pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
 def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
-    broken: Callable[[Trainer], None], is_warm: bool, install: Install
+    broken: Callable[[Trainer], None], is_warm: bool, pair: Pair
 ) -> None:
-    install()
-    pair = Pair()
     if is_warm:
         pair.step(ONE, TWO, times=2)
 

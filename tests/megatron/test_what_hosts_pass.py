@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, step
+from megatron_rig import LAYERS, ONE, OPTIONS, Install, Micro, Pair, forward, report_of, step
 from torch import Tensor, distributed
 
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
-
-ONE = Micro(lengths=(9, 20))
 
 
 def trained(install: Install, **changes: Any) -> Trainer:
@@ -127,10 +125,8 @@ class _OtherMicro(Micro):
         return Other("a host's", **fields)
 
 
-def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(install: Install) -> None:
+def test_a_pack_that_no_graph_takes_says_nothing_of_those_that_are_captured(pair: Pair) -> None:
     """Bug: graphs were captured for packs of its class, which could not be made."""
-    install()
-    pair = Pair()
     pair.step(ONE, _OtherMicro(lengths=(4,) * 9), times=3)
     report = pair.report()
     assert report["failures"] == [] and report["replays"] == 2 * LAYERS
