@@ -18,17 +18,7 @@ class BitsDiffer(AssertionError):
 
 
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
-    """All tensors of both are of one dtype and shape and equal; no entry is NaN. Everything else is `==`.
-
-    Args:
-        one: tensors, numbers, or lists, tuples, mappings and dataclasses of them; of these without the fields
-            that say `compare=False`.
-        other: made alike.
-        where: what they are, for the message.
-
-    Raises:
-        BitsDiffer: with the places of the first differences.
-    """
+    """All tensors of both are of one dtype and shape and equal; no entry is NaN. Everything else is `==`."""
     found = list(_differences(one, other, where))
     if found:
         more = f"\nand {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""

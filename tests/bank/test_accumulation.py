@@ -14,11 +14,7 @@ FILLER = 7.0  # of the gradients that a fused layer hands on; whoever adds one s
 
 
 class FusedLinear(nn.Module):
-    """Adds its weight's gradient to `main_grad` by itself, as Megatron's fused accumulation does.
-
-    Args:
-        zeroes_out: sets `zero_out_wgrad` too, by which Megatron asks for the gradient that is handed on.
-    """
+    """Adds its weight's gradient to `main_grad` by itself, as Megatron's fused accumulation does."""
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -24,19 +24,12 @@ from megagraph.packs.ops import thd_partition_indices
 
 
 class Heads(NamedTuple):
-    """Sizes of an attention.
+    """Sizes of an attention."""
 
-    Args:
-        queries: heads.
-        groups: of queries that share a key.
-        dim: of queries and keys.
-        values: dimensions of values.
-    """
-
-    queries: int
-    groups: int
-    dim: int
-    values: int
+    queries: int  # heads
+    groups: int  # of queries that share a key
+    dim: int  # of queries and keys
+    values: int  # dimensions of values
 
 
 def _attention(comm_type: str | None) -> VarlenAttention:
@@ -65,18 +58,7 @@ def _run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, pack: Any) ->
 def attend(
     *, comm_type: str | None, heads: Heads, lengths: tuple[int, ...], tail: int
 ) -> dict[str, tuple[float, bool]]:
-    """Attends for this rank's rows of a pack, and for all of them alone.
-
-    Args:
-        comm_type: how rows travel.
-        heads: sizes.
-        lengths: of the documents.
-        tail: rows past the last one, NaN in everything that goes in.
-
-    Returns:
-        Of the output and of each gradient: how far it is from the same rows of one process, over the largest
-        entry; and whether it has the same bits a second time. Tails are zero.
-    """
+    """Attends for this rank's rows of a pack, and for all of them alone."""
     group = distributed.group.WORLD
     assert group is not None
     size, rank = group.size(), group.rank()
@@ -131,13 +113,9 @@ class SharedMicro(rig.Micro):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMicro(SharedMicro):
-    """A micro-batch that says by how many ranks it is shared.
+    """A micro-batch that says by how many ranks it is shared."""
 
-    Args:
-        group: of the ranks; None for this one alone.
-    """
-
-    group: Any = None
+    group: Any = None  # of the ranks; None for this one alone
 
     def sharers(self) -> tuple[int, int]:
         return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
@@ -191,31 +169,18 @@ def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> N
 @moe_rig.experts_on_cpu()
 def train_shared(
     *,
-    cp_size: int,
-    tp_size: int = 1,
-    num_steps: int = 20,
-    misfits: bool = False,
+    cp_size: int,  # how many share the rows of a pack
+    tp_size: int = 1,  # how many share each of their layers
+    num_steps: int = 20,  # to train
+    misfits: bool = False,  # every fifth pack fits no capacity
     has_tails: bool = True,
-    plugin: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    **options: Any,
+    plugin: dict[str, Any] | None = None,  # further options of the plugin
+    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
     """Trains eager and graphed on packs that ranks share and compares every step's bits on this rank.
 
     Evaluates between steps, too.
-
-    Args:
-        cp_size: how many share the rows of a pack.
-        tp_size: how many share each of their layers.
-        num_steps: to train.
-        misfits: every fifth pack fits no capacity.
-        has_tails: every second pack has rows past its last document, which Megatron's own RoPE does not take.
-        plugin: further options of the plugin.
-        model: arguments of `context_models.trainer()`.
-        options: further ones of Megatron's config.
-
-    Returns:
-        The report of the graphed run.
     """
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
     rig.forget_metrics()
@@ -256,25 +221,13 @@ def _metrics() -> dict[str, Tensor]:
 @moe_rig.experts_on_cpu()
 def beside_one_process(
     *,
-    cp_size: int,
-    is_static: bool = True,
-    model: dict[str, Any] | None = None,
-    plugin: dict[str, Any] | None = None,
-    **options: Any,
+    cp_size: int,  # how many share a pack
+    is_static: bool = True,  # the model is made for as many; else each pack says so
+    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    plugin: dict[str, Any] | None = None,  # further options of the plugin
+    **options: Any,  # further ones of Megatron's config
 ) -> tuple[float, ...]:
-    """Runs the same micro-batches on packs that all ranks share, and each rank alone on whole ones.
-
-    Args:
-        cp_size: how many share a pack.
-        is_static: the model is made for as many; else each pack says so.
-        model: arguments of `context_models.trainer()`.
-        plugin: further options of the plugin.
-        options: further ones of Megatron's config.
-
-    Returns:
-        How far this rank's losses, the gradients of all ranks together, and what their routers have recorded
-        are from those of whole packs, over the largest entry of each; -1 where they have recorded nothing.
-    """
+    """Runs the same micro-batches on packs that all ranks share, and each rank alone on whole ones."""
     found = []
     # Calls outside of schedules get packs of several sizes as they are given.
     shared = [micro for micros in steps_of(2, cp_size, has_tails=is_static) for micro in micros]

@@ -28,23 +28,14 @@ _FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hi
 
 def trainer(
     *,
-    latent: str | None = None,
-    experts: bool = False,
-    grouped: bool = False,
-    engine: bool = False,
-    adapters: bool = False,
-    config: dict[str, Any] | None = None,
+    latent: str | None = None,  # of `latent_rig.KINDS`, for multi-latent attention
+    experts: bool = False,  # in the first layer
+    grouped: bool = False,  # these never wait for the device
+    engine: bool = False,  # of Transformer Engine's modules
+    adapters: bool = False,  # in each MLP, and all else frozen
+    config: dict[str, Any] | None = None,  # further fields of Megatron's config
 ) -> Trainer:
-    """A model of two layers.
-
-    Args:
-        latent: of `latent_rig.KINDS`, for multi-latent attention.
-        experts: in the first layer.
-        grouped: these never wait for the device.
-        engine: of Transformer Engine's modules.
-        adapters: in each MLP, and all else frozen.
-        config: further fields of Megatron's config.
-    """
+    """A model of two layers."""
     given = config or {}
     if adapters:
         return rig.plain(prepare=adapt, config=given)
@@ -80,13 +71,7 @@ def without_adapters(chunk: nn.Module) -> Iterator[None]:
 
 
 class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
-    """A model of a layer with experts and a dense one, both with multi-latent attention.
-
-    Args:
-        kind: of `latent_rig.KINDS`.
-        engine: of Transformer Engine's modules.
-        changes: further fields of Megatron's config.
-    """
+    """A model of a layer with experts and a dense one, both with multi-latent attention."""
 
     def __init__(self, kind: str, *, engine: bool = False, **changes: Any) -> None:
         counting = {"finalize_model_grads_func": self._finalize}

@@ -122,11 +122,7 @@ def order_of_sizes() -> tuple[list[int], list[int]]:
 
 
 def change_between_steps() -> tuple[bool, str]:
-    """Replaces a module, which then sees the ranks of a pack, and turns on what would not see them.
-
-    Returns:
-        Whether it does; and what is said of the other.
-    """
+    """Replaces a module, which then sees the ranks of a pack, and turns on what would not see them."""
     trainer = new_trainer()
     micros, seen = warmed(trainer), []
     attention: Any = trainer.chunk.decoder.layers[0].self_attention

@@ -139,12 +139,7 @@ def _captured(config: dict[str, Any]) -> Trainer:
 
 
 def calls(*, way: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Calls a model whose graphs have been captured, with packs below its capacity and one that fills it.
-
-    Returns:
-        The report, of the replays and of as many calls in eager. What they gave and their gradients have been
-        compared with one another and with those of Megatron alone.
-    """
+    """Calls a model whose graphs have been captured, with packs below its capacity and one that fills it."""
     trainer = _captured(config)
 
     def run(micro: rig.Micro) -> dict[str, Tensor]:
@@ -207,10 +202,6 @@ def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
     """Runs the first stage of a pipeline, whose output are this rank's rows. Returns its report.
 
     Each step has a pack below the capacity and one that fills it.
-
-    Args:
-        in_schedule: Megatron's; else the plugin does not know DDP, whose hooks no layer is captured with.
-        config: further fields of Megatron's config.
     """
     megagraph.install(rig.graph_config())
     trainer = rig.plain(heads=4, prepare=_ends_in_hidden_states, config=config)

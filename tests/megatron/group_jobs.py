@@ -219,11 +219,7 @@ class _Unreadable(rig.Micro):
 
 
 def learn_apart(*, how: str, transformer: dict[str, Any]) -> dict[str, Any]:
-    """Trains without capacities, while rank 0 has other attributes of the same packs in its first step.
-
-    Returns:
-        The reports of both modes.
-    """
+    """Trains without capacities, while rank 0 has other attributes of the same packs in its first step."""
     many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
     steps = [many, *(micros[::2] for micros in steps_of(NUM_STEPS - 1, seed=1))]
     if distributed.get_rank() == 0:

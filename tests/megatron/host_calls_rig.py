@@ -220,23 +220,14 @@ def adapt(model: Any) -> None:
 
 @dataclass(kw_only=True)
 class Host:
-    """A trainer's loop as a host runs it.
+    """A trainer's loop as a host runs it."""
 
-    Args:
-        trainer: of the policy.
-        pack: makes the pack of a micro-batch.
-        call: calls the model on it.
-        schedule: further arguments of the schedule.
-        reference: asked for log-probabilities inside the policy's forward step; None for none.
-        offloads: weights and gradients are away between the phases, and nobody says so.
-    """
-
-    trainer: Trainer
-    pack: Callable[[Micro, Any], Any]
-    call: Call
-    schedule: dict[str, Any] = field(default_factory=dict)
+    trainer: Trainer  # of the policy
+    pack: Callable[[Micro, Any], Any]  # makes the pack of a micro-batch
+    call: Call  # calls the model on it
+    schedule: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
     reference: nn.Module | None = None
-    offloads: bool = False
+    offloads: bool = False  # weights and gradients are away between the phases, and nobody says so
     left: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:

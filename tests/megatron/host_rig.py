@@ -157,23 +157,15 @@ def bare_model(model_class: type, block_class: type | None = None) -> tuple[nn.M
 
 
 class HostTrainer(Trainer):
-    """The reference loop around a host's model.
-
-    Args:
-        model_class: the model's.
-        block_class: of its layers' block; Megatron's own by default.
-        prepare: called with the model before anything wraps it.
-        options: of the model.
-        further: of `Trainer`.
-    """
+    """The reference loop around a host's model."""
 
     def __init__(
         self,
-        model_class: type = GPTModel,
-        block_class: type | None = None,
-        prepare: Callable[[Any], None] | None = None,
-        options: Any = OPTIONS,
-        **further: Any,
+        model_class: type = GPTModel,  # the model's
+        block_class: type | None = None,  # of its layers' block; Megatron's own by default
+        prepare: Callable[[Any], None] | None = None,  # called with the model before anything wraps it
+        options: Any = OPTIONS,  # of the model
+        **further: Any,  # of `Trainer`
     ) -> None:
         self._classes, self._prepare = (model_class, block_class), prepare
         super().__init__(options, **further)

@@ -28,11 +28,7 @@ TOKENS = rig.CAPACITY.tokens
 
 
 def start(context_parallel: int = 1) -> int:
-    """Makes Megatron's groups anew, with those of hybrid context parallelism.
-
-    Returns:
-        How many ranks share each layer, now as before.
-    """
+    """Makes Megatron's groups anew, with those of hybrid context parallelism."""
     tensor_parallel: int = parallel_state.get_tensor_model_parallel_world_size()
     make_groups(
         tensor_model_parallel_size=tensor_parallel,
@@ -103,12 +99,7 @@ def _forward_step(data: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple
 
 
 class _Steps:
-    """Steps as the release's scheduler deals them out, and what this rank has had of each.
-
-    Args:
-        documents: of each step and rank of data parallelism.
-        config: the model's.
-    """
+    """Steps as the release's scheduler deals them out, and what this rank has had of each."""
 
     def __init__(self, documents: Sequence[Sequence[Sequence[dict[str, Tensor]]]], config: Any) -> None:
         rank = parallel_state.get_data_parallel_rank()
@@ -161,31 +152,15 @@ def _documents(lengths: list[list[list[int]]], device: torch.device) -> list[lis
 
 def train(
     *,
-    lengths: list[list[list[int]]],
-    cp_sizes: tuple[int, ...],
-    static: int = 1,
-    latent: str | None = None,
-    ddp: dict[str, Any] | None = None,
-    plugin: dict[str, Any] | None = None,
-    **options: Any,
+    lengths: list[list[list[int]]],  # of documents, by step and rank of data parallelism
+    cp_sizes: tuple[int, ...],  # by how many ranks the plugin lets packs be shared
+    static: int = 1,  # the model's own context-parallel size
+    latent: str | None = None,  # of `latent_rig.KINDS`, for multi-latent attention
+    ddp: dict[str, Any] | None = None,  # further fields of the config of Megatron's DDP
+    plugin: dict[str, Any] | None = None,  # its capacities; by default one, of a document
+    **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
-    """Trains eager and graphed under the release's hybrid scheduler, and compares every step's bits.
-
-    Args:
-        lengths: of documents, by step and rank of data parallelism.
-        cp_sizes: by how many ranks the plugin lets packs be shared.
-        static: the model's own context-parallel size.
-        latent: of `latent_rig.KINDS`, for multi-latent attention.
-        ddp: further fields of the config of Megatron's DDP.
-        plugin: its capacities; by default one, of a document.
-        options: further ones of Megatron's config.
-
-    Returns:
-        `report` of the graphed run; `sizes`, those of this rank's micro-batches, by step, where its rank of
-        tensor parallelism is given any; and how far the first step's gradients are from those of one process
-        that runs each document by itself, as a part of the largest one of each (`off`; 0 where no process
-        has a whole model).
-    """
+    """Trains eager and graphed under the release's hybrid scheduler, and compares every step's bits."""
     tensor_parallel = start(static)
     config = {
         "calculate_per_token_loss": True,

@@ -69,22 +69,15 @@ def asks_for_no_engine() -> contextlib.AbstractContextManager[object]:
 
 
 class LatentTrainer(Trainer):
-    """The reference loop around a GPTModel.
-
-    Args:
-        kind: of its attention.
-        config: further fields of Megatron's config.
-        transformer_engine: layers of its modules.
-        further: for `Trainer`.
-    """
+    """The reference loop around a GPTModel."""
 
     def __init__(
         self,
         *,
-        kind: str,
-        config: dict[str, Any] | None = None,
-        transformer_engine: bool = False,
-        **further: Any,
+        kind: str,  # of its attention
+        config: dict[str, Any] | None = None,  # further fields of Megatron's config
+        transformer_engine: bool = False,  # layers of its modules
+        **further: Any,  # for `Trainer`
     ) -> None:
         if transformer_engine:
             seed_streams()
@@ -98,12 +91,7 @@ class LatentTrainer(Trainer):
 
 
 class LatentHybridTrainer(rig.HybridTrainer):
-    """The reference loop around a HybridModel.
-
-    Args:
-        kind: of its attention.
-        spec: of its stack, of Transformer Engine's modules; ours by default.
-    """
+    """The reference loop around a HybridModel."""
 
     def __init__(self, *, kind: str, spec: Any = None) -> None:
         config = latent_config(kind)

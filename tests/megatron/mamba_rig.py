@@ -20,13 +20,9 @@ STATE, HEADS, TAPS = 4, 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Documented(Micro):
-    """A micro-batch whose pack says the document of each row, where the release's packs can.
+    """A micro-batch whose pack says the document of each row, where the release's packs can."""
 
-    Args:
-        says_documents: whether it does.
-    """
-
-    says_documents: bool = True
+    says_documents: bool = True  # whether it does
 
     def params(self, device: torch.device) -> Any:
         made = super().params(device)

@@ -17,13 +17,7 @@ from torch import distributed
 def train_pair(
     *, scopes: Sequence[str], plugin: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """As `parallel_jobs.train_pair()`, which takes `options`; what `compare_runs()` does not is of the model.
-
-    Args:
-        scopes: what is graphed.
-        plugin: further options of it.
-        options: further ones.
-    """
+    """As `parallel_jobs.train_pair()`, which takes `options`; what is left of them is of the model."""
     plugin = {"cuda_graph_modules": scopes, **(plugin or {})}
     options = {"num_steps": 8, "own_packs": True, **options}
     return parallel_jobs.train_pair(make=partial(ExpertTrainer, "E-"), plugin=plugin, **options)

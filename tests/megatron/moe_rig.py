@@ -182,22 +182,14 @@ def experts_on_cpu() -> Iterator[None]:
 
 
 def block_spec(
-    kinds: str,
+    kinds: str,  # `E` for a layer of experts, `-` for a dense one
     *,
-    engine: bool = False,
+    engine: bool = False,  # of Transformer Engine's modules
     is_grouped: bool | None = None,
-    num_experts: int = EXPERTS,
-    **attention: Any,
+    num_experts: int = EXPERTS,  # of each layer that has any
+    **attention: Any,  # further arguments of each layer's spec
 ) -> Any:
-    """The spec of a block.
-
-    Args:
-        kinds: `E` for a layer of experts, `-` for a dense one.
-        engine: of Transformer Engine's modules.
-        is_grouped: whether experts are multiplied together; by default those of Transformer Engine are.
-        num_experts: of each layer that has any.
-        attention: further arguments of each layer's spec.
-    """
+    """The spec of a block."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     make = te_layer_spec if engine else get_gpt_layer_varlen_spec

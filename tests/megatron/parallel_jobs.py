@@ -57,9 +57,6 @@ def steps_of(
 class ShardedSGD:
     """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
     gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.
-
-    Args:
-        model: Megatron's DDP.
     """
 
     def __init__(self, model: Any) -> None:
@@ -104,23 +101,14 @@ def of_engine(**given: Any) -> Trainer:
 
 def train_pair(
     *,
-    make: rig.Make = model,
-    steps_of: Callable[..., list[list[rig.Micro]]] = steps_of,
-    num_steps: int = 6,
-    own_packs: bool = False,
-    misfits_on: int | None = None,
-    **options: Any,
+    make: rig.Make = model,  # makes each trainer
+    steps_of: Callable[..., list[list[rig.Micro]]] = steps_of,  # makes the packs
+    num_steps: int = 6,  # to train
+    own_packs: bool = False,  # give each rank packs of its own
+    misfits_on: int | None = None,  # the rank some of whose packs fit no capacity
+    **options: Any,  # for `compare_runs()`
 ) -> dict[str, Any]:
-    """Trains eager and graphed and compares all bits on this rank. Returns the report of the graphed run.
-
-    Args:
-        make: makes each trainer.
-        steps_of: makes the packs.
-        num_steps: to train.
-        own_packs: give each rank packs of its own.
-        misfits_on: the rank some of whose packs fit no capacity.
-        options: for `compare_runs()`.
-    """
+    """Trains eager and graphed and compares all bits on this rank. Returns the report of the graphed run."""
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if own_packs else 0, misfits=rank == misfits_on)
     return rig.compare_runs(steps, seeded(make), **options).report

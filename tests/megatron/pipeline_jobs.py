@@ -40,14 +40,7 @@ MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)
 
 
 class Trainer(PipelineTrainer):
-    """The chunks of one stage, and what a step leaves.
-
-    Args:
-        cut: how the model is cut.
-        options: of the whole model.
-        ddp: further fields of Megatron's DDP config.
-        further: as `PipelineTrainer` takes it.
-    """
+    """The chunks of one stage, and what a step leaves."""
 
     def __init__(self, cut: Cut, options: ModelOptions, *, ddp: dict[str, Any], **further: Any) -> None:
         with asks_for_no_engine():
@@ -138,39 +131,22 @@ def _filled_up(micro: rig.Micro) -> rig.Micro:
 @moe_rig.experts_on_cpu()
 def train_pair(
     *,
-    cut: Cut,
-    cp_sizes: tuple[int, ...] = (),
-    num_steps: int = 6,
+    cut: Cut,  # of the model
+    cp_sizes: tuple[int, ...] = (),  # ranks that share packs which say so, in turns; none where none says it
+    num_steps: int = 6,  # to train
     evaluate_at: Collection[int] = (2, 4),
-    layers: int = 1,
-    misfits: bool = False,
-    even: bool = False,
+    layers: int = 1,  # of each chunk
+    misfits: bool = False,  # let some packs fit no capacity
+    even: bool = False,  # take packs with even numbers of rows alone
     shared_embeddings: bool = False,
     aligned: bool = False,
-    transformer: dict[str, Any] | None = None,
-    ddp: dict[str, Any] | None = None,
-    plugin: dict[str, Any] | None = None,
+    transformer: dict[str, Any] | None = None,  # further fields of Megatron's config
+    ddp: dict[str, Any] | None = None,  # further fields of its DDP config
+    plugin: dict[str, Any] | None = None,  # further options of the plugin
 ) -> list[dict[str, Any]]:
     """Trains eager and graphed and compares what every step and evaluation leaves on this rank.
 
     Buckets of gradients are reduced in the same order.
-
-    Args:
-        cut: of the model.
-        cp_sizes: ranks that share packs which say so, in turns; none where none says it.
-        num_steps: to train.
-        evaluate_at: the steps before which both evaluate, over another number of packs.
-        layers: of each chunk.
-        misfits: let some packs fit no capacity.
-        even: take packs with even numbers of rows alone.
-        shared_embeddings, aligned: as `PipelineTrainer` takes them.
-        transformer: further fields of Megatron's config.
-        ddp: further fields of its DDP config.
-        plugin: further options of the plugin.
-
-    Returns:
-        The reports of the graphed chunks, with the most that each may have in flight as `schedule`, and the
-        micro-batches of the first training step and of the first evaluation as `first`.
     """
     cut.start()
     rig.forget_metrics()  # which are of as many layers as an earlier model had

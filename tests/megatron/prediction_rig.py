@@ -23,12 +23,7 @@ DENSE: dict[str, Any] = {
 
 
 def prediction_spec(config: Any, layers: Any) -> Any:
-    """Of a block of multi-token prediction, whose layers are like the last one of the decoder.
-
-    Args:
-        config: Megatron's.
-        layers: the spec of the decoder's block.
-    """
+    """Of a block of multi-token prediction, whose layers are like the last one of the decoder."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
@@ -39,13 +34,7 @@ def prediction_spec(config: Any, layers: Any) -> Any:
 
 
 class PredictionTrainer(ExpertTrainer):
-    """The reference loop around a GPTModel that predicts further tokens.
-
-    Args:
-        kinds: of the decoder's layers: `E` of experts, `-` dense.
-        position: how the model embeds positions.
-        changes: of Megatron's config.
-    """
+    """The reference loop around a GPTModel that predicts further tokens."""
 
     def __init__(
         self, kinds: str = "--", *, position: str = "rope", options: ModelOptions = OPTIONS, **changes: Any

@@ -128,12 +128,9 @@ class Offload:
     """Moves what models own to the host and back to other addresses.
 
     The old memory stays alive and holds NaN, so that whatever reads it shows.
-
-    Args:
-        megatrons_own: gradients go through Megatron's `offload_grad_buffers()`.
     """
 
-    megatrons_own: bool = False
+    megatrons_own: bool = False  # gradients go through Megatron's `offload_grad_buffers()`
     _held: list[Tensor] = field(default_factory=list)
     _copies: dict[Tensor, Tensor] = field(default_factory=dict)
 
@@ -213,34 +210,21 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A whole run.
+    """A whole run."""
 
-    Args:
-        rounds: how many.
-        mini_batches: schedule calls of each phase.
-        late_gradients: gradient buffers come back after the log-probability passes only.
-        megatrons_own: see `Offload`.
-        moves: whether anything is offloaded between rounds.
-        announces: whether the plugin is told so, by `suspend()` and `resume()`.
-    """
-
-    rounds: int
-    mini_batches: int = 2
-    late_gradients: bool = False
-    megatrons_own: bool = False
-    moves: bool = True
-    announces: bool = True
+    rounds: int  # how many
+    mini_batches: int = 2  # schedule calls of each phase
+    late_gradients: bool = False  # gradient buffers come back after the log-probability passes only
+    megatrons_own: bool = False  # see `Offload`
+    moves: bool = True  # whether anything is offloaded between rounds
+    announces: bool = True  # whether the plugin is told so, by `suspend()` and `resume()`
 
     def batches(self, index: int) -> list[list[Micro]]:
         """The packs of round `index`."""
         return rollouts(index, mini_batches=self.mini_batches)
 
     def run(self, mode: str) -> tuple[list[Round], list[dict[str, Any]], list[dict[str, Any]]]:
-        """Trains fresh models in a mode of the plugin.
-
-        Returns:
-            What each round left, and after each round the report of the policy and of the reference.
-        """
+        """Trains fresh models in a mode of the plugin."""
         megagraph.install(graph_config(capacities=BANK, mode=mode))
         try:
             trainer = Trainer(OPTIONS)

@@ -199,38 +199,18 @@ def how_far(grads: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> floa
 @moe_rig.experts_on_cpu()
 def train_scheduled(
     *,
-    lengths: list[list[list[int]]],
-    cp_sizes: tuple[int, ...] = (1,),
-    static: int = 1,
-    forced: int | None = None,
-    plugin: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-    evaluates: bool = False,
-    in_training: bool = False,
-    has_reference: bool = True,
-    **options: Any,
+    lengths: list[list[list[int]]],  # of documents, by step and rank
+    cp_sizes: tuple[int, ...] = (1,),  # by how many ranks packs may be shared
+    static: int = 1,  # the model's own context-parallel size
+    forced: int | None = None,  # all are shared by as many
+    plugin: dict[str, Any] | None = None,  # further options of the plugin
+    model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
+    evaluates: bool = False,  # the first step's packs after each third step, too, without adapters
+    in_training: bool = False,  # the model is in training mode then, as hosts take log-probabilities
+    has_reference: bool = True,  # losses are sums over tokens alone, of which one process is asked, too
+    **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
-    """Trains eager and graphed on what is scheduled, and compares every step's bits.
-
-    Args:
-        lengths: of documents, by step and rank.
-        cp_sizes: by how many ranks packs may be shared.
-        static: the model's own context-parallel size.
-        forced: all are shared by as many.
-        plugin: further options of the plugin.
-        model: arguments of `context_models.trainer()`.
-        evaluates: the first step's packs after each third step, too, without adapters.
-        in_training: the model is in training mode then, as hosts take log-probabilities.
-        has_reference: losses are sums over tokens alone, of which one process is asked, too.
-        options: further ones of Megatron's config.
-
-    Returns:
-        `report` of the graphed run; `numbers`, the micro-batches of each step; `sizes`, those of this rank's
-        packs, by step; `evaluated`, micro-batches of evaluations but the first one; and how far the first
-        step's gradients are from those of one process that runs each document by itself, as a part of the
-        largest one of each (`off`; 0 without a reference, or a process with a whole model). `num_sizes` may
-        be shared.
-    """
+    """Trains eager and graphed on what is scheduled, and compares every step's bits."""
     experts = options.get("expert_model_parallel_size", 1)
     if static > 1 or experts > 1:
         context_jobs.start(static, expert_parallel=experts)

@@ -62,12 +62,7 @@ def warmed(trainer: Trainer) -> list[OwnMicro]:
 
 
 def end(way: str) -> None:
-    """Ends a job whose graphs hold communicators of several sizes.
-
-    Args:
-        way: graphs are `released` before the groups go, or the groups are `destroyed` while graphs live;
-            an error is `raised` in a layer; everything is `forgotten`.
-    """
+    """Ends a job whose graphs hold communicators of several sizes."""
     trainer = new_trainer()
     micros = warmed(trainer)
     assert rig.report_of(trainer)["replays"] > 0

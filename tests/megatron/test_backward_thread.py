@@ -32,11 +32,7 @@ def multithreading() -> Iterator[None]:
 
 
 class Seen:
-    """What backward passes find: their threads, and whether autograd may use threads of its own.
-
-    Args:
-        trainer: whose embedding is looked behind, so after the backward pass of every layer.
-    """
+    """What backward passes find: their threads, and whether autograd may use threads of its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.threads: list[int] = []

@@ -57,27 +57,16 @@ def _patched(model: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A host's way, and what becomes of it.
+    """A host's way, and what becomes of it."""
 
-    Args:
-        pack: of a micro-batch.
-        call: of the model.
-        phases: of each round.
-        classes: of the model and its block.
-        prepare: what the host does to the model before anything wraps it.
-        reasons: why calls may run eager beside the warm-up.
-        failure: part of the sentence with which the model is refused; then nothing replays.
-        offloads: memory moves between the phases.
-    """
-
-    pack: Callable[[Micro, Any], Any]
-    call: Call
-    phases: tuple[str, ...] = (LOG_PROBS, TRAIN)
-    classes: tuple[type, type | None] = (GPTModel, None)
-    prepare: Callable[[Any], None] | None = None
-    reasons: tuple[str, ...] = ()
-    failure: str | None = None
-    offloads: bool = False
+    pack: Callable[[Micro, Any], Any]  # of a micro-batch
+    call: Call  # of the model
+    phases: tuple[str, ...] = (LOG_PROBS, TRAIN)  # of each round
+    classes: tuple[type, type | None] = (GPTModel, None)  # of the model and its block
+    prepare: Callable[[Any], None] | None = None  # what the host does to the model before anything wraps it
+    reasons: tuple[str, ...] = ()  # why calls may run eager beside the warm-up
+    failure: str | None = None  # part of the sentence with which the model is refused; then nothing replays
+    offloads: bool = False  # memory moves between the phases
 
 
 class DeepModel(OwnModel):

@@ -21,12 +21,7 @@ MISFIT = (4,) * 9
 
 
 class StageTrainer(Trainer):
-    """Trains a chunk that embeds nothing.
-
-    Args:
-        is_last: it ends in losses, else in hidden states.
-        has_ids: it is called with token ids all the same, as Megatron-LM does.
-    """
+    """Trains a chunk that embeds nothing."""
 
     def __init__(self, *, is_last: bool, has_ids: bool, **further: Any) -> None:
         self.is_last, self.has_ids = is_last, has_ids

@@ -22,12 +22,9 @@ class Phases:
     """A host that loads a model before each phase and takes it away afterwards, and tells nobody.
 
     Gradients are loaded for training only. Some parameters are frozen.
-
-    Args:
-        mini_batches: schedule calls of a phase.
     """
 
-    mini_batches: int
+    mini_batches: int  # schedule calls of a phase
     reports: list[dict[str, Any]] = field(default_factory=list)  # after each phase
 
     def batches(self, index: int) -> list[list[Micro]]:

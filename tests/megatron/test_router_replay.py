@@ -45,11 +45,7 @@ def targets(micro: Micro, layer: int) -> Tensor:
 
 
 class Told:
-    """Micro-batches, before each of which core's routers are told what to do with it.
-
-    Attributes:
-        recorded: what they have recorded of those that they were to record, of each layer.
-    """
+    """Micro-batches, before each of which core's routers are told what to do with it."""
 
     def __init__(self, trainer: ExpertTrainer, micros: Sequence[Micro]) -> None:
         self._replays = [router.router_replay for router in moe_rig.routers(trainer)]
@@ -177,12 +173,7 @@ def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: t
 
 
 class HostRouting:
-    """In place of `TopKRouter.routing`, as verl's: knows nothing of rows that were added.
-
-    Attributes:
-        seen: rows of each call.
-        masks: of each call.
-    """
+    """In place of `TopKRouter.routing`, as verl's: knows nothing of rows that were added."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

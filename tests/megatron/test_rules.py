@@ -38,25 +38,15 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What breaks a rule, and what its sentence says to write instead.
+    """What breaks a rule, and what its sentence says to write instead."""
 
-    Args:
-        rule: its name.
-        words: of the sentence.
-        scopes: what is named.
-        options: of the model's config.
-        instead: scopes and options that break no rule, one for each way out.
-        kinds: the model's layers: `E` with experts, `-` dense; no mixture at all where no `E` is among them.
-        megatron: its own words where its graphs are switched on; empty where it says nothing.
-    """
-
-    rule: str
-    words: str
-    scopes: Sequence[str]
-    options: Config = field(default_factory=dict)
+    rule: str  # its name
+    words: str  # of the sentence
+    scopes: Sequence[str]  # what is named
+    options: Config = field(default_factory=dict)  # of the model's config
     instead: Sequence[tuple[Sequence[str], Config]]
     kinds: str = "E-"
-    megatron: str = ""
+    megatron: str = ""  # its own words where its graphs are switched on; empty where it says nothing
 
 
 CASES = [

@@ -58,19 +58,12 @@ def with_each(own: Sequence[str], *of_experts: Scopes) -> list[Scopes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One kind.
+    """One kind."""
 
-    Args:
-        kinds: of its layers.
-        scopes: that are legal.
-        config: further fields of Megatron's.
-        attention: of its layers' specs.
-    """
-
-    kinds: str
-    scopes: Sequence[Scopes]
-    config: Config
-    attention: Config = field(default_factory=dict)
+    kinds: str  # of its layers
+    scopes: Sequence[Scopes]  # that are legal
+    config: Config  # further fields of Megatron's
+    attention: Config = field(default_factory=dict)  # of its layers' specs
 
     @property
     def is_hybrid(self) -> bool:

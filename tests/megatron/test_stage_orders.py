@@ -62,11 +62,7 @@ class StagePair:
         return found
 
     def check_reports(self, warm_up: int) -> None:
-        """All but some micro-batches replayed, in as many slots as there must be, of which none is held.
-
-        Args:
-            warm_up: micro-batches of each chunk that ran eager.
-        """
+        """All but some micro-batches replayed, in as many slots as there must be, of which none is held."""
         plugin = the_plugin()
         for model, most in zip(self.graphed.models, self.schedule.most_in_flight, strict=True):
             graphs = plugin.graphs_of_model(model)

@@ -113,13 +113,7 @@ def _search(
 
 
 def optimum(lengths: Sequence[int], limits: ScheduleLimits, *, at_most: int) -> Optimum | None:
-    """The fewest micro-batches that are possible at all, and the least cost with that many.
-
-    Args:
-        lengths: up to 8.
-        limits: of up to 4 ranks.
-        at_most: micro-batches to look at.
-    """
+    """The fewest micro-batches that are possible at all, and the least cost with that many."""
     for num in range(limits.micro_batch_multiple, at_most + 1, limits.micro_batch_multiple):
         cost = float("inf")
         for layout in _layouts(limits, num):
