@@ -54,39 +54,21 @@ def refused(
 # -- rows ----------------------------------------------------------------------------------------
 
 
-TOKENS = {"tokens": [1, 2]}
-BAD_ROWS: list[tuple[object, object, list[str], str]] = [
-    (GOOD, {"length": -5}, [], "expected a length in [1, 2147483647], got -5"),
-    (GOOD, {"length": "9"}, [], "expected an integer in column length, got a string ('9')"),
-    (GOOD, {"text": "no length"}, [], "expected the column length; found text"),
-    (
-        GOOD,
-        {"length": 65},
-        [],
-        "document of 65 tokens is over the limit of 64; shorten it or raise --max-doc",
-    ),
-    (GOOD, {"length": 31}, ["--max-document", "30"], "document of 31 tokens is over the limit of 30; "),
-    (GOOD, {"length": 1}, [], "document of 1 tokens is under the minimum of 2"),
-    (GOOD, b'{"length": 9', [], f"{COLUMNS}, got b'"),
-    (GOOD, b"", [], f"{COLUMNS}, got a blank line"),
-    (GOOD, b"\xff\xfe", [], f"{COLUMNS}, got b'"),
-    (GOOD, [20], [], f"{COLUMNS}, got a list ([20])"),
-    (TOKENS, {"tokens": [1, -2, 3]}, [], "expected tokens in [0, 256), got -2 at index 1"),
-    (TOKENS, {"tokens": [1, 256]}, [], "expected tokens in [0, 256), got 256 at index 1"),
-    (TOKENS, {"tokens": "abc"}, [], "expected a list of integers in column tokens, got a string ('abc')"),
+# Each kind of error; tests/demo/test_documents.py has all.
+BAD_ROWS: list[tuple[object, list[str], str]] = [
+    ({"length": -5}, [], "expected a length in [1, 2147483647], got -5"),
+    ({"length": 65}, [], "document of 65 tokens is over the limit of 64; shorten it or raise --max"),
+    ({"length": 31}, ["--max-document", "30"], "document of 31 tokens is over the limit of 30; "),
+    ({"length": 1}, [], "document of 1 tokens is under the minimum of 2"),
+    (b"\xff\xfe", [], f"{COLUMNS}, got b'"),
 ]
 
 
-@pytest.mark.parametrize(("good", "row", "options", "message"), BAD_ROWS)
+@pytest.mark.parametrize(("row", "options", "message"), BAD_ROWS)
 def test_a_bad_row_is_named_with_file_line_and_what_was_expected(
-    refused: Callable[..., str],
-    jsonl: Callable[..., Path],
-    good: object,
-    row: object,
-    options: list[str],
-    message: str,
+    refused: Callable[..., str], jsonl: Callable[..., Path], row: object, options: list[str], message: str
 ) -> None:
-    path = jsonl(good, good, row, good)
+    path = jsonl(GOOD, GOOD, row, GOOD)
     assert refused("--data", path, *options).startswith(f"{path}:3: {message}")
 
 
@@ -99,24 +81,9 @@ def test_a_document_longer_than_a_pack_is_named_with_the_limit_of_a_pack(
     )
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("docs.jsonl", "", "expected at least one document, got an empty file"),
-        ("gone.jsonl", None, "expected a .jsonl file, found nothing there"),
-        ("docs.csv", "length\n9\n", "expected a .jsonl file, found 'docs.csv'"),
-    ],
-)
-def test_a_file_that_is_none_of_documents_is_named(
-    refused: Callable[..., str], tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    assert refused("--data", path) == f"{path}: {message}"
+def test_a_missing_file_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "gone.jsonl"
+    assert refused("--data", path) == f"{path}: expected a .jsonl file, found nothing there"
 
 
 # -- options -------------------------------------------------------------------------------------
