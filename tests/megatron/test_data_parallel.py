@@ -18,25 +18,28 @@ sharded = partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS)
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-@pytest.mark.parametrize(
-    "ddp",
-    [
-        {},
-        {"overlap_grad_reduce": True},
-        {"overlap_grad_reduce": True, "bucket_size": 4000},
-        SHARDED,
-        {**SHARDED, "bucket_size": 4000},
-        {**SHARDED, "bucket_size": 4000, "align_param_gather": True},
-    ],
-    ids=["plain", "reduce", "reduce, buckets", "gather", "gather, buckets", "gather, aligned"],
-)
-def test_bits(world2: World, ddp: dict[str, Any]) -> None:
+BUCKETS = {"bucket_size": 4000}
+DDP: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({}, ()),
+    (OVERLAP, ()),
+    ({**OVERLAP, **BUCKETS}, ()),
+    (SHARDED, ()),
+    ({**SHARDED, **BUCKETS}, ()),
+    ({**SHARDED, **BUCKETS, "align_param_gather": True}, ()),
+    *(({**SHARDED, "bucket_size": size}, (half,)) for half in ("attn", "mlp") for size in (1000, 4000, None)),
+]
+
+
+@pytest.mark.parametrize(("ddp", "scopes"), DDP, ids=str)
+def test_bits(world2: World, ddp: dict[str, Any], scopes: tuple[str, ...]) -> None:
     """Ranks see packs of their own. A layer that ran before its weights are gathered would read NaN."""
     reports = world2.run(
         parallel_jobs.train_pair,
         ddp=ddp,
+        plugin={"cuda_graph_modules": scopes},
         own_packs=True,
         make=sharded if "overlap_param_gather" in ddp else parallel_jobs.model,
+        num_steps=8,
         evaluate_at=(4,),
     )
     for report in reports:

@@ -222,28 +222,6 @@ def test_selective_recompute_has_the_bits_of_none(
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
 
 
-# -- ranks ---------------------------------------------------------------------------------------
-
-
-FUSED = {"apply_rope_fusion": True}
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"), [("plain, RoPE", {"sequence_parallel": True}), ("low rank, YaRN", FUSED)]
-)
-def test_two_ranks_that_share_layers(world2: World, kind: str, config: dict[str, Any]) -> None:
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        tensor_parallel=2,
-        make=partial(LatentTrainer, kind=kind),
-        config={"tensor_model_parallel_size": 2, **config},
-        num_steps=8,
-        evaluate_at=(4, 6),
-    )
-    for report in reports:
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
-
-
 # -- other models --------------------------------------------------------------------------------
 
 

@@ -3,14 +3,12 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import parallel_jobs
 import pytest
 import torch
 from megatron_rig import LAYERS, ONE, OPTIONS, TWO, HybridTrainer, Install, Micro, Pair, report_of, step
-from worlds import World
 
 import megagraph
 from megagraph.config import MODULES
@@ -109,43 +107,6 @@ def test_layers_of_one_half_are_graphed_whole_or_not_at_all(
     install(cuda_graph_modules=scope)
     report = Pair(HybridTrainer).train(parallel_jobs.steps_of(5))
     assert report["replays"] == 4 * 3 * len(layers) and report["layers"] == len(layers)
-
-
-@pytest.mark.parametrize(("scopes", "sequence_parallel"), [(("attn",), True), (("mlp",), False)])
-def test_two_ranks_that_share_layers(world2: World, scopes: Sequence[str], sequence_parallel: bool) -> None:
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        tensor_parallel=2,
-        config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
-        plugin={"cuda_graph_modules": scopes},
-        num_steps=8,
-        evaluate_at=(4, 6),
-    )
-    for report in reports:
-        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
-
-
-@pytest.mark.parametrize("scopes", SCOPES[:2])
-@pytest.mark.parametrize("bucket_size", [1000, 4000, None])
-def test_two_ranks_whose_gradients_and_weights_are_on_their_way(
-    world2: World, scopes: Sequence[str], bucket_size: int | None
-) -> None:
-    sharded = {
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-        "bucket_size": bucket_size,
-    }
-    reports = world2.run(
-        parallel_jobs.train_pair,
-        ddp=sharded,
-        own_packs=True,
-        make=partial(parallel_jobs.ShardedTrainer, parallel_jobs.OPTIONS),
-        plugin={"cuda_graph_modules": scopes},
-        num_steps=8,
-    )
-    for report in reports:
-        assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
 
 
 def test_the_models_own_config_names_scopes(install: Install) -> None:

@@ -2,11 +2,13 @@
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import entry_jobs
 import parallel_jobs
 import pytest
+from latent_rig import LatentTrainer
 from megatron.core.models.gpt import GPTModel
 from worlds import World
 
@@ -30,24 +32,35 @@ def eager_calls(report: dict[str, Any]) -> dict[str, int]:
     return eager
 
 
-# Bug with dropout: the stream was swapped in once more for the capture, and whoever drew a number, also one
-# without effect as Transformer Engine's attention does, was not captured.
-OPTIONS = [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "hidden_dropout": 0.1}]
+latent = partial(LatentTrainer, kind="plain, RoPE")
+fused_latent = partial(LatentTrainer, kind="low rank, YaRN")
+SHARES: dict[str, Any] = {"sequence_parallel": True}
+# What makes the models, what is graphed, and further options of Megatron's.
+TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
+    "whole rows": (parallel_jobs.model, (), {}),
+    "shared rows": (parallel_jobs.model, (), SHARES),
+    # Bug: the stream was swapped in once more for the capture, and whoever drew a number, also one without
+    # effect as Transformer Engine's attention does, was not captured.
+    "dropout": (parallel_jobs.model, (), {**SHARES, "hidden_dropout": 0.1}),
+    "attention": (parallel_jobs.model, ("attn",), SHARES),
+    "MLPs": (parallel_jobs.model, ("mlp",), {}),
+    "latent attention": (latent, (), SHARES),
+    "latent attention, fused RoPE": (fused_latent, (), {"apply_rope_fusion": True}),
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_bits(world2: World, options: dict[str, Any]) -> None:
-    config = {**TENSOR_PARALLEL, **options}
-    for report in world2.run(parallel_jobs.train_pair, tensor_parallel=2, config=config):
-        assert eager_calls(report) == {} and report["failures"] == []
-
-
-def test_evaluation_between_steps(world2: World) -> None:
-    job = parallel_jobs.train_pair
-    reports = world2.run(job, tensor_parallel=2, config=SHARED_ROWS, evaluate_at=(3,))
-    for report in reports:
-        assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
-        assert report["calls"] == CALLS + STEP_CALLS
+@pytest.mark.parametrize("name", TRAININGS)
+def test_bits(world2: World, name: str) -> None:
+    """With evaluations between steps."""
+    make, scopes, options = TRAININGS[name]
+    given: dict[str, Any] = {
+        "plugin": {"cuda_graph_modules": scopes},
+        "config": {**TENSOR_PARALLEL, **options},
+    }
+    job, times = parallel_jobs.train_pair, {"num_steps": 8, "evaluate_at": (4, 6)}
+    for report in world2.run(job, tensor_parallel=2, make=make, **times, **given):
+        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
+        assert report["calls"] == (8 + 2) * STEP_CALLS
 
 
 def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2: World) -> None:
