@@ -138,37 +138,24 @@ class MicroBatch:
 
 
 class Pair:
-    """The same layers under a bank and eager.
-
-    Args:
-        device: of both.
-        layers: moved there and copied.
-        num_slots: of the bank.
-        main_grad: gradients are accumulated in `main_grad`, as under Megatron's DDP.
-        holds_collectives: its graphs do.
-        trackers: of the bank.
-    """
+    """The same layers under a bank and eager."""
 
     def __init__(
         self,
-        device: str,
-        layers: Sequence[nn.Module],
+        device: str,  # of both
+        layers: Sequence[nn.Module],  # moved there and copied
         *,
-        num_slots: int = 1,
-        main_grad: bool = False,
-        holds_collectives: bool = False,
-        trackers: Sequence[RngTracker] = (),
+        num_slots: int = 1,  # of the bank
+        main_grad: bool = False,  # gradients are accumulated in `main_grad`, as under Megatron's DDP
+        holds_collectives: bool = False,  # its graphs do
+        trackers: Sequence[RngTracker] = (),  # of the bank
     ) -> None:
         self.device = device
         self.layers = [layer.to(device) for layer in layers]
         self.eager_layers = copy.deepcopy(self.layers)
         self._accumulators = [give_main_grads(side) for side in (self.layers, self.eager_layers) if main_grad]
         self.bank = new_bank(
-            self.layers,
-            device,
-            num_slots=num_slots,
-            holds_collectives=holds_collectives,
-            trackers=trackers,
+            self.layers, device, num_slots=num_slots, holds_collectives=holds_collectives, trackers=trackers
         )
 
     def capture(self, *variants: VariantSpec) -> "Pair":

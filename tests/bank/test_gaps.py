@@ -82,25 +82,17 @@ def steps_of(layer: Router, *, transient: Sequence[int] = ()) -> list[SiteSpec |
 
 
 class RouterPair:
-    """Layers under a bank, and copies of them eager.
-
-    Args:
-        device: of both.
-        num_layers: how many.
-        num_slots: of the bank.
-        main_grad: as under Megatron's DDP.
-        options: of `steps_of()`.
-    """
+    """Layers under a bank, and copies of them eager."""
 
     def __init__(
         self,
-        device: str,
+        device: str,  # of both
         *,
-        num_layers: int = 2,
-        num_slots: int = 1,
-        main_grad: bool = False,
+        num_layers: int = 2,  # how many
+        num_slots: int = 1,  # of the bank
+        main_grad: bool = False,  # as under Megatron's DDP
         training: bool = True,
-        **options: Any,
+        **options: Any,  # of `steps_of()`
     ) -> None:
         self.device = device
         self.layers = [Router().to(device) for _ in range(num_layers)]

@@ -16,11 +16,7 @@ SLEEP = 20_000_000  # cycles: longer than the host takes for a launch
 
 
 class Wide(nn.Module):
-    """Most of the memory that its forward and its backward take is gone when they end.
-
-    Args:
-        sleeps: between writing it and reading it.
-    """
+    """Most of the memory that its forward and its backward take is gone when they end."""
 
     def __init__(self, *, sleeps: bool = False) -> None:
         super().__init__()
