@@ -210,4 +210,6 @@ OF_ENGINE: dict[str, tuple[Config, Scopes]] = {
 def test_experts_of_transformer_engine(case: str) -> None:
     further, scopes = OF_ENGINE[case]
     name = "experts among dense layers"
-    check_report(compare(name, "Transformer Engine", scopes, 8, **further), 8)
+    report = compare(name, "Transformer Engine", scopes, 8, **further)
+    check_report(report, 8)
+    assert report["graphs"] == 2 * report["layers"]
