@@ -49,10 +49,12 @@ def test_temporary_memory_is_paid_once_for_all_slots() -> None:
 
 
 def test_banks_of_a_device_share_it() -> None:
-    banks = [new_bank([Wide().cuda(), Wide().cuda()], "cuda", num_slots=4) for _ in range(2)]
     alone = pool_bytes(4)
+    modules = [[Wide().cuda(), Wide().cuda()] for _ in range(2)]  # which a bank does not keep alive
+    banks = [new_bank(its, "cuda", num_slots=4) for its in modules]
     for bank in banks:
-        bank.capture([variant(rows=ROWS)])
+        bank.capture([variant(rows=ROWS), variant("evaluation", rows=ROWS, training=False)])
+        assert not bank.failures
     together = sum(bank.pool_bytes() for bank in banks)
     assert together < alone * 2 - ROWS * WIDTH * COPIES * 4, f"{together} bytes of two banks, {alone} of one"
     for bank in banks:

@@ -140,9 +140,13 @@ def _other_arguments(name: str) -> Callable[[Any, Any, dict[str, Any]], Any]:
     """A hook that hands a block what the model has not made."""
 
     def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        rows = kwargs["hidden_states"].size(0)
-        other = torch.ones(rows, 1, 1, kwargs["rotary_pos_emb"].size(-1))
-        return args, {**kwargs, name: other if name == "rotary_pos_emb" else torch.zeros(1, rows)}
+        hidden = kwargs["hidden_states"]
+        rows, device = hidden.size(0), hidden.device
+        others = {
+            "rotary_pos_emb": torch.ones(rows, 1, 1, kwargs["rotary_pos_emb"].size(-1), device=device),
+            "padding_mask": torch.zeros(1, rows, device=device),
+        }
+        return args, {**kwargs, name: others[name]}
 
     return hook
 

@@ -188,7 +188,8 @@ class MicroBatch:
         if self.entry_padding:
             raise RuntimeError(
                 "with sequence parallelism the layers of a padded pack are handed a rotary table that is not "
-                "the model's own; expected such tables from the first micro-batch on, or never"
+                "the model's own; expected such tables from the first micro-batch on, or never (with experts "
+                "never)"
             )
         return self._given
 

@@ -197,7 +197,10 @@ class ModelGraphs:
         """Why no rows may be added where the model is entered; None where they may.
 
         They stay, and whose rotary tables its layers get shows further in: a host's are for the rows given.
+        Rows of padding reach no expert, so that layers of experts are never given a pack to find out with.
         """
+        if self.masks_at_entry:
+            return None
         if self._tables.are_handed_on is None:
             return EagerReason.WARMING_UP
         return None if self._tables.are_handed_on else EagerReason.SIGNATURE_CHANGED
@@ -253,7 +256,8 @@ class ModelGraphs:
         if batch.reason is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             batch.reason = self._kinds.explain(batch.kind, batch.reason)
-            if self._kinds.awaits_graphs(batch.kind, batch.reason):
+            has_other_rows = batch.is_as_given and self.tensor.shards_sequence
+            if self._kinds.awaits_graphs(batch.kind, batch.reason) and not has_other_rows:
                 self.verifier.keep(batch, hidden_states)
             if not batch.is_own(table, hidden_states):
                 batch.run_as_given(is_own_table=False)

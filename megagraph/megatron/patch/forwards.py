@@ -161,7 +161,7 @@ class ForwardWrappers:
                     # These fit the rows that were given, or ask the block for other results.
                     batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
                 elif added_rows and (reason := graphs.reason_against_rows()) is not None:
-                    batch, added_rows = reason, 0
+                    batch, added_rows = batch.as_given(reason), 0
             if graphs.needs_equal_rows and isinstance(batch, EagerReason):
                 graphs.require_rows(tokens, batch)
             if isinstance(batch, MicroBatch):
