@@ -53,22 +53,18 @@ PYTHON = [
     "bind_replay",
     "bind_watch",
     "decider",
-    "dict_events",
-    "fingerprint",
     "module",
     "pack_reader",
-    "serials",
     "site_object",
-    "state_items",
-    "state_watch",
-    "values",
 ]
+WATCH = ["dict_events", "fingerprint", "serials", "state_items", "state_watch", "values"]
 DECIDE = ["dispatch", "document_costs", "pack_schedule", "placement"]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),
     *(f"csrc/ops/{name}.cpp" for name in ["schemas", *OPS_WITH_KERNELS, *OPS]),
     *(f"csrc/bank/{name}.cpp" for name in BANK),
+    *(f"csrc/watch/{name}.cpp" for name in WATCH),
     *(f"csrc/python/{name}.cpp" for name in PYTHON),
 ]
 CUDA_SOURCES = [

@@ -314,7 +314,7 @@ class Decider(metaclass=_pybind11_type):
     ) -> Any: ...
 
 class ModuleWatch(metaclass=_pybind11_type):
-    """csrc/python/fingerprint.h, Note [Module fingerprint]. Takes weak references to modules."""
+    """csrc/watch/fingerprint.h, Note [Module fingerprint]. Takes weak references to modules."""
 
     def __init__(self, modules: list[weakref.ref[torch.nn.Module]]) -> None: ...
     def fingerprint(self) -> int: ...
@@ -322,7 +322,7 @@ class ModuleWatch(metaclass=_pybind11_type):
     def have_other_grads(self) -> bool: ...
 
 class StateWatch(metaclass=_pybind11_type):
-    """csrc/python/state_watch.h, Note [State]. Takes weak references to modules."""
+    """csrc/watch/state_watch.h, Note [State]. Takes weak references to modules."""
 
     def __init__(
         self,

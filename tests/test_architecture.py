@@ -148,7 +148,8 @@ MAY_INCLUDE = {
     "csrc/torch": (),
     "csrc/ops": ("csrc/torch",),
     "csrc/bank": ("csrc/decide", "csrc/torch", "csrc/ops"),
-    "csrc/python": ("csrc/decide", "csrc/torch", "csrc/ops", "csrc/bank"),
+    "csrc/watch": ("csrc/torch",),
+    "csrc/python": ("csrc/decide", "csrc/torch", "csrc/ops", "csrc/bank", "csrc/watch"),
 }
 
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What watches modules: megagraph/_C.pyi is its manual.
 #include "csrc/python/bindings.h"
-#include "csrc/python/fingerprint.h"
-#include "csrc/python/state_watch.h"
+#include "csrc/watch/fingerprint.h"
+#include "csrc/watch/state_watch.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/numerics.h"
 

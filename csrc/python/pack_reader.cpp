@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "csrc/python/references.h"
+#include "csrc/watch/references.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;

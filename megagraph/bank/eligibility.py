@@ -17,7 +17,7 @@ from megagraph.decide.reasons import EagerReason
 
 __all__ = ["MODULE_HOOKS", "ineligible_sites"]
 
-# csrc/python/state_items.cpp reads the same tables.
+# csrc/watch/state_items.cpp reads the same tables.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_ALL_MODULES = tuple(f"_global{name}" for name in MODULE_HOOKS)
 

@@ -54,7 +54,7 @@ class ContextView:
         self._model = weakref.ref(model)
         self.is_on = ranks.is_dynamic
         self._shows_others = ranks.sizes != (ranks.size,)
-        # csrc/python/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
+        # csrc/watch/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
         self._watch: _C.StateWatch | None = None
         self._state = 0
         self._places: Sequence[tuple[Any, str]] = ()

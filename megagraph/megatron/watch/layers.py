@@ -56,7 +56,7 @@ class LayerWatch:
         # Weakly, as hooks and modules may hold the model.
         self._modules = self._modules_of_now()
         self._memory = _C.ModuleWatch(self._modules)
-        # csrc/python/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
+        # csrc/watch/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
         self._fingerprint: int | None = None
         # Whether parameters held a `.grad` beside their `main_grad` when the step began.
         self.have_other_grads = False
@@ -76,7 +76,7 @@ class LayerWatch:
         self._state = _C.StateWatch(
             modules, self._block, self._left_out, self._is_expected_hook, self._keys()
         )
-        # Asked in each call for a hash of the state of now, csrc/python/state_watch.h, Note [State]. With
+        # Asked in each call for a hash of the state of now, csrc/watch/state_watch.h, Note [State]. With
         # True, what lists and sets hold is read, too.
         self.state: Callable[[bool], int] = self._state.now
 

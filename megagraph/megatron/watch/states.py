@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers the states that a model's layers are met in, alike on all ranks that share its communicators.
 
-csrc/python/state_watch.h, Note [State] says what a state is; numeric settings belong to it too.
+csrc/watch/state_watch.h, Note [State] says what a state is; numeric settings belong to it too.
 """
 
 import zlib

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/state_watch.h"
+#include "csrc/watch/state_watch.h"
 
 #include <algorithm>
 #include <string>
 #include <unordered_set>
 #include <utility>
 
-#include "csrc/python/dict_events.h"
-#include "csrc/python/hash.h"
-#include "csrc/python/references.h"
-#include "csrc/python/serials.h"
-#include "csrc/python/state_items.h"
-#include "csrc/python/values.h"
+#include "csrc/watch/dict_events.h"
+#include "csrc/watch/hash.h"
+#include "csrc/watch/references.h"
+#include "csrc/watch/serials.h"
+#include "csrc/watch/state_items.h"
+#include "csrc/watch/values.h"
 
 namespace py = pybind11;
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/state_items.h"
+#include "csrc/watch/state_items.h"
 
 #include <array>
 
-#include "csrc/python/hash.h"
-#include "csrc/python/references.h"
-#include "csrc/python/serials.h"
-#include "csrc/python/values.h"
+#include "csrc/watch/hash.h"
+#include "csrc/watch/references.h"
+#include "csrc/watch/serials.h"
+#include "csrc/watch/values.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/fingerprint.h"
+#include "csrc/watch/fingerprint.h"
 
 #include <array>
 
-#include "csrc/python/dict_events.h"
-#include "csrc/python/hash.h"
-#include "csrc/python/references.h"
-#include "csrc/python/state_items.h"
+#include "csrc/watch/dict_events.h"
+#include "csrc/watch/hash.h"
+#include "csrc/watch/references.h"
+#include "csrc/watch/state_items.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/python_tensors.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/serials.h"
+#include "csrc/watch/serials.h"
 
 #include <pybind11/pybind11.h>
 
 #include <unordered_map>
 
-#include "csrc/python/references.h"
+#include "csrc/watch/references.h"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@
 // freed counts as no address.
 //
 // Most of it stands in dictionaries of Python, and is read again only where one of them has
-// changed (csrc/python/dict_events.h). What lies behind a tensor tells nobody when it changes, and
+// changed (csrc/watch/dict_events.h). What lies behind a tensor tells nobody when it changes, and
 // is read each time.
 #pragma once
 

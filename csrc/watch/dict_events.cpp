@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/dict_events.h"
+#include "csrc/watch/dict_events.h"
 
 #include <pybind11/pybind11.h>
 

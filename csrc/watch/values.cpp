@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "csrc/python/values.h"
+#include "csrc/watch/values.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 
-#include "csrc/python/dict_events.h"
-#include "csrc/python/hash.h"
-#include "csrc/python/references.h"
-#include "csrc/python/serials.h"
+#include "csrc/watch/dict_events.h"
+#include "csrc/watch/hash.h"
+#include "csrc/watch/references.h"
+#include "csrc/watch/serials.h"
 #include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
