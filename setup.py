@@ -57,7 +57,7 @@ PYTHON = [
     "pack_reader",
     "site_object",
 ]
-WATCH = ["dict_events", "fingerprint", "serials", "state_items", "state_watch", "values"]
+WATCH = ["dict_events", "module_watch", "serials", "state_items", "state_watch", "values"]
 DECIDE = ["dispatch", "document_costs", "pack_schedule", "placement"]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),

@@ -148,7 +148,7 @@ MAY_INCLUDE = {
     "csrc/torch": (),
     "csrc/ops": ("csrc/torch",),
     "csrc/bank": ("csrc/decide", "csrc/torch", "csrc/ops"),
-    "csrc/watch": ("csrc/torch",),
+    "csrc/watch": ("csrc/decide", "csrc/torch"),
     "csrc/python": ("csrc/decide", "csrc/torch", "csrc/ops", "csrc/bank", "csrc/watch"),
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What watches modules: megagraph/_C.pyi is its manual.
 #include "csrc/python/bindings.h"
-#include "csrc/watch/fingerprint.h"
+#include "csrc/watch/module_watch.h"
 #include "csrc/watch/state_watch.h"
 #include "csrc/torch/accumulator_hooks.h"
 #include "csrc/torch/numerics.h"
@@ -12,14 +12,28 @@ namespace megagraph {
 
 void bind_watch(py::module_& m) {
   m.def("count_accumulator_hooks", &count_accumulator_hooks, py::arg("param"));
-  m.def("fingerprint", &fingerprint, py::arg("tensors"));
   m.def(
       "numeric_settings",
       [](const at::Device& device) { return NumericSettings::current(device.type()).hash(); },
       py::arg("device"));
   py::class_<ModuleWatch>(m, "ModuleWatch")
-      .def(py::init<py::list>(), py::arg("modules"))
-      .def("fingerprint", &ModuleWatch::fingerprint)
+      .def(py::init<py::object, py::object, py::iterable>(), py::arg("find_modules"),
+           py::arg("find_state"), py::arg("unread"))
+      .def("follow", &ModuleWatch::follow)
+      .def("expect_hooks", &ModuleWatch::expect_hooks)
+      .def("expect_memory", &ModuleWatch::expect_memory, py::kw_only(), py::arg("grad"))
+      .def("forget_gradients", &ModuleWatch::forget_gradients)
+      .def(
+          "difference",
+          [](ModuleWatch& watch, const py::function& of_hooks) -> std::optional<int> {
+            const auto reason = watch.difference(of_hooks);
+            return reason ? std::optional(static_cast<int>(*reason)) : std::nullopt;
+          },
+          py::arg("of_hooks"))
+      .def("has_memory", &ModuleWatch::has_memory, py::kw_only(), py::arg("grad"))
+      .def_property_readonly("is_watching", &ModuleWatch::is_watching)
+      .def_property_readonly("are_gradients_away", &ModuleWatch::are_gradients_away)
+      .def_property_readonly("have_only_gradients_moved", &ModuleWatch::have_only_gradients_moved)
       .def_property_readonly("have_other_grads", &ModuleWatch::have_other_grads);
   py::class_<StateWatch>(m, "StateWatch")
       .def(py::init<py::list, py::object, py::iterable, py::object, py::list>(), py::arg("modules"),

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/watch/state_items.h"
 
-#include <array>
-
 #include "csrc/watch/hash.h"
 #include "csrc/watch/references.h"
 #include "csrc/watch/serials.h"
@@ -15,14 +13,6 @@ namespace megagraph {
 namespace {
 
 constexpr size_t kLongestWords = 60;
-
-// The tables of hooks are those of MODULE_HOOKS in megagraph/bank/eligibility.py.
-const auto& hook_tables() {
-  static const auto& names =
-      *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
-                                  interned("_backward_hooks"), interned("_backward_pre_hooks")};
-  return names;
-}
 
 const auto& global_tables() {
   static const auto& names = *new std::array<py::str, 4>{
@@ -168,6 +158,13 @@ StateItems items_of_global_hooks(const StateRules& rules) {
     append_hooks(items, global_tables().at(i), tables[i], rules);
   }
   return items;
+}
+
+const std::array<py::str, 4>& hook_tables() {
+  static const auto& names =
+      *new std::array<py::str, 4>{interned("_forward_hooks"), interned("_forward_pre_hooks"),
+                                  interned("_backward_hooks"), interned("_backward_pre_hooks")};
+  return names;
 }
 
 std::vector<PyObject*> tables_of_module(PyObject* attributes) {

@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -36,6 +37,8 @@ StateItems items_of_global_hooks(const StateRules& rules);
 
 // What the items depend on beside the owner's own dictionary. Borrowed.
 std::vector<PyObject*> tables_of_module(PyObject* attributes);
+// The attributes of a module that hold its hooks; megagraph/bank/eligibility.py reads the same.
+const std::array<pybind11::str, 4>& hook_tables();
 std::vector<PyObject*> global_hook_tables();
 
 // Of an item, and in which order they come does not matter.

@@ -13,7 +13,7 @@
 // - the hooks on all modules;
 // - what functions of the caller return.
 // Attributes that are left out by name are no part of it. What torch keeps in attributes of its
-// own, parameters and buffers among it, is compared elsewhere (fingerprint.h).
+// own, parameters and buffers among it, is compared elsewhere (module_watch.h).
 //
 // Nearly all of this stands in dictionaries, and one is read again only where it has changed
 // (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists

@@ -15,15 +15,15 @@ from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["MODULE_HOOKS", "ineligible_sites"]
+__all__ = ["ineligible_sites"]
 
 # csrc/watch/state_items.cpp reads the same tables.
-MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_ALL_MODULES = tuple(f"_global{name}" for name in MODULE_HOOKS)
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_MODULES = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    for name in MODULE_HOOKS:
+    for name in _MODULE_HOOKS:
         yield from getattr(module, name).values()
 
 

@@ -241,6 +241,10 @@ class SiteSpec(_OfModule):
         """The same without names."""
         return [module for _name, module in self.named_modules()]
 
+    def owners(self) -> list[nn.Module]:
+        """Those of them that own the parameters and buffers that the call uses."""
+        return [module for _name, root in self._roots() for module in root.modules()]
+
     def _roots(self) -> list[tuple[str, nn.Module]]:
         module = self.module
         return [(part, module.get_submodule(part)) for part in self._parts] or [("", module)]
@@ -308,6 +312,9 @@ class JoinedSites(SiteSpec):
         for site in self.sites:
             for name, module in site.named_modules():
                 yield ".".join(filter(None, (site.short_name, name))), module
+
+    def owners(self) -> list[nn.Module]:
+        return [module for site in self.sites for module in site.owners()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         named = (

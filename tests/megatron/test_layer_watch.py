@@ -12,18 +12,19 @@ import torch
 from megatron_rig import OPTIONS, Micro, report_of, step
 from torch import nn
 
-from megagraph import _C
+from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.megatron.watch.addresses import AddressWatch
+from megagraph.megatron.watch.layers import LayerWatch
 
 pytestmark = pytest.mark.megatron
 
 ONE = Micro(lengths=(9, 20))
 Install = Callable[..., GraphConfig]
+_MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
 
 
 def _replace_weight(layer: Any) -> None:
@@ -36,13 +37,8 @@ def _replace_main_grad(layer: Any) -> None:
     weight.main_grad = weight.main_grad.clone()
 
 
-def _move_main_grad(layer: Any) -> None:
-    main_grad = layer.mlp.linear_fc1.weight.main_grad
-    main_grad.data = main_grad.data.clone()
-
-
-def _move(layer: Any) -> None:
-    layer.mlp.linear_fc1.weight.data = layer.mlp.linear_fc1.weight.data.clone()
+def _moved(param: Any) -> None:
+    param.data = param.data.clone()
 
 
 def _replace_submodule(layer: Any) -> None:
@@ -50,38 +46,20 @@ def _replace_submodule(layer: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], EagerReason]] = {
-    "moved weight": (_move, EagerReason.ADDRESS_MOVED),
-    "other weight": (_replace_weight, EagerReason.ADDRESS_MOVED),
-    "other main_grad": (_replace_main_grad, EagerReason.ADDRESS_MOVED),
-    "moved main_grad": (_move_main_grad, EagerReason.ADDRESS_MOVED),
-    "frozen weight": (
-        lambda layer: layer.mlp.linear_fc1.weight.requires_grad_(False),
-        EagerReason.PARAMETERS_CHANGED,
-    ),
-    "other submodule": (_replace_submodule, EagerReason.PARAMETERS_CHANGED),
-    "further submodule": (
-        lambda layer: layer.mlp.add_module("further", nn.Identity()),
-        EagerReason.PARAMETERS_CHANGED,
-    ),
-    "forward hook": (
-        lambda layer: layer.mlp.register_forward_hook(lambda *args: None),
-        EagerReason.FOREIGN_HOOK,
-    ),
-    "forward pre-hook": (
-        lambda layer: layer.mlp.register_forward_pre_hook(lambda *args: None),
-        EagerReason.FOREIGN_HOOK,
-    ),
-    "backward hook": (
-        lambda layer: layer.mlp.register_full_backward_hook(lambda *args: None),
-        EagerReason.FOREIGN_HOOK,
-    ),
-    "gradient hook": (
-        lambda layer: layer.mlp.linear_fc1.weight.register_hook(lambda grad: grad),
-        EagerReason.FOREIGN_HOOK,
-    ),
+    "moved weight": (lambda layer: _moved(layer.mlp.linear_fc1.weight), _MOVED),
+    "other weight": (_replace_weight, _MOVED),
+    "other main_grad": (_replace_main_grad, _MOVED),
+    "moved main_grad": (lambda layer: _moved(layer.mlp.linear_fc1.weight.main_grad), _MOVED),
+    "frozen weight": (lambda layer: layer.mlp.linear_fc1.weight.requires_grad_(False), _OTHERS),
+    "other submodule": (_replace_submodule, _OTHERS),
+    "further submodule": (lambda layer: layer.mlp.add_module("further", nn.Identity()), _OTHERS),
+    "forward hook": (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), _HOOK),
+    "forward pre-hook": (lambda layer: layer.mlp.register_forward_pre_hook(lambda *_: None), _HOOK),
+    "backward hook": (lambda layer: layer.mlp.register_full_backward_hook(lambda *_: None), _HOOK),
+    "gradient hook": (lambda layer: layer.mlp.linear_fc1.weight.register_hook(lambda grad: grad), _HOOK),
     "accumulation hook": (
         lambda layer: layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(lambda param: None),
-        EagerReason.FOREIGN_HOOK,
+        _HOOK,
     ),
 }
 
@@ -120,14 +98,37 @@ def test_a_buffer_that_is_replaced_is_noticed(install: Install) -> None:
     assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == 2
 
 
+class Watched:
+    """One site, watched alone."""
+
+    def __init__(self, module: nn.Module, *, grad: bool = True, **site: Any) -> None:
+        self.specs = [SiteSpec(name="layer", module=module, **site)]
+        self.watch = LayerWatch(self.specs, module, keys=list, is_expected_hook=lambda hook: False)
+        self.asked_for_hooks, self.expects_hooks = 0, False
+        self.watch.expect_modules(self._find_ineligible())
+        self.watch.expect_memory(grad=grad)
+
+    def _find_ineligible(self) -> Any:
+        self.asked_for_hooks += 1
+        return ineligible_sites(self.specs, is_expected_hook=lambda hook: self.expects_hooks)
+
+    def look(self) -> EagerReason | None:
+        return self.watch.what_changed(self._find_ineligible)
+
+
+def with_main_grads(module: nn.Module) -> Any:
+    for param in module.parameters():
+        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    return module
+
+
 @pytest.mark.parametrize("what", ["weight", "bias", "main_grad"])
 def test_memory_that_is_away_is_missed_where_graphs_would_read_it(what: str) -> None:
     """Asked of the watch itself: a capture that read such memory would crash."""
-    module = nn.Linear(3, 3)
-    for param in module.parameters():
-        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    module = with_main_grads(nn.Linear(3, 3))
     module.register_parameter("empty", nn.Parameter(torch.zeros(0)))
-    watch = AddressWatch([SiteSpec(name="layer", module=module)])
+    module.register_parameter("nowhere", nn.Parameter(torch.zeros(3, device="meta")))
+    watch = Watched(module).watch
     assert watch.has_memory(grad=False) and watch.has_memory(grad=True)
     freed: Any = module.weight.main_grad if what == "main_grad" else getattr(module, what)
     freed.untyped_storage().resize_(0)
@@ -147,35 +148,22 @@ STATE_CHANGES: dict[str, tuple[Callable[[list[torch.Tensor]], Any], bool]] = {
 @pytest.mark.parametrize("what", STATE_CHANGES)
 def test_what_graphs_write_and_no_module_owns_has_to_lie_where_it_was(what: str) -> None:
     module, state = nn.Linear(3, 3), [torch.zeros(3)]
-    watch = AddressWatch([SiteSpec(name="layer", module=module, state=lambda _module: state)])
-    watch.watch(grad=False)
-    watch.look()
-    assert watch.holds_state and not watch.has_other_state() and watch.change is None
+    watched = Watched(module, grad=False, state=lambda _module: state)
+    assert watched.look() is None
     change, is_noticed = STATE_CHANGES[what]
     change(state)
-    watch.look()
-    assert watch.has_other_state() is is_noticed
-    assert watch.change is (EagerReason.ADDRESS_MOVED if is_noticed else None)
+    for _ in range(2):
+        assert watched.look() is (EagerReason.ADDRESS_MOVED if is_noticed else None)
 
 
-def test_the_hash_is_of_modules_that_are_there() -> None:
-    modules = [nn.Linear(3, 3), nn.LayerNorm(3)]
-    references = [weakref.ref(module) for module in modules]
-    watch = _C.ModuleWatch(references)
-    before = watch.fingerprint()
-    assert watch.fingerprint() == _C.ModuleWatch(references).fingerprint() == before
-    modules.pop()
-    assert watch.fingerprint() != before
-    assert _C.ModuleWatch([]).fingerprint() != before
-
-
-def test_the_hash_holds_no_module() -> None:
+def test_the_watch_holds_no_module_and_names_one_that_is_gone() -> None:
     module = nn.Linear(3, 3)
-    reference = weakref.ref(module)
-    watch = _C.ModuleWatch([reference])
-    watch.fingerprint()
+    watched, reference = Watched(module), weakref.ref(module)
+    assert watched.look() is None
     del module
     assert reference() is None
+    with pytest.raises(RuntimeError, match="the module of layer does not exist any more"):
+        watched.look()
 
 
 def test_an_attribute_that_raises_is_no_missing_one() -> None:
@@ -187,52 +175,137 @@ def test_an_attribute_that_raises_is_no_missing_one() -> None:
     module = nn.Linear(3, 3, bias=False)
     module.weight = Raising(torch.zeros(3, 3))
     with pytest.raises(RuntimeError, match="not now"):
-        _C.ModuleWatch([weakref.ref(module)]).fingerprint()
+        Watched(module)
 
 
 class Owner(nn.Module):
-    """Has one of everything that the hash covers."""
+    """Has one of everything that the hashes cover."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)
         self.norm = nn.LayerNorm(3)
+        self.nothing = nn.Identity()
+        self.own = nn.Parameter(torch.zeros(3))
         self.register_buffer("scale", torch.ones(3))
-        for param in self.parameters():
-            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+        self.register_buffer("cos_cached", torch.ones(3))
+        with_main_grads(self)
 
 
-def _moved(param: Any) -> None:
-    param.data = param.data.clone()
-
-
-DIFFERENCES: dict[str, Callable[[Any], object]] = {
-    "a parameter replaced": lambda owner: setattr(owner.inner, "weight", nn.Parameter(torch.zeros(3, 3))),
-    "a parameter in other memory": lambda owner: _moved(owner.inner.weight),
-    "a parameter without memory": lambda owner: owner.inner.bias.untyped_storage().resize_(0),
-    "a parameter frozen": lambda owner: owner.norm.weight.requires_grad_(False),
-    "a gradient replaced": lambda owner: setattr(owner.inner.bias, "main_grad", torch.zeros(3)),
-    "a gradient in other memory": lambda owner: _moved(owner.inner.bias.main_grad),
-    "a gradient taken away": lambda owner: delattr(owner.norm.bias, "main_grad"),
-    "a hook on a gradient": lambda owner: owner.norm.bias.register_hook(lambda grad: grad),
-    "a buffer in other memory": lambda owner: _moved(owner.scale),
-    "a buffer replaced": lambda owner: setattr(owner, "scale", torch.ones(3)),
-    "a submodule replaced": lambda owner: setattr(owner, "norm", nn.LayerNorm(3)),
-    "a submodule more": lambda owner: owner.add_module("further", nn.Identity()),
-    "a hook on a module": lambda owner: owner.inner.register_forward_pre_hook(lambda *_: None),
-    "a table of hooks replaced": lambda owner: setattr(
-        owner.inner, "_forward_hooks", OrderedDict({7: print})
-    ),
-    "all attributes replaced": lambda owner: setattr(owner.norm, "__dict__", dict(vars(nn.LayerNorm(3)))),
+DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
+    "a parameter replaced": (lambda it: setattr(it.inner, "weight", nn.Parameter(torch.zeros(3, 3))), _MOVED),
+    "a parameter in other memory": (lambda it: _moved(it.inner.weight), _MOVED),
+    "a parameter without memory": (lambda it: it.inner.bias.untyped_storage().resize_(0), _MOVED),
+    "a parameter more": (lambda it: setattr(it.inner, "more", nn.Parameter(torch.zeros(3))), _MOVED),
+    "a parameter less": (lambda it: setattr(it.norm, "bias", None), _MOVED),
+    "a parameter frozen": (lambda it: it.norm.weight.requires_grad_(False), _OTHERS),
+    "a buffer that needs a gradient": (lambda it: it.scale.requires_grad_(), _OTHERS),
+    "a gradient replaced": (lambda it: setattr(it.inner.bias, "main_grad", torch.zeros(3)), _MOVED),
+    "a gradient in other memory": (lambda it: _moved(it.inner.bias.main_grad), _MOVED),
+    "a gradient taken away": (lambda it: delattr(it.norm.bias, "main_grad"), _MOVED),
+    "a hook on a gradient": (lambda it: it.norm.bias.register_hook(lambda grad: grad), _HOOK),
+    "a hook after adding": (lambda it: it.own.register_post_accumulate_grad_hook(lambda _: None), _HOOK),
+    "a buffer in other memory": (lambda it: _moved(it.scale), _MOVED),
+    "a buffer replaced": (lambda it: setattr(it, "scale", torch.ones(3)), _MOVED),
+    "a submodule replaced": (lambda it: setattr(it, "norm", nn.LayerNorm(3)), _MOVED),
+    "an empty submodule replaced": (lambda it: setattr(it, "nothing", nn.Identity()), _OTHERS),
+    "a submodule more": (lambda it: it.add_module("further", nn.Identity()), _OTHERS),
+    "a submodule less": (lambda it: delattr(it, "nothing"), _OTHERS),
+    "a submodule inside of another": (lambda it: it.nothing.add_module("in", nn.Identity()), _OTHERS),
+    "a hook on a module": (lambda it: it.inner.register_forward_pre_hook(lambda *_: None), _HOOK),
+    "a table of hooks": (lambda it: setattr(it.inner, "_forward_hooks", OrderedDict({7: print})), _HOOK),
+    "all attributes": (lambda it: setattr(it.norm, "__dict__", vars(nn.LayerNorm(3))), _MOVED),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_the_hash_sees_every_change_however_often_it_was_asked_before(what: str) -> None:
+def test_the_watch_sees_every_change_however_often_it_was_asked_before(what: str) -> None:
+    watched = Watched(owner := Owner())
+    assert [watched.look() for _ in range(3)] == [None] * 3
+    change, reason = DIFFERENCES[what]
+    change(owner)
+    assert [watched.look() for _ in range(3)] == [reason] * 3
+    assert watched.watch.have_only_gradients_moved is what.startswith("a gradient")
+    assert not watched.watch.are_gradients_away
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_on_all_modules_is_noticed(kind: str) -> None:
+    watched = Watched(_owner := Owner())
+    with getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *_: None):
+        assert watched.look() is EagerReason.FOREIGN_HOOK
+    assert watched.look() is None
+
+
+def test_hooks_that_keep_no_layer_eager_are_looked_at_once() -> None:
+    """As those that Megatron registers and removes itself."""
+    watched = Watched(owner := Owner())
+    watched.expects_hooks = True
+    owner.inner.register_forward_hook(lambda *_: None)
+    assert [watched.look() for _ in range(3)] == [None] * 3
+    assert watched.asked_for_hooks == 2  # with that of the beginning
+
+
+def test_a_foreign_hook_weighs_more_than_gradients_that_have_moved() -> None:
+    watched = Watched(owner := Owner())
+    _moved(owner.inner.bias.main_grad)
+    assert watched.look() is EagerReason.ADDRESS_MOVED and watched.watch.have_only_gradients_moved
+    owner.inner.register_forward_hook(lambda *_: None)
+    assert watched.look() is EagerReason.FOREIGN_HOOK and not watched.watch.have_only_gradients_moved
+    assert watched.asked_for_hooks == 2
+
+
+def test_gradients_without_memory_are_away_and_have_not_moved() -> None:
+    watched = Watched(owner := Owner())
+    owner.inner.bias.main_grad.untyped_storage().resize_(0)
+    for _ in range(2):
+        assert watched.look() is None and watched.watch.are_gradients_away
+        assert not watched.watch.have_only_gradients_moved
+    owner.norm.weight.requires_grad_(False)
+    assert watched.look() is EagerReason.PARAMETERS_CHANGED and watched.watch.are_gradients_away
+    watched.watch.forget_gradients()
+    assert not watched.watch.are_gradients_away
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_gradients_may_move_while_no_graph_reads_them(is_forgotten: bool) -> None:
     owner = Owner()
-    modules = list(owner.modules())
-    watch = _C.ModuleWatch([weakref.ref(module) for module in modules])
-    before = watch.fingerprint()
-    assert [watch.fingerprint() for _ in range(3)] == [before] * 3
-    DIFFERENCES[what](owner)
-    assert watch.fingerprint() != before
+    watched = Watched(owner, grad=is_forgotten)
+    if is_forgotten:
+        watched.watch.forget_gradients()
+    _moved(owner.inner.bias.main_grad)
+    assert watched.look() is None
+    watched.watch.expect_memory(grad=True)
+    _moved(owner.inner.bias.main_grad)
+    assert watched.look() is EagerReason.ADDRESS_MOVED
+
+
+def test_a_gradient_beside_main_grad_is_noticed_and_changes_nothing() -> None:
+    watched = Watched(owner := Owner())
+    assert watched.look() is None and not watched.watch.have_other_grads
+    owner.own.grad = torch.zeros(3)
+    assert watched.look() is None and watched.watch.have_other_grads
+    del owner.own.main_grad
+    watched.look()
+    assert not watched.watch.have_other_grads
+
+
+UNREAD: dict[str, Callable[[Any], object]] = {
+    "yarn's cosines": lambda owner: setattr(owner, "cos_cached", torch.ones(7)),
+    "a parameter of the module itself": lambda owner: _moved(owner.own),
+    "its memory": lambda owner: owner.own.untyped_storage().resize_(0),
+    "its gradient": lambda owner: _moved(owner.own.main_grad),
+    "whether it is trained": lambda owner: owner.own.requires_grad_(False),
+    "a parameter of a child that is bypassed": lambda owner: _moved(owner.norm.weight),
+    "a buffer of the module itself": lambda owner: _moved(owner.scale),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_what_graphs_do_not_read_may_change(what: str) -> None:
+    owner = Owner()
+    watched = Watched(owner, parts=("inner",), bypassed=("norm",))
+    UNREAD[what](owner)
+    assert watched.look() is None and watched.watch.has_memory(grad=True)
+    owner.norm.register_forward_hook(lambda *_: None)
+    assert watched.look() is EagerReason.FOREIGN_HOOK

@@ -15,7 +15,7 @@ from torch import nn
 
 from megagraph import _C
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.watch.states import States
+from megagraph.megatron.graphs.states import States
 
 
 class Layer(nn.Module):

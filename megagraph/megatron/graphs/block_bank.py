@@ -32,7 +32,7 @@ from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import slots_of
 from megagraph.megatron.scopes.walk import LayerLoop
-from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
+from megagraph.megatron.watch.layers import IGNORED_ATTRIBUTES
 from megagraph.timeline import Lease
 
 __all__ = ["BlockBank"]

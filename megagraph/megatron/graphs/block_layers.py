@@ -19,7 +19,6 @@ from megagraph.megatron.scopes.moe import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch.keys import keys_of
 from megagraph.megatron.watch.layers import LayerWatch
-from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
 
 __all__ = ["BlockLayers"]
 
@@ -112,7 +111,6 @@ class BlockLayers:
             self._live().decoder,
             keys=lambda: [*keys_of(live), *self.plan.keys()] if (live := model()) is not None else [],
             is_expected_hook=is_ddp_hook,
-            left_out=IGNORED_ATTRIBUTES,
             stay_eager=stay_eager,
         )
 

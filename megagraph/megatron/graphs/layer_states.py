@@ -15,8 +15,8 @@ from megagraph import _C
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.states import States
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.watch.states import States
 
 __all__ = ["LayerStates"]
 

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     Args:
         form: which fields packs carry.
         grad: gradients are recorded.
-        state: the number of the state that the block's layers are in (megagraph/megatron/watch/states.py).
+        state: the number of the state that the block's layers are in (megagraph/megatron/graphs/states.py).
         has_mask: layers are given a padding mask of the user's.
         masks_tail: layers are given one in any case, of the rows past the pack's end.
         cp_size: ranks that share the pack.

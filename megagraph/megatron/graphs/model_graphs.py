@@ -29,7 +29,7 @@ from megagraph.megatron.parallel.pipeline import hands_on
 from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.megatron.watch.states import IGNORED_ATTRIBUTES
+from megagraph.megatron.watch.layers import IGNORED_ATTRIBUTES
 
 __all__ = ["ModelGraphs"]
 

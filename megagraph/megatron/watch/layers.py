@@ -8,30 +8,65 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.watch import keys as known_keys
-from megagraph.megatron.watch.addresses import AddressWatch
-from megagraph.megatron.watch.hooks import HookWatch
 
-__all__ = ["LayerWatch"]
+__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch"]
+
+# Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel
+# that is captured depends on what was there before.
+IGNORED_ATTRIBUTES = frozenset(
+    {
+        # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
+        *("is_first_microbatch", "current_microbatch"),
+        # What a call makes for the time until its backward.
+        *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
+        *("norm_out_checkpoint", "mlp_norm_manager"),
+        # Whether a mixer's decoding has to look at its weights again.
+        "_A_neg_exp_cache_stale",
+        # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/latent_tables.py).
+        *("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"),
+        # What schedules ask of a configuration, and no layer does.
+        *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
+        *("grad_scale_func", "timers"),
+    }
+)
+
+# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/latent_tables.py).
+_UNREAD_BUFFERS = ("cos_cached", "sin_cached")
 
 Ineligible = Mapping[int, tuple[EagerReason, str]]
 
 
-class LayerWatch:
-    """What graphs of some layers rely on.
+def _modules_of(specs: Sequence[SiteSpec]) -> list[tuple[nn.Module, bool]]:
+    """The modules of some sites, and whether graphs read their parameters and buffers."""
+    return [
+        (module, module in owners)
+        for spec in specs
+        for owners in [{*spec.owners()}]
+        for module in spec.modules()
+    ]
+
+
+def _state_of(specs: Sequence[SiteSpec]) -> list[Tensor]:
+    """What graphs of some sites write that no module owns."""
+    specs = [*{spec.state: spec for spec in specs}.values()]  # scopes name the same for all of their sites
+    return [tensor for spec in specs for tensor in spec.further_state()]
+
+
+class LayerWatch(_C.ModuleWatch):
+    """What graphs of some layers rely on: csrc/watch/module_watch.h, Note [Module watch], and their state.
 
     Args:
         specs: the sites of the layers.
         block: whose layers they are.
         keys: asked between steps for functions whose results are part of the layers' state.
         is_expected_hook: whether the caller answers for a hook of a module.
-        left_out: names of attributes that are no part of the state.
-        stay_eager: layers, by index, that are no part of it either.
+        stay_eager: layers, by index, that are no part of the state.
     """
 
     def __init__(
@@ -41,63 +76,39 @@ class LayerWatch:
         *,
         keys: Callable[[], list[Callable[[], Any]]],
         is_expected_hook: Callable[[Callable[..., Any]], bool],
-        left_out: Collection[str],
         stay_eager: Collection[int] = (),
     ) -> None:
-        self._specs = specs
+        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), _UNREAD_BUFFERS)
+        self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
+        self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
         self._ineligible: Ineligible = {}
-        self._hooks: HookWatch | None = None
-        self._addresses = AddressWatch(specs)
-        self.is_watching = False  # until something was captured
-        # Whether graphs read main gradients that had no memory when `what_changed()` was last asked.
-        self.are_gradients_away = False
-        # What it found was main gradients that have moved, and nothing else.
-        self.have_only_gradients_moved = False
-        # Weakly, as hooks and modules may hold the model.
-        self._modules = self._modules_of_now()
-        self._memory = _C.ModuleWatch(self._modules)
-        # csrc/watch/fingerprint.h, Note [Module fingerprint]: what it was when nothing had changed.
-        self._fingerprint: int | None = None
-        # Whether parameters held a `.grad` beside their `main_grad` when the step began.
-        self.have_other_grads = False
-        self._is_expected_hook = is_expected_hook
-        self._left_out = left_out
         self.stay_eager = frozenset(stay_eager)
-        self._keys = keys
-        self._block = weakref.ref(block)
-        self._watch_state()
+        self.follow_modules()
+
+    def follow_modules(self) -> None:
+        """Watches the modules that the layers have now."""
+        if self.follow():
+            self._watch_state()
 
     def _watch_state(self) -> None:
         self._keys_seen = known_keys.num_changes
-        guarded = [spec for index, spec in enumerate(self._specs) if index not in self.stay_eager]
-        modules = [weakref.ref(module) for spec in guarded for module in spec.modules()]
+        modules = [weakref.ref(module) for _name, module in self._guarded()]
         layer_list = getattr(self._block(), "layers", None)
         modules += [weakref.ref(layer_list)] if isinstance(layer_list, nn.Module) else []
         self._state = _C.StateWatch(
-            modules, self._block, self._left_out, self._is_expected_hook, self._keys()
+            modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys()
         )
         # Asked in each call for a hash of the state of now, csrc/watch/state_watch.h, Note [State]. With
         # True, what lists and sets hold is read, too.
         self.state: Callable[[bool], int] = self._state.now
 
-    def has_memory(self, *, grad: bool) -> bool:
-        """Whether everything has memory, so that it can be captured.
-
-        Args:
-            grad: main gradients too.
-        """
-        return self._addresses.has_memory(grad=grad)
-
-    def _hooked(self) -> list[nn.Module]:
-        return [module for spec in self._specs for module in spec.modules()]
-
-    def _modules_of_now(self) -> list[weakref.ref[nn.Module]]:
-        return [weakref.ref(module) for spec in self._specs for module in spec.modules()]
-
-    def _follow(self, modules: list[weakref.ref[nn.Module]]) -> None:
-        if modules != self._modules:
-            self._modules, self._memory = modules, _C.ModuleWatch(modules)
-            self._watch_state()
+    def _guarded(self) -> list[tuple[str, nn.Module]]:
+        return [
+            (f"{spec.short_name}{f'.{name}' if name else ''}", module)
+            for index, spec in enumerate(self._specs)
+            if index not in self.stay_eager
+            for name, module in spec.named_modules()
+        ]
 
     def whole_state(self) -> int:
         """Between steps: `state(True)`, with the functions that are part of it by now."""
@@ -107,16 +118,9 @@ class LayerWatch:
 
     def state_items(self) -> list[tuple[str, int, str]]:
         """Every value of the state: its name, its hash, and what it is in words."""
-        names = [
-            f"{spec.short_name}{f'.{name}' if name else ''}"
-            for index, spec in enumerate(self._specs)
-            if index not in self.stay_eager
-            for name, _module in spec.named_modules()
-        ]
-        names += ["the list of layers", "all modules"]
-        return [
-            (f"{names[index]}: {name}", value, words) for index, name, value, words in self._state.items()
-        ]
+        names = [*(name for name, _module in self._guarded()), "the list of layers", "all modules"]
+        items = self._state.items()
+        return [(f"{names[index]}: {name}", value, words) for index, name, value, words in items]
 
     def leave_out(self, stay_eager: Collection[int]) -> bool:
         """Takes layers that stay eager, by index, out of the state.
@@ -132,14 +136,10 @@ class LayerWatch:
 
     def names_left_out(self) -> set[str]:
         """Of the names that are no part of the state those that modules or their configurations have."""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
+        modules = [module for spec in self._specs for module in spec.modules()]
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
         owners = [vars(owner) for owner in (*modules, *configs.values()) if hasattr(owner, "__dict__")]
-        return {name for name in self._left_out if any(name in attributes for attributes in owners)}
-
-    def follow_modules(self) -> None:
-        """Watches the modules that the layers have now."""
-        self._follow(self._modules_of_now())
+        return {name for name in IGNORED_ATTRIBUTES if any(name in attributes for attributes in owners)}
 
     def expect_modules(self, ineligible: Ineligible) -> None:
         """Remembers the modules of now and their hooks; before the first capture.
@@ -148,26 +148,8 @@ class LayerWatch:
             ineligible: which layers no graph can replace, and why.
         """
         self._ineligible = ineligible
-        self._hooks = HookWatch(self._hooked())
+        self.expect_hooks()
         self.follow_modules()
-
-    def expect_memory(self, *, grad: bool) -> None:
-        """Remembers where everything lies; after each capture.
-
-        Args:
-            grad: graphs read main gradients too.
-        """
-        self._addresses.watch(grad=grad)
-        self.is_watching = True
-        self._memory.fingerprint()
-        self.have_other_grads = self._memory.have_other_grads
-        self._fingerprint = None
-
-    def forget_gradients(self) -> None:
-        """No graph reads main gradients any more."""
-        self._addresses.forget_gradients()
-        self.are_gradients_away = False
-        self._fingerprint = None
 
     def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
         """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
@@ -175,33 +157,13 @@ class LayerWatch:
         Args:
             find_ineligible: which layers no graph can replace now; asked where hooks have changed.
         """
-        self.have_only_gradients_moved = False
         if not self.is_watching:
             self.follow_modules()  # whose state makes a kind
             return None
-        is_as_it_was = self._memory.fingerprint() == self._fingerprint
-        addresses = self._addresses
-        if addresses.holds_state:
-            is_as_it_was = is_as_it_was and not addresses.has_other_state()
-        self.have_other_grads = self._memory.have_other_grads
-        if is_as_it_was:
-            return None
-        reason = self._look_closely(find_ineligible)
-        self._fingerprint = self._memory.fingerprint() if reason is None else None
-        return reason
 
-    def _look_closely(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
-        self._addresses.look()
-        self.are_gradients_away = self._addresses.are_gradients_away
-        only_gradients = self._addresses.is_of_gradients_alone
-        if self._addresses.change is not None and not only_gradients:
-            return self._addresses.change
-        if self._modules_of_now() != self._modules:
-            return EagerReason.PARAMETERS_CHANGED
-        if self._hooks is not None and self._hooks.has_changed():
+        def of_hooks() -> EagerReason | None:  # Megatron's own come and go
             changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
-            if changed:
-                return min(reason for _index, (reason, _what) in changed)
-            self._hooks = HookWatch(self._hooked())  # Megatron's own come and go
-        self.have_only_gradients_moved = only_gradients
-        return self._addresses.change
+            return min((reason for _index, (reason, _what) in changed), default=None)
+
+        code = self.difference(of_hooks)
+        return None if code is None else EagerReason(code)

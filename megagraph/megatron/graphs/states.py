@@ -10,26 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["IGNORED_ATTRIBUTES", "States"]
-
-# Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel
-# that is captured depends on what was there before.
-IGNORED_ATTRIBUTES = frozenset(
-    {
-        # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
-        *("is_first_microbatch", "current_microbatch"),
-        # What a call makes for the time until its backward.
-        *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
-        *("norm_out_checkpoint", "mlp_norm_manager"),
-        # Whether a mixer's decoding has to look at its weights again.
-        "_A_neg_exp_cache_stale",
-        # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/latent_tables.py).
-        *("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"),
-        # What schedules ask of a configuration, and no layer does.
-        *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
-        *("grad_scale_func", "timers"),
-    }
-)
+__all__ = ["States"]
 
 _NOBODY = -1
 _MOST_REMEMBERED = 64

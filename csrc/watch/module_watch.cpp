@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/watch/module_watch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/torch/accumulator_hooks.h"
+#include "csrc/torch/python_tensors.h"
+#include "csrc/watch/dict_events.h"
+#include "csrc/watch/hash.h"
+#include "csrc/watch/references.h"
+#include "csrc/watch/serials.h"
+#include "csrc/watch/state_items.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// Visits the keys and values of a dictionary, which is watched from now on.
+template <typename Visit>
+void for_each_entry(PyObject* dict, const Visit& visit) {
+  if (dict == nullptr || !PyDict_Check(dict)) return;
+  watch_dict(dict);
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(dict, &position, &key, &value)) visit(key, value);
+}
+
+// By their keys, which are numbers that come once.
+void mix_hooks(Hash& hash, PyObject* table) {
+  for_each_entry(
+      table, [&](PyObject* key, PyObject*) { hash.mix(static_cast<size_t>(PyObject_Hash(key))); });
+  hash.mix(nullptr);  // ends the table
+}
+
+// Those of its gradient accumulator and its own, of which nobody has 65,536.
+size_t count_hooks(PyObject* tensor) {
+  auto counts = static_cast<size_t>(count_accumulator_hooks(tensor_of(tensor)));
+  for (PyObject* hooks : tensor_hook_tables(tensor)) {
+    counts = (counts << 16) + (hooks != nullptr && PyDict_Check(hooks) ? PyDict_Size(hooks) : 0);
+  }
+  return counts;
+}
+
+const py::str& main_grad() {
+  static const py::str& name = interned("main_grad");
+  return name;
+}
+
+// Of a parameter that does not hold it: null where there is none. Only other types of parameters
+// compute it, and there an attribute that is missing costs an exception.
+py::object computed_main_grad(PyObject* param) {
+  static const auto* parameter_type =
+      new py::object(py::module_::import("torch.nn").attr("Parameter"));
+  if (reinterpret_cast<PyObject*>(Py_TYPE(param)) == parameter_type->ptr()) return {};
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, main_grad().ptr()));
+  if (!found) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+    PyErr_Clear();
+  }
+  return found;
+}
+
+// Memory that was freed counts as no address. Whether there is some, or none is needed.
+bool mix_address(Hash& hash, const at::Tensor& tensor) {
+  const bool is_stored = tensor.has_storage() && tensor.storage().nbytes() > 0;
+  hash.mix(is_stored ? tensor.const_data_ptr() : nullptr);
+  return is_stored || tensor.numel() == 0;
+}
+
+}  // namespace
+
+ModuleWatch::ModuleWatch(py::object find_modules, py::object find_state, const py::iterable& unread)
+    : find_modules_(std::move(find_modules)), find_state_(std::move(find_state)), unread_(unread) {}
+
+bool ModuleWatch::follow() {
+  const bool is_first = !submodules_.has_value();
+  read();
+  return std::exchange(expected_.modules, now_.modules) != now_.modules || is_first;
+}
+
+void ModuleWatch::expect_hooks() {
+  look();
+  expected_.hooks = now_.hooks;
+}
+
+void ModuleWatch::expect_memory(bool grad) {
+  look();
+  expected_.addresses = now_.addresses;
+  expected_.trainable = now_.trainable;
+  if (grad) expected_.gradients = now_.gradients;
+  watches_gradients_ = watches_gradients_ || grad;
+  state_ = state_of_now();
+  is_watching_ = true;
+}
+
+void ModuleWatch::forget_gradients() { watches_gradients_ = are_gradients_away_ = false; }
+
+std::optional<EagerReason> ModuleWatch::difference(const py::function& of_hooks) {
+  have_only_gradients_moved_ = false;
+  look();
+  const bool have_moved = watches_gradients_ && now_.gradients != expected_.gradients;
+  are_gradients_away_ = have_moved && !(have_parameters_memory_ && have_gradients_memory_);
+  if (now_.addresses != expected_.addresses || has_other_state()) {
+    return EagerReason::kAddressMoved;
+  }
+  if (now_.trainable != expected_.trainable || now_.modules != expected_.modules) {
+    return EagerReason::kParametersChanged;
+  }
+  if (now_.hooks != expected_.hooks) {
+    const py::object reason = of_hooks();
+    if (!reason.is_none()) return static_cast<EagerReason>(reason.cast<int>());
+    expect_hooks();
+  }
+  have_only_gradients_moved_ = have_moved && !are_gradients_away_;
+  if (have_only_gradients_moved_) return EagerReason::kAddressMoved;
+  return {};
+}
+
+bool ModuleWatch::has_memory(bool grad) {
+  look();
+  return have_parameters_memory_ && (!grad || have_gradients_memory_);
+}
+
+void ModuleWatch::look() {
+  read();
+  Hash addresses, gradients, trainable, hooks(hook_keys_);
+  bool have_memory = true, have_grads_memory = true, have_other_grads = false;
+  for (const Parameter& parameter : parameters_) {
+    const at::Tensor& tensor = tensor_of(parameter.tensor);
+    const bool has_main_grad = parameter.main_grad != nullptr;
+    hooks.mix(count_hooks(parameter.tensor));
+    have_other_grads = have_other_grads || (has_main_grad && tensor.grad().defined());
+    if (!parameter.is_read) continue;
+    have_memory = mix_address(addresses, tensor) && have_memory;
+    trainable.mix(tensor.requires_grad() ? 1 : 2);
+    if (!has_main_grad) continue;
+    const at::Tensor& gradient = tensor_of(parameter.main_grad);
+    have_grads_memory = mix_address(gradients, gradient) && have_grads_memory;
+  }
+  for (PyObject* buffer : buffers_) {
+    mix_address(addresses, tensor_of(buffer));
+    trainable.mix(tensor_of(buffer).requires_grad() ? 1 : 2);
+  }
+  have_parameters_memory_ = have_memory;
+  have_gradients_memory_ = have_grads_memory;
+  have_other_grads_ = have_other_grads;
+  now_.addresses = addresses.value();
+  now_.gradients = gradients.value();
+  now_.trainable = trainable.value();
+  now_.hooks = hooks.value();
+}
+
+void ModuleWatch::read() {
+  const uint64_t events = dict_events();
+  if (kCanTellDictEvents && seen_ == events) return;
+  seen_.reset();  // until everything was read
+  if (read_modules() != submodules_) {
+    find_modules();
+    submodules_ = read_modules();
+  }
+  if (computed_.empty()) seen_ = events;
+}
+
+void ModuleWatch::find_modules() {
+  std::vector<Module> found;
+  Hash hash;
+  for (const py::handle item : find_modules_()) {
+    const auto pair = item.cast<py::tuple>();
+    const py::object module = pair[0];
+    hash.mix(serial_of(module.ptr()));
+    found.push_back({py::weakref(module), pair[1].cast<bool>()});
+  }
+  modules_ = std::move(found);
+  now_.modules = hash.value();
+}
+
+// Returns a hash of which submodules there are, and of which modules.
+size_t ModuleWatch::read_modules() {
+  static const py::str& table = interned("_modules");
+  parameters_.clear();
+  buffers_.clear();
+  computed_.clear();
+  Hash submodules, hooks;
+  for (const auto& [reference, is_read] : modules_) {
+    const py::object module = referent(reference.ptr());
+    submodules.mix(module.ptr());
+    if (!module) continue;
+    const py::object attributes = attributes_of(module.ptr());
+    watch_dict(attributes.ptr());
+    for_each_entry(entry(attributes.ptr(), table),
+                   [&](PyObject*, PyObject* child) { submodules.mix(child); });
+    for (const py::str& name : hook_tables()) mix_hooks(hooks, entry(attributes.ptr(), name));
+    read_tensors(attributes.ptr(), is_read);
+  }
+  for (PyObject* hooks_of_all : global_hook_tables()) mix_hooks(hooks, hooks_of_all);
+  hook_keys_ = hooks.value();
+  return submodules.value();
+}
+
+void ModuleWatch::read_tensors(PyObject* attributes, bool is_read) {
+  static const py::str &parameters = interned("_parameters"), &buffers = interned("_buffers");
+  for_each_entry(entry(attributes, parameters), [&](PyObject*, PyObject* parameter) {
+    if (is_tensor(parameter)) read_parameter(parameter, is_read);
+  });
+  if (!is_read) return;
+  for_each_entry(entry(attributes, buffers), [&](PyObject* name, PyObject* buffer) {
+    if (is_tensor(buffer) && !unread_.contains(py::handle(name))) buffers_.push_back(buffer);
+  });
+}
+
+void ModuleWatch::read_parameter(PyObject* parameter, bool is_read) {
+  const py::object attributes = attributes_of(parameter);
+  watch_dict(attributes.ptr(), main_grad().ptr());
+  PyObject* grad = entry(attributes.ptr(), main_grad());
+  if (grad == nullptr) {
+    if (py::object computed = computed_main_grad(parameter)) {
+      computed_.push_back(std::move(computed));
+      grad = computed_.back().ptr();
+    }
+  }
+  const bool has_grad = grad != nullptr && is_tensor(grad);
+  parameters_.push_back({parameter, has_grad ? grad : nullptr, is_read});
+}
+
+ModuleWatch::State ModuleWatch::state_of_now() const {
+  State state{find_state_()};
+  for (const py::handle tensor : state.tensors) {
+    state.places.emplace_back(tensor.ptr(), tensor_of(tensor.ptr()).const_data_ptr());
+  }
+  return state;
+}
+
+bool ModuleWatch::has_other_state() const {
+  if (state_.places.empty()) return false;
+  const State now = state_of_now();  // where further ones may have come
+  return !std::all_of(state_.places.begin(), state_.places.end(), [&](const auto& place) {
+    return std::find(now.places.begin(), now.places.end(), place) != now.places.end();
+  });
+}
+
+}  // namespace megagraph

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// Says what has changed of the modules that captures rely on.
+//
+// Note [Module watch]
+// Parameters may move, be replaced or frozen, submodules come and go, hooks be registered. To look
+// for each of these in Python is a walk over everything, before every step. The watch is one call,
+// and a hash of each tells which of them differs:
+// - the addresses of the parameters and buffers that graphs read;
+// - which of these require a gradient;
+// - the addresses of the parameters' main_grad;
+// - which modules there are, in which order;
+// - the keys of their hooks and of those on all modules, and how many hooks each of their
+//   parameters and its gradient accumulator have.
+// Memory that was freed counts as no address.
+//
+// Most of it stands in dictionaries of Python, and is read again only where one of them has
+// changed (dict_events.h). What lies behind a tensor tells nobody when it changes, and is read each
+// time.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "csrc/decide/eager_reason.h"
+
+namespace megagraph {
+
+// Some modules, of which it holds none. Needs the GIL.
+class ModuleWatch {
+ public:
+  // None of the functions may hold the watch or a module.
+  // `find_modules`: asked again whenever a submodule has come or gone, for pairs of a module and
+  // whether graphs read its parameters and buffers. `find_state`: for a list of tensors that graphs
+  // write and that no module owns. `unread`: names of buffers that graphs do not read.
+  ModuleWatch(pybind11::object find_modules, pybind11::object find_state,
+              const pybind11::iterable& unread);
+
+  // Expects the modules of now. Whether others were expected, or none.
+  bool follow();
+  // Expects the hooks of now.
+  void expect_hooks();
+  // Expects everything where it lies now; main gradients with `grad` alone. From now on there is
+  // something to compare with.
+  void expect_memory(bool grad);
+  bool is_watching() const { return is_watching_; }
+  // No graph reads main gradients any more.
+  void forget_gradients();
+
+  // Why graphs must not be replayed. `of_hooks` is asked where hooks differ and nothing that weighs
+  // more does: for a reason, or for None, where those of now may be expected.
+  std::optional<EagerReason> difference(const pybind11::function& of_hooks);
+  // Whether graphs read main gradients that had no memory at the last difference(): nobody can tell
+  // whether they have moved.
+  bool are_gradients_away() const { return are_gradients_away_; }
+  // Whether it was main gradients that have moved, and nothing else.
+  bool have_only_gradients_moved() const { return have_only_gradients_moved_; }
+
+  // Whether every parameter that graphs read has memory, and with `grad` its main gradient.
+  bool has_memory(bool grad);
+  // Whether a parameter with main_grad held a gradient besides at the last look.
+  bool have_other_grads() const { return have_other_grads_; }
+
+ private:
+  struct Module {
+    pybind11::object reference;  // weak
+    bool is_read;
+  };
+  struct Parameter {
+    PyObject* tensor;
+    PyObject* main_grad;  // null where there is none
+    bool is_read;
+  };
+  struct Hashes {
+    size_t addresses = 0, gradients = 0, trainable = 0, modules = 0, hooks = 0;
+  };
+  // Holds the tensors, so that nobody else gets their memory while graphs may write there.
+  struct State {
+    pybind11::list tensors;
+    std::vector<std::pair<PyObject*, const void*>> places{};
+  };
+
+  void look();
+  void read();
+  size_t read_modules();
+  void read_tensors(PyObject* attributes, bool is_read);
+  void read_parameter(PyObject* parameter, bool is_read);
+  void find_modules();
+  State state_of_now() const;
+  bool has_other_state() const;
+
+  const pybind11::object find_modules_, find_state_;
+  pybind11::set unread_;
+
+  std::vector<Module> modules_;
+  std::optional<size_t> submodules_;  // a hash, as of the time when the modules were found
+  std::optional<uint64_t> seen_;      // how many events there were when the dictionaries were read
+  size_t hook_keys_ = 0;
+  // Borrowed: as long as no dictionary changes, they are in theirs.
+  std::vector<Parameter> parameters_;
+  std::vector<PyObject*> buffers_;
+  std::vector<pybind11::object> computed_;  // in no dictionary: read again each time
+
+  Hashes now_, expected_;
+  State state_;
+  bool is_watching_ = false, watches_gradients_ = false;
+  bool have_parameters_memory_ = true, have_gradients_memory_ = true, have_other_grads_ = false;
+  bool are_gradients_away_ = false, have_only_gradients_moved_ = false;
+};
+
+}  // namespace megagraph
