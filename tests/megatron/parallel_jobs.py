@@ -54,6 +54,14 @@ def steps_of(
     return steps
 
 
+def steps_with_tails(count: int, **_: Any) -> list[list[rig.Micro]]:
+    """Steps of packs below the capacity, with rows behind the last document in each."""
+    return [
+        [rig.Micro(lengths=(20, 8 + 2 * (index + micro) % 6), tail=10, seed=index) for micro in range(3)]
+        for index in range(count)
+    ]
+
+
 class ShardedSGD:
     """Updates this rank's shard of each parameter buffer and makes the others unusable until they are
     gathered: a stand-in for Megatron's distributed optimizer, which refuses the CPU.

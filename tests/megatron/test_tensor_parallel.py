@@ -63,6 +63,14 @@ def test_bits(world2: World, name: str) -> None:
         assert report["calls"] == (8 + 2) * STEP_CALLS
 
 
+def test_the_first_pack_of_shared_rows_may_have_a_tail(world2: World) -> None:
+    """Bug: it reached Megatron's RoPE, which takes no rows behind the last document."""
+    config = {**TENSOR_PARALLEL, **SHARES}
+    job, packs = parallel_jobs.train_pair, parallel_jobs.steps_with_tails
+    for report in world2.run(job, tensor_parallel=2, steps_of=packs, num_steps=4, config=config):
+        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": STEP_CALLS}
+
+
 def test_rows_that_were_padded_for_one_capacity_are_no_example_of_another(world2: World) -> None:
     """Under sequence parallelism a micro-batch has its capacity's rows where the layers see it."""
     small, large = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=64) for tokens in (64, 128))
