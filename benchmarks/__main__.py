@@ -16,7 +16,7 @@ from benchmarks.measuring.figures import RESULTS, Measurement
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
 # These take longer.
 FURTHER = (
-    *("main_job", "megatron_graphs", "right", "guarded", "groundwork", "scopes", "experts", "schedule"),
+    *("training", "megatron_graphs", "bits", "guards", "halves", "scopes", "experts", "schedule"),
     *("rope_mla", "dynamic_cp", "pipeline", "chunk"),
 )
 NAMES = DEFAULT + FURTHER

@@ -13,8 +13,8 @@ from benchmarks.bench_memory import MIB
 from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.figures import Measurement, beside, counts_of_calls, plain, timed
 from benchmarks.measuring.results import Figure
+from benchmarks.subjects.bits import LAYER_KINDS
 from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.right import LAYER_KINDS
 from benchmarks.subjects.scopes import EAGER, PARTS, RIVALS, SCOPES, measure_megatrons, measure_scopes
 
 PEAK_BAR = 1.05

@@ -24,7 +24,7 @@ from benchmarks.measuring.clocks import Work  # noqa: E402
 from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
 from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import costs, eager_calls, flat_banks, groundwork, guarded, right, scopes  # noqa: E402
+from benchmarks.subjects import bits, costs, eager_calls, flat_banks, guards, halves, scopes  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -47,7 +47,7 @@ MIB = 2**20
 PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
 LAYER = {phase: [3.0, 4.0, 5.0] for phase in (*PHASES, "bare forward", "bare backward")}
 REPORT = {"layers": 24, "calls": 100, "replays": 70, "eager": {"WARMING_UP": 30}, "graphs": 10}
-# Of the main job; a soak test measures these.
+# Of `training`; a soak test measures these.
 _COSTS = ("allocations in 4032 replays", "synchronisations in 4032 replays")
 SOAKED = ("packs over the capacity, run eager", *_COSTS)
 REPORT |= {"capture_seconds": 0.3, "padding_share": 0.25}
@@ -76,17 +76,17 @@ ANSWERS["costs"] = {
     "thread": {"share": 0.9, "waited": 1.5},
 }
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
-ANSWERS |= {name: {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME} for name in right.BITS}
+ANSWERS |= {name: {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME} for name in bits.BITS}
 # Every reason, so that whatever a run has found is a name here too.
-ANSWERS |= {name: REPORT | {"eager": {reason.name: 1 for reason in EagerReason}} for name in right.HOSTS}
+ANSWERS |= {name: REPORT | {"eager": {reason.name: 1 for reason in EagerReason}} for name in bits.HOSTS}
 VERIFICATION = {"verified": 4, "unverified": 0, "seconds": 0.2, "bytes": 3 * MIB, "within_spread": []}
-ANSWERS |= {name: ANSWERS["verl-like"] | {"verification": VERIFICATION} for name in guarded.ALARMS}
+ANSWERS |= {name: ANSWERS["verl-like"] | {"verification": VERIFICATION} for name in guards.ALARMS}
 GUARDS = {f"{what}, {how}": [0.5, 0.6] for what in ("call", "step") for how in ("hot", "idle")}
 COSTS = {"times": GUARDS, "verification": VERIFICATION, "eager": 0.1}
 ANSWERS |= {f"costs, {name}": COSTS for name in ("our attention", "Transformer Engine")}
-ANSWERS |= {name: ANSWERS[next(iter(right.BITS))] for name in groundwork.BITS}
-KERNELS = {half: {"inside": 16, "outside": 0} for half in groundwork.KERNELS}
-ANSWERS |= {**dict.fromkeys(groundwork.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
+ANSWERS |= {name: ANSWERS[next(iter(bits.BITS))] for name in halves.BITS}
+KERNELS = {half: {"inside": 16, "outside": 0} for half in halves.KERNELS}
+ANSWERS |= {**dict.fromkeys(halves.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
 EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
 SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
 SCOPES |= {"graphed_share": 0.5, "host_us": 80.0}
@@ -197,7 +197,7 @@ def test_figures_of_soak_tests_and_of_a_whole_job_are_there() -> None:
     rows = re.findall(
         r"\| `([^`|]+: [^`|]+)` \|", (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     )
-    names = [figure.name for figure in read_result(RESULTS / "main_job.json").figures]
+    names = [figure.name for figure in read_result(RESULTS / "training.json").figures]
     assert len(rows) >= 8
     for row in rows:
         assert any(re.fullmatch(re.escape(row).replace(r"\.\.\.", r"\d+"), name) for name in names), row
@@ -230,8 +230,8 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 def test_named_benchmarks_are_written_and_without_names_those_of_one_gpu(
     call: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert call("main_job", "--out", str(tmp_path / "one")) == 0
-    assert [path.stem for path in (tmp_path / "one").iterdir()] == ["main_job"]
+    assert call("training", "--out", str(tmp_path / "one")) == 0
+    assert [path.stem for path in (tmp_path / "one").iterdir()] == ["training"]
     monkeypatch.setenv("OUT", str(tmp_path / "all"))
     assert call() == 0
     assert {path.stem for path in (tmp_path / "all").iterdir()} == set(command.DEFAULT)
@@ -252,7 +252,7 @@ def test_whatever_a_benchmark_raises_the_others_run(
 
 def test_an_unknown_name_ends_with_2(call: Callable[..., int], capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
-        call("main_job", "fastest")
+        call("training", "fastest")
     assert f"expected one of {', '.join(command.NAMES)}, got 'fastest'" in capsys.readouterr().err
 
 

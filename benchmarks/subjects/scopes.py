@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.children import Answer
-from benchmarks.subjects.groundwork import count_kernels
+from benchmarks.subjects.bits import LAYER_KINDS
+from benchmarks.subjects.halves import count_kernels
 from benchmarks.subjects.hosts import check_replays, install, prepare_megatrons_graphs
 from benchmarks.subjects.packs import MICRO_BATCHES
-from benchmarks.subjects.right import LAYER_KINDS
 from benchmarks.subjects.steps import (
     RIVAL_WARM_UP_STEPS,
     WARM_UP_STEPS,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of real size on real ranks: the bits of eager in every step, and processes that end by themselves.
 
-Among them is the main job, of which `python -m benchmarks main_job` measures the times. With a folder in the
+Among them is the training of which `python -m benchmarks training` measures the times. With a folder in the
 variable OUT, the figures are written there as real_hosts.json.
 """
 
@@ -59,7 +59,7 @@ class Job:
     num_seqs: int = 20
     longest: int = 1024
     verify: int | str = "capture"
-    main_case: Case | None = None  # of the main job
+    main_case: Case | None = None  # of `benchmarks training`
 
     @property
     def tensor_parallel(self) -> int:

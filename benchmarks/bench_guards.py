@@ -10,10 +10,10 @@ from functools import partial
 from benchmarks.measuring.children import Answer, measure_part
 from benchmarks.measuring.figures import Measurement, plain, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import guarded, layers
+from benchmarks.subjects import guards, layers
+from benchmarks.subjects.bits import LAYER_KINDS
 from benchmarks.subjects.hosts import answer_ours
 from benchmarks.subjects.packs import model_options
-from benchmarks.subjects.right import LAYER_KINDS
 
 HIDDEN = 1024
 TIMEOUT_SECONDS = 400
@@ -60,14 +60,14 @@ def measure(measurement: Measurement) -> None:
     ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS)
     for part, name in COSTS.items():
         measurement.take(part, lambda part=part, name=name: cost_figures(name, ask(part)))  # type: ignore[misc]
-    measurement.take_side_by_side(dict.fromkeys(guarded.ALARMS, alarm_figures), ask)
+    measurement.take_side_by_side(dict.fromkeys(guards.ALARMS, alarm_figures), ask)
 
 
 def answer(name: str) -> None:
     """Costs, or a host."""
-    if name in guarded.ALARMS:
-        answer_ours(partial(guarded.measure_alarms, guarded.ALARMS[name]))
+    if name in guards.ALARMS:
+        answer_ours(partial(guards.measure_alarms, guards.ALARMS[name]))
         return
     options = model_options(HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
     is_engine = LAYER_KINDS[COSTS[name]]
-    answer_ours(partial(guarded.measure_guards, options, transformer_engine=is_engine))
+    answer_ours(partial(guards.measure_guards, options, transformer_engine=is_engine))

@@ -11,8 +11,8 @@ from benchmarks.bench_replay import cost_figures
 from benchmarks.measuring.children import Answer, measure_part
 from benchmarks.measuring.figures import Measurement, counts_of_calls, plain
 from benchmarks.measuring.results import Figure
+from benchmarks.subjects.bits import BITS, HOST_STEPS, HOSTS, MODES, STEPS, measure_bits, measure_host
 from benchmarks.subjects.hosts import answer_ours
-from benchmarks.subjects.right import BITS, HOST_STEPS, HOSTS, MODES, STEPS, measure_bits, measure_host
 
 TIMEOUT_SECONDS = 300
 # Read when cuBLAS starts, and when an attention module is made.

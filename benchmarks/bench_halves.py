@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention, MLP, or both of dense layers in graphs: bits, calls, where the kernels run, and peaks.
 
-Bits are those of a training that knows nothing of the plugin, as in `right`. Peaks are those of `memory`,
+Bits are those of a training that knows nothing of the plugin, as in `bits`. Peaks are those of `memory`,
 of the halves alone. Each part runs in a process of its own.
 """
 
 from collections.abc import Mapping
 from functools import partial
 
+from benchmarks.bench_bits import ENVIRONMENT
 from benchmarks.bench_memory import CASES, MIB, PARTS
-from benchmarks.bench_right import ENVIRONMENT
 from benchmarks.measuring.children import Answer, measure_part
 from benchmarks.measuring.figures import Measurement, counts_of_calls, plain
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.groundwork import BITS, PROFILED, PROFILED_CASE, STEPS, measure_kernels
+from benchmarks.subjects.bits import measure_bits
+from benchmarks.subjects.halves import BITS, PROFILED, PROFILED_CASE, STEPS, measure_kernels
 from benchmarks.subjects.hosts import answer_ours
-from benchmarks.subjects.right import measure_bits
 
 TIMEOUT_SECONDS = 400
 PEAK_CASE = next(iter(CASES))

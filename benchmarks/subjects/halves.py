@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.timeline import Timeline
+from benchmarks.subjects.bits import LAYER_KINDS, BitsCase, spec_of
 from benchmarks.subjects.hosts import check_replays, install
-from benchmarks.subjects.right import LAYER_KINDS, BitsCase, spec_of
 from benchmarks.subjects.steps import WARM_UP_STEPS, StepCase, StepTrainer, step_case, trace_of
 from megagraph import megatron
 

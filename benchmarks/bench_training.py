@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on a GPU: step time and memory.
+"""A whole training on a GPU: step time and memory.
 
 Each measurement runs in a process of its own, so that memory is that of one model. Neither deterministic
 algorithms nor filled memory, eager and graphed alike; tests/megatron/test_real_hosts.py compares the bits,

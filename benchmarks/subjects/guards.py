@@ -7,11 +7,11 @@ from typing import Any
 
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, wall_ms
+from benchmarks.subjects.bits import HOSTS, LAYER_KINDS, measure_host, spec_of
 from benchmarks.subjects.hosts import check_replays, install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
-from benchmarks.subjects.right import HOSTS, LAYER_KINDS, measure_host, spec_of
 from megagraph import megatron
 from megagraph.demo.trainer import ModelOptions, Trainer
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job: a run on packs that change every micro-batch has the bits of the same run without graphs."""
+"""A training on packs that change every micro-batch has the bits of the same run without graphs."""
 
 import random
 from collections import Counter

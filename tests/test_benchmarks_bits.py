@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks `right` and `guarded` count and time, on models that need no GPU."""
+"""What the benchmarks `bits` and `guards` count and time, on models that need no GPU."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are n
 from benchmarks import table
 from benchmarks.measuring.results import Figure
 from benchmarks.measuring.timeline import Timeline, Work
-from benchmarks.subjects import costs, groundwork, guarded, right
+from benchmarks.subjects import bits, costs, guards, halves
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
@@ -37,19 +37,19 @@ def on_cpu() -> Iterator[None]:
 
 
 def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> None:
-    case = right.BitsCase(share=0.5, transformer_engine=False)
-    answer = right.measure_bits(case, OPTIONS, STEPS)
+    case = bits.BitsCase(share=0.5, transformer_engine=False)
+    answer = bits.measure_bits(case, OPTIONS, STEPS)
     assert answer["losses"] == STEPS * 4 and answer["gradients"] > STEPS * 12
-    for mode in right.MODES:
+    for mode in bits.MODES:
         assert answer[mode]["losses"] == answer[mode]["gradients"] == 0
         assert answer[mode]["report"]["calls"] == STEPS * 4 * OPTIONS.layers
     assert answer["eager"]["report"]["replays"] == 0 < answer["graph"]["report"]["replays"]
 
 
-@pytest.mark.parametrize("modules", groundwork.SCOPES.values())
+@pytest.mark.parametrize("modules", halves.SCOPES.values())
 def test_halves_of_layers_are_compared_with_it_too(modules: tuple[str, ...]) -> None:
-    case = right.BitsCase(share=0.5, transformer_engine=False, modules=modules)
-    answer = right.measure_bits(case, OPTIONS, STEPS)
+    case = bits.BitsCase(share=0.5, transformer_engine=False, modules=modules)
+    answer = bits.measure_bits(case, OPTIONS, STEPS)
     assert answer["graph"]["losses"] == answer["graph"]["gradients"] == 0
     report = answer["graph"]["report"]
     graphs = 2 * OPTIONS.layers  # forwards and backwards
@@ -60,16 +60,16 @@ def test_kernels_are_counted_inside_of_graphs_and_outside() -> None:
     names = (("flash_fwd", 1), ("flash_bwd", None), ("GeluCUDAKernel", None), ("gemm", 1))
     work = [Work(0.0, 1.0, 0.0, 0.5, graph, name) for name, graph in names]
     timeline = Timeline(start=0.0, end=1.0, work=work, phases=[])
-    counts = groundwork.count_kernels(timeline, groundwork.KERNELS)
+    counts = halves.count_kernels(timeline, halves.KERNELS)
     assert counts == {"attention": {"inside": 1, "outside": 1}, "MLP": {"inside": 0, "outside": 1}}
 
 
 def test_what_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    packs, seeds = right.canonical_packs, itertools.count()
-    monkeypatch.setattr(right, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))
-    case = right.BitsCase(share=0.5, transformer_engine=False)
-    answer = right.measure_bits(case, OPTIONS, 2)
-    for mode in right.MODES:
+    packs, seeds = bits.canonical_packs, itertools.count()
+    monkeypatch.setattr(bits, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))
+    case = bits.BitsCase(share=0.5, transformer_engine=False)
+    answer = bits.measure_bits(case, OPTIONS, 2)
+    for mode in bits.MODES:
         assert answer[mode]["losses"] == answer["losses"]
         assert answer[mode]["gradients"] >= answer["gradients"] / 2
 
@@ -77,17 +77,17 @@ def test_what_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_canonical_packs_have_the_rows_and_documents_of_their_capacity(share: float) -> None:
     tokens = OPTIONS.max_tokens
-    for pack in right.canonical_packs(tokens, int(share * tokens), 20):
-        assert (pack.num_tokens, pack.num_seqs, pack.max_seqlen) == (tokens, right.DOCUMENTS, share * tokens)
+    for pack in bits.canonical_packs(tokens, int(share * tokens), 20):
+        assert (pack.num_tokens, pack.num_seqs, pack.max_seqlen) == (tokens, bits.DOCUMENTS, share * tokens)
         lengths = pack.cu_seqlens.diff()
         assert int(lengths.min()) > 0 and int(lengths.max()) <= share * tokens
 
 
-@pytest.mark.parametrize("name", right.HOSTS)
+@pytest.mark.parametrize("name", bits.HOSTS)
 def test_calls_of_hosts_are_accounted_for(name: str) -> None:
-    report = right.measure_host(right.HOSTS[name], OPTIONS, STEPS)
+    report = bits.measure_host(bits.HOSTS[name], OPTIONS, STEPS)
     assert report["calls"] == report["replays"] + sum(report["eager"].values())
-    phases = len(range(0, STEPS, right.HOSTS[name].every))
+    phases = len(range(0, STEPS, bits.HOSTS[name].every))
     assert report["calls"] == (STEPS + phases) * 4 * OPTIONS.layers
     assert report["replays"] > 0
 
@@ -108,16 +108,16 @@ def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_guards_and_a_verification_have_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "ROUNDS", 3)
-    answer = guarded.measure_guards(OPTIONS, transformer_engine=False)
+    monkeypatch.setattr(guards, "ROUNDS", 3)
+    answer = guards.measure_guards(OPTIONS, transformer_engine=False)
     assert {len(times) for times in answer["times"].values()} == {3} and len(answer["times"]) == 4
     assert answer["verification"]["verified"] == 1 and answer["eager"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name, of in guarded.ALARMS.items() if not of.transformer_engine])
+@pytest.mark.parametrize("name", [name for name, of in guards.ALARMS.items() if not of.transformer_engine])
 def test_hosts_that_change_nothing_raise_no_alarm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "VERIFY_ONE_IN", 7)
-    report = guarded.measure_alarms(guarded.ALARMS[name], OPTIONS, 20)
+    monkeypatch.setattr(guards, "VERIFY_ONE_IN", 7)
+    report = guards.measure_alarms(guards.ALARMS[name], OPTIONS, 20)
     assert not {"STATE_CHANGED", "VERIFY_FAILED"} & report["eager"].keys()
     assert report["verification"]["verified"] > 4 and report["failures"] == []
 
