@@ -194,6 +194,7 @@ class World:
         *,
         tensor_parallel: int = 1,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        late_seconds: float | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Calls a function of a module of this folder on every rank; returns what each answers.
@@ -202,6 +203,7 @@ class World:
             function: of a module of this folder.
             tensor_parallel: size of the tensor-parallel groups.
             timeout_seconds: how long all of it may take on a machine that does nothing else.
+            late_seconds: how long the others have once the first has answered, if it is to be less.
             arguments: of the function.
 
         Raises:
@@ -216,9 +218,9 @@ class World:
             self._has_started = True
         for rank in self._ranks:
             rank.pipe.send((function.__module__, function.__name__, tensor_parallel, arguments))
-        return self._answers(timeout_seconds)
+        return self._answers(timeout_seconds, late_seconds)
 
-    def _answers(self, seconds: float) -> list[Any]:
+    def _answers(self, seconds: float, late_seconds: float | None = None) -> list[Any]:
         """What every rank answers, in their order."""
         start, slower = time.monotonic(), patience()
         deadline = start + seconds * slower
@@ -236,6 +238,8 @@ class World:
                     succeeded, answer = False, f"died, exit code {self._ranks[index].process.exitcode}"
                 if succeeded:
                     answers[index] = answer
+                    if late_seconds is not None:
+                        deadline = min(deadline, time.monotonic() + late_seconds * slower)
                 else:
                     failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS * slower)
