@@ -49,16 +49,17 @@ BANK = [
 SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
 PYTHON = [
     "bind_capture",
+    "bind_dispatch",
     "bind_packs",
     "bind_replay",
     "bind_watch",
-    "decider",
+    "dispatcher",
     "module",
     "pack_reader",
     "site_object",
 ]
 WATCH = ["dict_events", "module_watch", "serials", "state_items", "state_watch", "values"]
-DECIDE = ["dispatch", "document_costs", "pack_schedule", "placement"]
+DECIDE = ["dispatch", "document_costs", "due_variants", "pack_schedule", "placement", "states"]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),

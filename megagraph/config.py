@@ -281,7 +281,7 @@ def _capacity(value: Any) -> Capacity:
     """From a table, or from `tokens:num_seqs[:max_seqlen]`."""
     if isinstance(value, Capacity):
         return value
-    keys = [field.name for field in dataclasses.fields(Capacity)]
+    keys = ("tokens", "num_seqs", "max_seqlen")
     if isinstance(value, Mapping):
         if set(value) != set(keys):
             raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")

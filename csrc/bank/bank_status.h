@@ -20,6 +20,11 @@ struct Counters {
   std::atomic<int64_t> calls{0}, replays{0};
   std::array<std::atomic<int64_t>, kEagerReasonNames.size()> eager{};
 
+  void add(const Counters& others) {
+    calls += others.calls;
+    replays += others.replays;
+    for (size_t i = 0; i < eager.size(); ++i) eager[i] += others.eager[i];
+  }
   void count_replays(int64_t calls_made) {
     calls.fetch_add(calls_made, std::memory_order_relaxed);
     replays.fetch_add(calls_made, std::memory_order_relaxed);

@@ -1,16 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/decide/dispatch.h"
 
-#include <tuple>
-
 namespace megagraph {
-namespace {
-
-auto cost(const Capacity& capacity) {
-  return std::tie(capacity.tokens, capacity.num_seqs, capacity.max_seqlen);
-}
-
-}  // namespace
 
 std::optional<EagerReason> PackShape::exceeds(const Capacity& capacity) const {
   if (tokens > capacity.tokens) return EagerReason::kTooManyTokens;
@@ -25,8 +16,7 @@ Decision decide(const PackShape& shape, const std::vector<Capacity>& capacities)
   for (size_t i = 0; i < capacities.size(); ++i) {
     const auto exceeded = shape.exceeds(capacities[i]);
     if (!exceeded) {
-      const bool is_cheaper =
-          found.capacity < 0 || cost(capacities[i]) < cost(capacities[found.capacity]);
+      const bool is_cheaper = found.capacity < 0 || capacities[i] < capacities[found.capacity];
       if (is_cheaper) found.capacity = static_cast<int>(i);
     } else if (!why || *exceeded == EagerReason::kSequenceTooLong ||
                *why == EagerReason::kTooManyTokens) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "csrc/decide/eager_reason.h"
@@ -15,15 +16,33 @@ namespace megagraph {
 // longest one.
 struct Capacity {
   int64_t tokens, num_seqs, max_seqlen;
+
+  // In the order of their cost.
+  auto values() const { return std::tie(tokens, num_seqs, max_seqlen); }
 };
+
+inline bool operator==(const Capacity& one, const Capacity& other) {
+  return one.values() == other.values();
+}
+inline bool operator<(const Capacity& one, const Capacity& other) {
+  return one.values() < other.values();
+}
 
 // What a pack needs, in the same dimensions, and the context-parallel ranks that share it.
 struct PackShape {
-  int64_t tokens, num_seqs, max_seqlen, cp_size;
+  int64_t tokens, num_seqs, max_seqlen, cp_size = 1;
 
+  auto values() const { return std::tie(tokens, num_seqs, max_seqlen, cp_size); }
   // The first dimension that a capacity does not hold; none if it fits.
   std::optional<EagerReason> exceeds(const Capacity& capacity) const;
 };
+
+inline bool operator==(const PackShape& one, const PackShape& other) {
+  return one.values() == other.values();
+}
+inline bool operator<(const PackShape& one, const PackShape& other) {
+  return one.values() < other.values();
+}
 
 struct Decision {
   int capacity = -1;  // by index; -1 where none holds the pack

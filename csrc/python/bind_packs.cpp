@@ -1,33 +1,150 @@
 // SPDX-License-Identifier: Apache-2.0
-// What reads packs and decides on them: megagraph/_C.pyi is its manual.
+// What reads packs and spreads them: megagraph/_C.pyi is its manual.
 #include "csrc/decide/pack_schedule.h"
 #include "csrc/python/bindings.h"
-#include "csrc/python/decider.h"
+#include "csrc/python/eager_reasons.h"
 #include "csrc/python/pack_reader.h"
+#include "csrc/watch/hash.h"
 
 namespace py = pybind11;
 
 namespace megagraph {
+namespace {
+
+int64_t positive(const char* name, const py::object& value) {
+  const bool is_integer = PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr());
+  const int64_t number = is_integer ? value.cast<int64_t>() : 0;
+  if (number >= 1) return number;
+  throw py::value_error("a capacity's " + std::string(name) +
+                        " must be an integer of at least 1, got " +
+                        py::repr(value).cast<std::string>());
+}
+
+size_t hash_of(int64_t number) { return static_cast<size_t>(number); }
+
+size_t hash_of(const std::optional<bool>& value) { return value ? 1 + *value : 0; }
+
+size_t hash_of(const std::optional<Capacity>& value);
+
+template <typename... Each>
+size_t hash_of(const std::tuple<Each...>& values) {
+  Hash hash;
+  std::apply([&](const auto&... each) { (hash.mix(hash_of(each)), ...); }, values);
+  return hash.value();
+}
+
+size_t hash_of(const std::optional<Capacity>& value) {
+  return value ? hash_of(value->values()) : 0;
+}
+
+// Of values that stand in a struct like Python's own: equal, ordered and hashed by all of them.
+template <typename Class, typename Type = typename Class::type>
+void like_values(Class& bound, const std::vector<const char*>& names) {
+  bound.def(
+      "__eq__", [](const Type& one, const Type& other) { return one == other; }, py::is_operator());
+  bound.def(
+      "__lt__", [](const Type& one, const Type& other) { return one < other; }, py::is_operator());
+  bound.def("__hash__", [](const Type& value) { return hash_of(value.values()); });
+  bound.def("__repr__", [names](const py::object& value) {
+    std::string text = py::type::of(value).attr("__name__").cast<std::string>() + "(";
+    for (size_t i = 0; i < names.size(); ++i) {
+      text += std::string(i == 0 ? "" : ", ") + names[i] + "=" +
+              py::repr(value.attr(names[i])).cast<std::string>();
+    }
+    return text + ")";
+  });
+  // Another one, of which some values are others.
+  bound.def("replace", [names](const py::object& value, const py::kwargs& others) {
+    py::dict fields;
+    for (const char* name : names) fields[name] = value.attr(name);
+    for (const auto& [name, other] : others) fields[name] = other;
+    return py::type::of(value)(**fields);
+  });
+  bound.def("as_dict", [names](const py::object& value) {
+    py::dict fields;
+    for (const char* name : names) fields[name] = value.attr(name);
+    return fields;
+  });
+  // Pickled and copied as a call with its values.
+  bound.def("__reduce__", [names](const py::object& value) {
+    const py::object make = py::module_::import("functools").attr("partial");
+    py::dict fields;
+    for (const char* name : names) fields[name] = value.attr(name);
+    return py::make_tuple(make(py::type::of(value), **fields), py::tuple());
+  });
+}
+
+}  // namespace
 
 void bind_packs(py::module_& m) {
-  m.def(
-      "pack_shape",
-      [](const py::object& params, int64_t tokens, int64_t extra_seqs,
-         int64_t cp_size) -> py::object {
-        const auto found = pack_shape(params, tokens, extra_seqs, cp_size);
-        if (!found) return py::none();
-        return py::make_tuple(found->tokens, found->num_seqs, found->max_seqlen, found->cp_size);
-      },
-      py::arg("params"), py::arg("tokens"), py::arg("extra_seqs"), py::arg("cp_size"));
-  m.def(
-      "pack_form",
-      [](const py::object& params) -> py::object {
-        const auto found = pack_form(params);
-        if (!found) return py::none();
-        return py::make_tuple(found->has_padded, found->is_aliased, found->pad_between_seqs,
-                              found->has_seq_idx);
-      },
-      py::arg("params"));
+  py::class_<Capacity> capacity(m, "Capacity",
+                                "What one captured variant can hold. Raises ValueError for what is "
+                                "no integer, or less than 1.");
+  capacity
+      .def(py::init([](const py::object& tokens, const py::object& num_seqs,
+                       const py::object& max_seqlen) {
+             return Capacity{positive("tokens", tokens), positive("num_seqs", num_seqs),
+                             positive("max_seqlen", max_seqlen)};
+           }),
+           py::kw_only(), py::arg("tokens"), py::arg("num_seqs"), py::arg("max_seqlen"))
+      .def_readonly("tokens", &Capacity::tokens)
+      .def_readonly("num_seqs", &Capacity::num_seqs)
+      .def_readonly("max_seqlen", &Capacity::max_seqlen)
+      .def(
+          "shared_by",
+          [](const Capacity& own, int64_t cp_size) {
+            const bool is_whole = own.max_seqlen == own.tokens;
+            return is_whole ? Capacity{own.tokens, own.num_seqs, own.tokens * cp_size} : own;
+          },
+          py::arg("cp_size"))
+      .def("__str__", [](const Capacity& own) {
+        return std::to_string(own.tokens) + " tokens, " + std::to_string(own.num_seqs) +
+               " documents of up to " + std::to_string(own.max_seqlen);
+      });
+  like_values(capacity, {"tokens", "num_seqs", "max_seqlen"});
+  py::class_<PackShape> shape(m, "PackShape");
+  shape
+      .def(py::init([](int64_t tokens, int64_t num_seqs, int64_t max_seqlen, int64_t cp_size) {
+             return PackShape{tokens, num_seqs, max_seqlen, cp_size};
+           }),
+           py::arg("tokens"), py::arg("num_seqs"), py::arg("max_seqlen"), py::arg("cp_size") = 1)
+      .def_readonly("tokens", &PackShape::tokens)
+      .def_readonly("num_seqs", &PackShape::num_seqs)
+      .def_readonly("max_seqlen", &PackShape::max_seqlen)
+      .def_readonly("cp_size", &PackShape::cp_size)
+      .def_static("of", &pack_shape, py::arg("params"), py::arg("tokens"), py::arg("extra_seqs"),
+                  py::arg("cp_size") = 1)
+      .def("exceeds", &PackShape::exceeds, py::arg("capacity"));
+  like_values(shape, {"tokens", "num_seqs", "max_seqlen", "cp_size"});
+  py::class_<PackForm> form(m, "PackForm");
+  form.def(py::init([](bool has_padded, bool is_aliased, std::optional<bool> pad_between_seqs,
+                       bool has_seq_idx) {
+             return PackForm{has_padded, is_aliased, pad_between_seqs, has_seq_idx};
+           }),
+           py::arg("has_padded"), py::arg("is_aliased"), py::arg("pad_between_seqs"),
+           py::arg("has_seq_idx") = false)
+      .def_readonly("has_padded", &PackForm::has_padded)
+      .def_readonly("is_aliased", &PackForm::is_aliased)
+      .def_readonly("pad_between_seqs", &PackForm::pad_between_seqs)
+      .def_readonly("has_seq_idx", &PackForm::has_seq_idx)
+      .def_static("of", &pack_form, py::arg("params"));
+  like_values(form, {"has_padded", "is_aliased", "pad_between_seqs", "has_seq_idx"});
+  py::class_<VariantKey> key(m, "VariantKey");
+  key.def(py::init([](std::optional<Capacity> capacity, const PackForm& form, bool grad,
+                      int64_t state, bool has_mask, int64_t cp_size) {
+            return VariantKey{capacity, form, grad, state, has_mask, cp_size};
+          }),
+          py::arg("capacity"), py::arg("form"), py::arg("grad"), py::arg("state") = 0,
+          py::arg("has_mask") = false, py::arg("cp_size") = 1)
+      .def_readonly("capacity", &VariantKey::capacity)
+      .def_readonly("form", &VariantKey::form)
+      .def_readonly("grad", &VariantKey::grad)
+      .def_readonly("state", &VariantKey::state)
+      .def_readonly("has_mask", &VariantKey::has_mask)
+      .def_readonly("cp_size", &VariantKey::cp_size)
+      .def_property_readonly("kind", &VariantKey::kind)
+      .def_property_readonly("family", &VariantKey::family);
+  like_values(key, {"capacity", "form", "grad", "state", "has_mask", "cp_size"});
   m.def(
       "schedule_packs",
       [](const std::vector<int64_t>& lengths, int64_t ranks, std::vector<int64_t> cp_sizes,
@@ -50,17 +167,6 @@ void bind_packs(py::module_& m) {
       py::arg("lengths"), py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
       py::arg("max_tokens"), py::arg("max_seqs"), py::arg("alignment"), py::arg("attention_parity"),
       py::arg("exchange"), py::arg("multiple"));
-  py::class_<Decider>(m, "Decider")
-      .def(py::init<int64_t, bool, bool, py::list, py::object>(), py::arg("extra_seqs"),
-           py::arg("depend_on_longest"), py::arg("are_cut"), py::arg("reasons"),
-           py::arg("make_key"))
-      .def("set_capacities", &Decider::set_capacities, py::arg("by_cp_size"))
-      .def("set_groups", &Decider::set_groups, py::arg("by_cp_size"))
-      .def("refuse", &Decider::refuse, py::arg("reason"))
-      .def("eager_reason", &Decider::eager_reason, py::arg("params"), py::arg("tokens"),
-           py::arg("cp_size") = 1)
-      .def("decide", &Decider::decide, py::arg("params"), py::arg("tokens"), py::arg("has_mask"),
-           py::arg("state_of_call"), py::arg("cp_size") = 1);
 }
 
 }  // namespace megagraph

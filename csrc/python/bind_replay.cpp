@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bank, its sites and its slots.
 
-#include <chrono>
 #include <map>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +11,8 @@
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/python/bindings.h"
+#include "csrc/python/dispatcher.h"
+#include "csrc/python/eager_reasons.h"
 #include "csrc/python/site_object.h"
 #include "csrc/torch/graph_pool.h"
 
@@ -32,16 +32,6 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> raw_graph_execs(GraphBan
     if (graph->backward) backward.push_back(reinterpret_cast<uint64_t>(graph->backward->raw()));
   }
   return {forward, backward};
-}
-
-// Note [Other threads] in slot_ring.h. Lets them run meanwhile.
-void wait_for_tensors(const GraphBank& bank) {
-  if (!bank.awaits_tensors()) return;
-  const py::gil_scoped_release no_gil;
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (bank.awaits_tensors() && std::chrono::steady_clock::now() < end) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
 }
 
 void set_listener(GraphBank& bank, std::function<bool()> wants, std::function<void(int, int)> done,
@@ -192,11 +182,12 @@ void bind_graph_bank(py::module_& m) {
       .def("become", &GraphBank::become, py::arg("state"))
       .def(
           "count_eager",
-          [](GraphBank& bank, int reason, int64_t calls) {
-            bank.counters().count_eager(static_cast<EagerReason>(reason), calls);
+          [](GraphBank& bank, EagerReason reason, int64_t calls) {
+            bank.counters().count_eager(reason, calls);
           },
           py::arg("reason"), py::arg("calls"))
       .def("counters", &counters_of)
+      .def("continue_from", &GraphBank::continue_from, py::arg("former"))
       .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("num_sites", &GraphBank::num_sites)
       .def_property_readonly("num_slots", &GraphBank::num_slots)
@@ -227,8 +218,8 @@ void bind_graph_bank(py::module_& m) {
            })
       .def(
           "set_site_eager_reason",
-          [](GraphBank& bank, int index, int reason) {
-            bank.site(index).set_eager_reason(static_cast<EagerReason>(reason));
+          [](GraphBank& bank, int index, EagerReason reason) {
+            bank.site(index).set_eager_reason(reason);
           },
           py::arg("index"), py::arg("reason"))
       .def(
@@ -252,15 +243,8 @@ void bind_graph_bank(py::module_& m) {
            py::arg("slot"))
       .def("drop_variant", &GraphBank::drop_variant, py::arg("variant"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
-      .def(
-          "begin",
-          [](GraphBank& bank, int variant, const std::vector<at::Tensor>& sources,
-             bool look_at_grads) {
-            wait_for_tensors(bank);
-            const auto reason = bank.begin(variant, sources, look_at_grads);
-            return reason ? static_cast<int>(*reason) : -1;
-          },
-          py::arg("variant"), py::arg("sources"), py::arg("look_at_grads"))
+      .def("begin", &begin_micro_batch, py::arg("variant"), py::arg("sources"),
+           py::arg("look_at_grads"))
       .def("end", &GraphBank::end)
       .def("all_free", &GraphBank::all_free)
       .def("describe_holders", &GraphBank::describe_holders)

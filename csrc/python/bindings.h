@@ -38,6 +38,7 @@ inline std::vector<at::Tensor> or_undefined(const OptionalTensors& tensors) {
 }
 
 void bind_capture(pybind11::module_& m);
+void bind_dispatch(pybind11::module_& m);
 void bind_packs(pybind11::module_& m);
 void bind_replay(pybind11::module_& m);
 void bind_watch(pybind11::module_& m);

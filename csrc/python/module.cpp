@@ -21,4 +21,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   megagraph::bind_packs(m);
   megagraph::bind_replay(m);
   megagraph::bind_watch(m);
+  megagraph::bind_dispatch(m);  // of the classes before
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "csrc/python/pack_reader.h"
 
+#include <ATen/ops/floor_divide.h>
+
 #include <algorithm>
 
 #include "csrc/watch/references.h"
@@ -96,17 +98,32 @@ std::optional<PackShape> pack_shape(const py::handle& params, int64_t tokens, in
 
 std::optional<PackForm> pack_form(const py::handle& params) {
   const py::object q = attribute(params, fields().q), kv = attribute(params, fields().kv);
-  if (!are_same(q, kv)) return std::nullopt;
+  if (!is_tensor(q.ptr()) || !are_same(q, kv)) return std::nullopt;
   const py::object q_padded = attribute(params, fields().q_padded);
   const py::object kv_padded = attribute(params, fields().kv_padded);
   if (!are_same(q_padded, kv_padded)) return std::nullopt;
+  if (!q_padded.is_none() && !is_tensor(q_padded.ptr())) return std::nullopt;
   const auto longest = known_integer(attribute(params, fields().longest));
   const auto longest_kv = known_integer(attribute(params, fields().longest_kv));
   if (longest && longest_kv && *longest != *longest_kv) return std::nullopt;
   const bool is_aliased = q_padded.is(q) && kv_padded.is(kv);
   const bool has_padded = !q_padded.is_none() && !is_aliased;
+  const py::object between = attribute_or_none(params, fields().between);
+  if (!between.is_none() && !PyBool_Check(between.ptr())) return std::nullopt;
+  const auto pads = between.is_none() ? std::nullopt : std::optional(between.ptr() == Py_True);
   const bool has_seq_idx = !attribute_or_none(params, fields().seq_idx).is_none();
-  return PackForm{has_padded, is_aliased, attribute_or_none(params, fields().between), has_seq_idx};
+  return PackForm{has_padded, is_aliased, pads, has_seq_idx};
+}
+
+std::vector<at::Tensor> pack_sources(const py::handle& params, const PackForm& form,
+                                     int64_t cp_size) {
+  const auto tensor = [&](const py::str& name) { return tensor_of(attribute(params, name).ptr()); };
+  std::vector<at::Tensor> sources{tensor(fields().q)};
+  if (form.has_padded) sources.push_back(tensor(fields().q_padded));
+  const at::Tensor physical = sources.back();
+  if (form.has_seq_idx) sources.push_back(tensor(fields().seq_idx));
+  if (cp_size > 1) sources.push_back(at::floor_divide(physical, cp_size));
+  return sources;
 }
 
 bool is_seq_idx_stageable(const py::handle& params, int64_t tokens) {

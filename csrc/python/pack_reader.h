@@ -6,20 +6,22 @@
 // knows: rows of the input, entries of the offsets, and a `max_seqlen` that is a number or a tensor
 // on the host. One that lives on the device, or is missing, may be a document of all tokens.
 //
-// Its form is what changes a graph beside the shape: whether it carries padded offsets, whether
-// these are the actual ones (the same object, by which Transformer Engine knows that there is no
-// padding), what it says of padding between documents, and whether it carries `seq_idx`, the
-// document of each row. A pack whose queries and keys have offsets of their own, or longest
-// documents of their own, has no form: to compare values would wait for the device, and tensors
-// over the same entries are the same offsets.
+// Its form is what changes a graph beside the shape: variant_key.h. A pack whose queries and keys
+// have offsets of their own, or longest documents of their own, has no form: to compare values
+// would wait for the device, and tensors over the same entries are the same offsets. Nor has one
+// that says anything but yes or no of padding between documents.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "csrc/decide/dispatch.h"
+#include "csrc/decide/variant_key.h"
 
 namespace megagraph {
 
@@ -31,13 +33,12 @@ bool is_seq_idx_stageable(const pybind11::handle& params, int64_t tokens);
 std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t tokens,
                                     int64_t extra_seqs, int64_t cp_size);
 
-struct PackForm {
-  bool has_padded, is_aliased;
-  pybind11::object pad_between_seqs;
-  bool has_seq_idx;
-};
-
 std::optional<PackForm> pack_form(const pybind11::handle& params);
+
+// What staging reads of a pack of a form: offsets, padded ones, `seq_idx`, and if `cp_size` ranks
+// share it, the offsets of this one's rows, which has a share of every document.
+std::vector<at::Tensor> pack_sources(const pybind11::handle& params, const PackForm& form,
+                                     int64_t cp_size);
 
 // The context-parallel ranks that a pack names as its own, and how many; None and none where it
 // leaves them to the model.

@@ -22,11 +22,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "csrc/decide/eager_reason.h"
+#include "csrc/watch/state_watch.h"
 
 namespace megagraph {
 
@@ -59,6 +61,11 @@ class ModuleWatch {
   bool are_gradients_away() const { return are_gradients_away_; }
   // Whether it was main gradients that have moved, and nothing else.
   bool have_only_gradients_moved() const { return have_only_gradients_moved_; }
+
+  // What knows the modules' state: state_watch.h, Note [State]. Its hash of now; with `whole`, the
+  // content of containers too, else as it was when last read.
+  void set_state(std::shared_ptr<StateWatch> state) { state_watch_ = std::move(state); }
+  size_t state(bool whole) { return state_watch_->now(whole); }
 
   // Whether every parameter that graphs read has memory, and with `grad` its main gradient.
   bool has_memory(bool grad);
@@ -107,6 +114,7 @@ class ModuleWatch {
 
   Hashes now_, expected_;
   State state_;
+  std::shared_ptr<StateWatch> state_watch_;
   bool is_watching_ = false, watches_gradients_ = false;
   bool have_parameters_memory_ = true, have_gradients_memory_ = true, have_other_grads_ = false;
   bool are_gradients_away_ = false, have_only_gradients_moved_ = false;

@@ -39,6 +39,7 @@ from megagraph.bank.sites import (
 )
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
+from megagraph.timeline import Lease
 
 __all__ = ["Bank", "BankOptions", "CapturedVariant", "Progress"]
 
@@ -60,6 +61,7 @@ class BankOptions:
         poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
             reads them too late shows.
         annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
+        former: a bank of as many slots whose figures go on.
     """
 
     holds_collectives: bool = False
@@ -69,6 +71,7 @@ class BankOptions:
     left_out: Collection[str] = ()
     poison: bool = False
     annotate: bool = False
+    former: "Bank | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +189,7 @@ class Bank:
         self.sites = tuple(self.core.site(index) for index in range(len(self.specs)))
         # All steps in one call and with one autograd node; `NotImplemented` where that cannot be.
         self.replay_all = self.core.replay_all() if len(self.specs) == len(self.steps) else _cannot
-        # The graphs in use of each variant, by index, and all that there are: of several numeric settings.
+        # The graphs of each variant, by index, and what they were captured for.
         self.variants: dict[Any, int] = {}
         self.captured: dict[int, CapturedVariant] = {}
         # The running micro-batch's, for its calls that run eager.
@@ -200,6 +203,10 @@ class Bank:
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
         self._not_counted: Counter[str] = Counter()
+        if options.former is not None:
+            self.core.continue_from(options.former.core)
+            self.capture_seconds = options.former.capture_seconds
+            self._not_counted += options.former._not_counted
 
     @property
     def state(self) -> _C.BankState:
@@ -221,8 +228,9 @@ class Bank:
     def capture(self, variants: Iterable[VariantSpec], progress: Progress | None = None) -> None:
         """Captures variants and seals the bank. Call it between steps only.
 
-        A site that cannot be captured stays eager, is logged and listed in `failures`; the others go
-        on. The largest variant comes first: the smaller ones then live in its memory.
+        A variant that has graphs gets others. A site that cannot be captured stays eager, is logged and
+        listed in `failures`; the others go on. The largest variant comes first: the smaller ones then live
+        in its memory.
 
         Raises:
             RuntimeError: where a slot is still held, naming by whom.
@@ -243,6 +251,7 @@ class Bank:
         self.backend.collect()
         gc.disable()
         try:
+            self.drop(request.variant.key for request in order)
             # Every warm-up first: beside a pool that is full already, its memory would come on top.
             saves, memories = [], []
             for request in order:
@@ -376,15 +385,12 @@ class Bank:
     def keep_eager(self, index: int, reason: EagerReason) -> None:
         """Leaves one site eager, counted under `reason`."""
         self.eager_sites[index] = reason
-        self.core.set_site_eager_reason(index, int(reason))
+        self.core.set_site_eager_reason(index, reason)
 
     def take_failures(self) -> list[str]:
         """What could not be captured since this was last asked, in words."""
         failures, self.failures = self.failures, []
         return [str(failure) for failure in failures]
-
-    def _captured_for(self, key: Any) -> list[int]:
-        return [index for index, variant in self.captured.items() if variant.spec.key == key]
 
     def drop(self, keys: Iterable[Any]) -> None:
         """Releases every graph of some variants; the memory goes to later ones. Call it between steps only.
@@ -394,22 +400,9 @@ class Bank:
         """
         self.backend.settle()
         for key in keys:
-            for index in self._captured_for(key):
-                self.core.drop_variant(index)
-                del self.captured[index]
-            self.variants.pop(key, None)
-
-    def use_current_settings(self) -> None:
-        """Points each variant at its graphs of the numeric settings in force, where it has some."""
-        changed = self.core.changed_setting
-        for key, used in self.variants.items():
-            if changed(used):
-                fitting = filter(self.has_current_settings, self._captured_for(key))
-                self.variants[key] = next(fitting, used)
-
-    def has_current_settings(self, index: int) -> bool:
-        """Whether a variant, by its index, was captured under the numeric settings now in force."""
-        return not self.core.changed_setting(index)
+            if key in self.variants:
+                self.core.drop_variant(self.variants[key])
+                del self.captured[self.variants.pop(key)]
 
     def release(self) -> None:
         """Drops every graph at once. Backward passes that are still pending raise from now on."""
@@ -449,11 +442,10 @@ class Bank:
         index = self.variants.get(key)
         if index is None:
             return self.eager_variants.get(key, EagerReason.WARMING_UP)
-        code = self.core.begin(index, sources, look_at_grads)
-        if code >= 0:
-            return EagerReason(code)
-        self._running = self.captured[index], sources
-        return None
+        reason = self.core.begin(index, sources, look_at_grads)
+        if reason is None:
+            self._running = self.captured[index], sources
+        return reason
 
     def end(self) -> None:
         """Ends the running micro-batch; its slot is free when nobody holds a tensor or backward of it."""
@@ -545,6 +537,18 @@ class Bank:
         finally:
             for name, count in self.core.counters().items():
                 self._not_counted[name] += count - before[name]
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most micro-batches that held slots at once."""
+        return self.core.most_in_flight
+
+    def last_leases(self) -> list[Lease]:
+        """When slots were last leased; none where there is only one."""
+        return [
+            Lease(slot=slot, grad=grad, begin=begin / 1e6, end=end / 1e6 if end else None)
+            for slot, grad, begin, end in self.core.last_leases()
+        ]
 
     def pool_bytes(self) -> int:
         """Device memory that the graphs' pools hold."""

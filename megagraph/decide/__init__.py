@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure decisions, without torch: why a call runs eager, and which capacity holds a pack."""
+"""Why a call runs eager, which capacity holds a pack, what is in flight."""

@@ -10,15 +10,13 @@ rows; if a pack carries no padded offsets the actual ones are physical.
 
 import enum
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from megagraph import _C
-from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.dispatch import Capacity, PackForm, PackShape
 
 __all__ = [
-    "PackForm",
     "PackedSequences",
     "TailConvention",
     "added_offsets",
@@ -56,29 +54,6 @@ class TailConvention(enum.Enum):
         self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
 
 
-class PackForm(NamedTuple):
-    """What of a pack changes the graph beside its shape: which fields it carries.
-
-    Args:
-        has_padded: carries padded offsets beside the actual ones.
-        is_aliased: its padded offsets are the actual ones, the same object, by which Transformer Engine
-            knows that there is no padding between documents.
-        pad_between_seqs: Megatron's field of that name; None if it is absent or unset.
-        has_seq_idx: carries `seq_idx`, int32 [1, T]: the document of each row, one more for the tail.
-    """
-
-    has_padded: bool
-    is_aliased: bool
-    pad_between_seqs: bool | None
-    has_seq_idx: bool = False
-
-    @staticmethod
-    def of(params: PackedSequences) -> "PackForm | None":
-        """The form of a pack; None if queries and keys have offsets, or a longest document, of their own."""
-        found = _C.pack_form(params)
-        return None if found is None else PackForm(*found)
-
-
 def pack_shape(
     params: PackedSequences, tokens: int, tail: TailConvention, *, cp_size: int = 1
 ) -> PackShape | None:
@@ -94,8 +69,7 @@ def pack_shape(
         The shape, or None if `params` describes no packed sequences. A `max_seqlen` that lives on
         the device is not read: the longest document it could mean, all tokens, is assumed.
     """
-    found = _C.pack_shape(params, tokens, tail.extra_seqs, cp_size)
-    return None if found is None else PackShape(*found)
+    return PackShape.of(params, tokens, tail.extra_seqs, cp_size)
 
 
 def added_offsets(tail: TailConvention, tokens: int, *, has_padded: bool) -> Mapping[str, int | None]:

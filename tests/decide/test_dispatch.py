@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-import dataclasses
-import subprocess
-import sys
+import copy
+import pickle
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from megagraph import _C
-from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 
 DIMENSIONS = ("tokens", "num_seqs", "max_seqlen")
@@ -25,25 +27,50 @@ shapes = st.builds(
 banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
 
 
+def dispatcher(bank: Mapping[int, Sequence[Capacity]] = {}, **options: Any) -> _C.Dispatcher:
+    """Of a model without layers, which is in one state, and whose graphs are `GRAPHS`."""
+    made = _C.Dispatcher(**options)
+    made.set_capacities(bank)
+    watch = _C.ModuleWatch(list, list, ())
+    watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
+    core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False)
+    made.use(core, {}, {}, watch)
+    made.states.agree(made.states.local_state(0, watch.state(True), 0))
+    return made
+
+
+def pack_of(shape: PackShape, **changes: Any) -> Any:
+    offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
+    return SimpleNamespace(qkv_format="thd", **{**dict.fromkeys(names, offsets), **longest, **changes})
+
+
+def enter(
+    made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: bool
+) -> EagerReason | tuple[VariantKey, EagerReason | None, list[torch.Tensor], bool]:
+    given = {"has_mask": False, "can_stage": True, "is_skipped": False, **flags}
+    return made.enter(pack, tokens, is_settled=settled, **given)
+
+
 def decide(
     shape: PackShape | None, bank: Mapping[int, Sequence[Capacity]], *, extra_seqs: int = 0
 ) -> Capacity | EagerReason:
     """What the core decides for a pack of a shape, to which a tail adds further documents."""
-    name = lambda capacity, *_: (capacity,)  # noqa: E731
-    decider = _C.Decider(extra_seqs, False, False, list(EagerReason), name)
-    decider.set_capacities({99: (), **bank})  # of none at all they would be yet to learn
-    if shape is None:
-        found = decider.decide(None, 1, False, lambda: 0)
-    else:
-        offsets = torch.empty(shape.num_seqs + 1, dtype=torch.int32)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), shape.max_seqlen)
-        pack = SimpleNamespace(qkv_format="thd", **dict.fromkeys(names, offsets), **longest)
-        found = decider.decide(pack, shape.tokens, False, lambda: 0, shape.cp_size)
-        reason = decider.eager_reason(pack, shape.tokens, shape.cp_size)
-        assert reason is (found if isinstance(found, EagerReason) else None)
-    decision: Capacity | EagerReason = found if isinstance(found, EagerReason) else found[0]
-    return decision
+    made = dispatcher(
+        {99: (), **bank},  # of none at all they would be yet to learn
+        extra_seqs=extra_seqs,
+        cp_size=1 if shape is None else shape.cp_size,
+    )
+    pack = None if shape is None else pack_of(shape)
+    tokens = 1 if shape is None else shape.tokens
+    found = enter(made, pack, tokens)
+    reason = made.eager_reason(pack, tokens)
+    assert reason is (found if isinstance(found, EagerReason) else None)
+    if isinstance(found, EagerReason):
+        return found
+    assert found[0].capacity is not None
+    return found[0].capacity
 
 
 def cheapest_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> Capacity | None:
@@ -100,23 +127,23 @@ def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, c
 
 @given(capacity=capacities)
 def test_a_pack_that_fills_its_capacity_fits(capacity: Capacity) -> None:
-    shape = PackShape(**dataclasses.asdict(capacity))
-    assert decide(shape, {1: (capacity,)}) is capacity
+    shape = PackShape(**capacity.as_dict())
+    assert decide(shape, {1: (capacity,)}) == capacity
 
 
 @given(shape=shapes, bank=banks, extra_seqs=st.integers(1, 2))
 def test_documents_of_the_tail_take_places_of_a_capacity(
     shape: PackShape, bank: dict[int, tuple[Capacity, ...]], extra_seqs: int
 ) -> None:
-    with_tail = shape._replace(num_seqs=shape.num_seqs + extra_seqs)
+    with_tail = shape.replace(num_seqs=shape.num_seqs + extra_seqs)
     assert decide(shape, bank, extra_seqs=extra_seqs) == decide(with_tail, bank)
 
 
 def test_a_pack_that_fills_its_capacity_leaves_no_place_for_a_document_of_the_tail() -> None:
     bank = {1: (Capacity(tokens=100, num_seqs=4, max_seqlen=100),)}
     for documents, found in ((3, bank[1][0]), (4, EagerReason.TOO_MANY_SEQUENCES)):
-        assert decide(PackShape(60, documents, 20), bank, extra_seqs=1) is found
-    assert decide(PackShape(60, 4, 20), bank) is bank[1][0]
+        assert decide(PackShape(60, documents, 20), bank, extra_seqs=1) == found
+    assert decide(PackShape(60, 4, 20), bank) == bank[1][0]
 
 
 @given(bank=banks)
@@ -182,8 +209,8 @@ def test_a_capacity_reads_as_a_sentence() -> None:
 def test_capacities_and_shapes_are_immutable_keys() -> None:
     capacity = Capacity(tokens=1, num_seqs=1, max_seqlen=1)
     shape = PackShape(tokens=1, num_seqs=1, max_seqlen=1)
-    assert len({capacity, dataclasses.replace(capacity)}) == 1
-    assert len({shape, shape._replace(), shape._replace(cp_size=2)}) == 2
+    assert len({capacity, capacity.replace()}) == 1
+    assert len({shape, shape.replace(), shape.replace(cp_size=2)}) == 2
     for value in (capacity, shape):
         with pytest.raises(AttributeError):
             value.tokens = 2  # type: ignore[misc]
@@ -192,15 +219,6 @@ def test_capacities_and_shapes_are_immutable_keys() -> None:
 def test_reasons_are_the_cores_in_name_and_order() -> None:
     assert [reason.name for reason in EagerReason] == list(_C.EAGER_REASON_NAMES)
     assert [reason.value for reason in EagerReason] == list(range(len(_C.EAGER_REASON_NAMES)))
-
-
-def test_the_decision_is_imported_without_torch() -> None:
-    check = (
-        "import sys, megagraph.decide.dispatch, megagraph.decide.due, megagraph.decide.learn; "
-        "print({'torch', 'numpy', 'megagraph._C'} & sys.modules.keys())"
-    )
-    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(
@@ -226,11 +244,179 @@ def test_packs_whose_positions_may_go_on_from_document_to_document_have_no_graph
     num_seqs: int, max_seqlen: int | torch.Tensor | None, cp_size: int, are_cut: bool, goes_on: bool
 ) -> None:
     """Of 8 rows on each rank, where a rotary table has the rows of the longest document."""
-    offsets = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), torch.empty(num_seqs + 1, dtype=torch.int32))
-    padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
-    longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen)
-    pack = SimpleNamespace(qkv_format="thd", **offsets, **padded, **longest)
-    for depend in (True, False):
-        decider = _C.Decider(0, depend, are_cut, list(EagerReason), lambda *key: key)
-        found = decider.decide(pack, 8, False, lambda: 0, cp_size)
-        assert (found is EagerReason.SIGNATURE_CHANGED) == (depend and goes_on)
+    pack = pack_of(PackShape(8, num_seqs, 1), **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max_seqlen))
+    for depends in (True, False):
+        made = dispatcher(depends_on_longest=depends, cuts_tables=are_cut, cp_size=cp_size)
+        found = enter(made, pack, 8)
+        assert (found is EagerReason.SIGNATURE_CHANGED) == (depends and goes_on)
+
+
+# -- beside the capacity ---------------------------------------------------------------------------
+
+BANK = {1: (Capacity(tokens=8, num_seqs=3, max_seqlen=8),)}
+PACK = pack_of(PackShape(6, 2, 4))
+
+
+def test_what_makes_a_variant_beside_the_capacity_is_in_its_key() -> None:
+    made = dispatcher(BANK)
+    for grad, has_mask in product((True, False), (True, False)):
+        with torch.set_grad_enabled(grad):
+            found = enter(made, PACK, 6, has_mask=has_mask)
+        assert not isinstance(found, EagerReason)
+        key, reason, sources, has_no_graph = found
+        assert key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)  # type: ignore[arg-type]
+        assert reason is None and not has_no_graph and sources[0] is PACK.cu_seqlens_q
+
+
+def test_sources_are_what_staging_reads_of_a_pack() -> None:
+    actual, padded = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 10], [0, 4, 12]))
+    queries, keys = {"cu_seqlens_q": actual, "cu_seqlens_kv": actual}, actual.view(-1)
+    of_padded = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded)
+    index = torch.zeros(1, 6, dtype=torch.int32)
+    bank = {2: BANK[1]}
+    for changes, cp_size, expected in (
+        (dict.fromkeys(of_padded), 1, [[0, 4, 10]]),
+        (of_padded, 1, [[0, 4, 10], [0, 4, 12]]),
+        ({"cu_seqlens_q_padded": keys, "cu_seqlens_kv_padded": keys}, 1, [[0, 4, 10]] * 2),
+        (of_padded, 2, [[0, 4, 10], [0, 4, 12], [0, 2, 6]]),
+        ({**of_padded, "seq_idx": index}, 2, [[0, 4, 10], [0, 4, 12], index.tolist(), [0, 2, 6]]),
+    ):
+        made = dispatcher({**BANK, **bank}, cp_size=cp_size)
+        found = enter(made, pack_of(PackShape(6, 2, 4), **queries, **changes), 6)
+        assert [source.tolist() for source in found[2]] == expected  # type: ignore[index]
+
+
+def test_a_key_is_one_object_as_long_as_states_are_few() -> None:
+    made = dispatcher(BANK)
+    first, second = (enter(made, PACK, 6) for _ in range(2))
+    assert first[0] is second[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"is_skipped": True}, EagerReason.DISABLED),
+        ({"is_eager": True}, {}, EagerReason.DISABLED),
+    ],
+)
+def test_a_step_without_graphs_comes_before_what_keeps_it_eager(
+    options: dict[str, Any], flags: dict[str, bool], reason: EagerReason | None
+) -> None:
+    made = dispatcher(BANK, **options)
+
+    def found(*, grad: bool = True) -> EagerReason | None:
+        with torch.set_grad_enabled(grad):
+            entered = enter(made, PACK, 6, **flags)
+        assert not isinstance(entered, EagerReason)
+        return entered[1]
+
+    moved, disagreed = EagerReason.ADDRESS_MOVED, EagerReason.GROUP_DISAGREED
+    assert found() is reason
+    for kept, expected in (((None, moved), (moved, None)), ((disagreed, moved), (moved, disagreed))):
+        made.keep_eager(*kept)
+        assert (found(), found(grad=False)) == (expected if reason is None else (reason, reason))
+    made.set_suspended(True)
+    assert found() is (EagerReason.SUSPENDED if reason is None else reason)
+    made.set_suspended(False)
+    made.keep_eager(None, None)
+    assert found() is reason
+
+
+def test_a_variant_that_stays_eager_runs_as_given_unless_it_is_the_reference() -> None:
+    key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
+    failed = EagerReason.CAPTURE_FAILED
+    for options, flags, expected in (
+        ({}, {}, (failed, True)),
+        ({}, {"is_skipped": True}, (EagerReason.DISABLED, False)),
+        ({"ranks": 2}, {"is_skipped": True}, (EagerReason.DISABLED, True)),
+        ({"is_eager": True}, {}, (EagerReason.DISABLED, False)),
+        ({"needs_equal_rows": True}, {}, (None, False)),
+    ):
+        made = dispatcher(BANK, **options)
+        core = _C.GraphBank(
+            torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False
+        )
+        watch = _C.ModuleWatch(list, list, ())
+        watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
+        made.use(core, {}, {key.replace(state=-1): failed, key: failed}, watch)
+        found = enter(made, PACK, 6, **flags)
+        assert not isinstance(found, EagerReason)
+        assert (found[1], found[3]) == expected
+
+
+def test_what_cannot_be_staged_or_is_not_settled_is_not_noted() -> None:
+    made = dispatcher(BANK)
+    assert enter(made, PACK, 6, can_stage=False) is EagerReason.SIGNATURE_CHANGED
+    assert enter(made, PACK, 6, settled=False) is EagerReason.WARMING_UP
+    made.due.end_step()
+    assert not made.due.due and not made.due.warmed_up
+    enter(made, PACK, 6)
+    made.due.end_step()
+    assert made.due.due
+
+
+def test_packs_are_observed_until_there_are_capacities() -> None:
+    made = dispatcher()
+    key, reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
+    assert key.capacity is None and reason is EagerReason.WARMING_UP
+    assert made.observed == {PackShape(6, 2, 4)}
+
+
+def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:
+    made = dispatcher(BANK, needs_equal_rows=True)
+    for shape, capacity, reason in (
+        (PackShape(6, 5, 4), (8, 5, 8), EagerReason.TOO_MANY_SEQUENCES),
+        (PackShape(6, 2, 9), (8, 2, 9), EagerReason.SEQUENCE_TOO_LONG),
+    ):
+        key, why, _sources, _ = enter(made, pack_of(shape), shape.tokens)  # type: ignore[misc]
+        assert [*key.capacity.as_dict().values()] == [*capacity] and why is reason
+    made.due.end_step()
+    assert not made.due.due  # no graph of theirs is to be captured
+    assert enter(made, pack_of(PackShape(9, 2, 4)), 9) is EagerReason.TOO_MANY_TOKENS
+
+
+def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
+    made = dispatcher(BANK)
+    key, _reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
+    assert made.explain(key, EagerReason.NUMERICS_CHANGED) is EagerReason.NUMERICS_CHANGED
+    made.due.end_step()
+    other = made.states.under(_C.numeric_settings(torch.device("cpu")))
+    assert other != key.state and made.due.due == {key.kind, key.kind.replace(state=other)}
+    assert made.counts() == {1: {"NUMERICS_CHANGED": 1}}
+
+
+def test_a_micro_batch_without_graphs_is_told_what_its_state_differs_in() -> None:
+    made = dispatcher(BANK)
+    key, _reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
+    warming_up = EagerReason.WARMING_UP
+    assert made.explain(key, warming_up) is warming_up
+    made.states.agree(made.states.local_state(0, 99, 0))
+    made.due.mark_captured({key.kind.replace(state=made.states.current)})
+    assert made.explain(key, warming_up) is EagerReason.STATE_CHANGED
+    made.due.mark_captured({key.kind})
+    assert made.explain(key, warming_up) is warming_up
+
+
+def test_every_value_of_a_key_makes_another_one() -> None:
+    key = VariantKey(None, PackForm(False, False, None), grad=True)
+    others = {
+        "capacity": BANK[1][0],
+        "form": PackForm(True, False, None),
+        "grad": False,
+        "state": 1,
+        "has_mask": True,
+        "cp_size": 2,
+    }
+    made = [key.replace(**{name: value}) for name, value in others.items()]
+    assert len({key, *made}) == len(made) + 1
+    forms = [key.form.replace(**{name: True}) for name in key.form.as_dict()]
+    assert len({key.form, *forms, key.form.replace(pad_between_seqs=False)}) == len(forms) + 2
+
+
+def test_names_and_sizes_can_be_copied_and_sent() -> None:
+    key = VariantKey(BANK[1][0], PackForm(True, False, None, True), grad=True, state=3)
+    for value in (key, key.form, key.capacity, PackShape(6, 2, 4)):
+        assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
+    with pytest.raises(TypeError):
+        key.replace(nothing=1)

@@ -19,14 +19,13 @@ from streams import make_groups
 from torch import Tensor, distributed
 
 import megagraph
+from megagraph.decide.dispatch import PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.shared_kinds import SharedKinds
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.packs.packing import PackForm
 
 STEPS = 3
-_KIND = Kind(PackForm(False, False, None), grad=True, state=0)
+_KIND = VariantKey(None, PackForm(False, False, None), grad=True)
 
 
 def new_trainer(
@@ -182,7 +181,7 @@ def said_of_losses() -> list[list[str]]:
 def capture_without_gradients() -> list[tuple[bool, int]]:
     """What all capture while main gradients of rank 1 have no memory: gradients or not, and ranks."""
     kinds = SharedKinds(Peers(new_trainer().chunk, (1, 2)))
-    due = {_KIND, _KIND._replace(grad=False)}
+    due = {_KIND, _KIND.replace(grad=False)}
     found = kinds.of_all(due, can_capture=True, has_gradients=distributed.get_rank() == 0)
     return sorted((kind.grad, kind.cp_size) for kind in found)
 

@@ -31,7 +31,7 @@ MICRO = Micro(lengths=(9, 20, 11))
 # The modules that an eager call passes through.
 ENTRY = (
     *("forwards", "plugin", "model_graphs", "micro_batch", "dispatch", "packing", "block_bank", "due"),
-    *("layers", "tensor", "chain", "bank", "addresses", "hooks", "decider"),
+    *("layers", "tensor", "bank", "dispatcher"),
 )
 
 

@@ -105,7 +105,7 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
     capacities = Capacities(GraphConfig())
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         for is_warm in (False, *([True] * 50)):
-            assert not capacities.learn(is_warm, lambda said: [1, *said[1:]])
+            assert not capacities.learn((), is_warm, lambda said: [1, *said[1:]])
     (sentence,) = caplog.messages
     assert "20 steps after its warm-up" in sentence and "cuda_graph_max_packed_seqs" in sentence
 
@@ -115,7 +115,7 @@ def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int
     """Each rank has a share of both halves of a document."""
     capacities = Capacities(GraphConfig(), cp_sizes[0], cp_sizes)
     needs = Needs(tokens=61, usual_seqs=4, most_seqs=8)
-    assert capacities.learn(True, lambda said: [0, *needs])
+    assert capacities.learn((), True, lambda said: [0, *needs])
     found = [capacity.tokens for size in cp_sizes for capacity in capacities.by_cp_size[size]]
     assert found == [tokens] * 2 * len(cp_sizes)
 

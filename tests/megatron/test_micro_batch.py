@@ -12,10 +12,10 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.decide.dispatch import Capacity
+from megagraph.decide.dispatch import Capacity, PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch
-from megagraph.packs.packing import PackForm, TailConvention
+from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.packs.packing import TailConvention
 
 pytestmark = pytest.mark.megatron
 
@@ -103,7 +103,7 @@ def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     """Bug: the first one stayed among what staging reads."""
     batch = MicroBatch.__new__(MicroBatch)
     offsets, hidden_states = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 1, 4)
-    batch.kind = Kind(PackForm(False, False, None), grad=False, state=0, has_mask=True)
+    batch.key = VariantKey(None, PackForm(False, False, None), grad=False, has_mask=True)
     batch.mask, batch.sources = None, [offsets]
     for seed in range(2):
         mask = torch.rand(1, 8, generator=torch.Generator().manual_seed(seed)) < 0.5

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention: the bits of eager and of an unpatched run, and tables that outlive a cache."""
 
-import dataclasses
 import gc
 import shutil
 import weakref
@@ -62,7 +61,7 @@ def test_padding_between_documents_and_several_slots(install: Install) -> None:
 @pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind: str) -> None:
     """With a table as long as the pack, Megatron's unfused RoPE goes on from document to document."""
-    capacity = dataclasses.replace(CAPACITY, max_seqlen=max_seqlen)
+    capacity = CAPACITY.replace(max_seqlen=max_seqlen)
     lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
     steps: list[list[Micro]] = [
         [canonical(lengths[(index + m) % 5], capacity=capacity, seed=7 * index + m) for m in range(2)]

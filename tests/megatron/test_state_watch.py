@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.states import States
 
 
 class Layer(nn.Module):
@@ -356,79 +354,3 @@ def test_every_value_has_a_name_and_words() -> None:
     assert items[0, "scale"] == "1.0" and items[1, "in_features"] == "3"
     assert items[0, "Layer.forward"].endswith("Layer.forward")
     assert items[0, "names"] == "another list"
-
-
-def test_numbers_come_in_the_order_in_which_states_are_met() -> None:
-    states = States(lambda: 0, 1)
-    for fingerprint, settings, number, is_new in (
-        (7, 1, 0, True),
-        (8, 1, 1, True),
-        (7, 1, 0, False),
-        (7, 2, 2, True),
-    ):
-        assert states.agree(states.local_state(fingerprint, settings))
-        assert (states.current, states.is_new) == (number, is_new)
-    assert states.of_call(8) == 3  # under the settings of now
-    assert states.under(1) == 1
-    assert states.difference(0, 2) is EagerReason.NUMERICS_CHANGED
-    assert states.difference(0, 1) is EagerReason.STATE_CHANGED
-    assert states.oldest_first()[-1] == 1
-
-
-def test_ranks_have_one_number_for_what_they_are_in_together() -> None:
-    ranks = [States(lambda: 0, 2), States(lambda: 1, 2)]
-
-    def meet(*fingerprints: int) -> tuple[list[int], list[bool]]:
-        said = [rank.local_state(value, 1) for rank, value in zip(ranks, fingerprints, strict=True)]
-        largest = [max(values) for values in zip(*said, strict=True)]
-        agreed = [rank.agree(largest) for rank in ranks]
-        return [rank.current for rank in ranks], agreed
-
-    assert meet(10, 20) == ([0, 0], [True, True])
-    assert meet(10, 21) == ([1, 1], [True, True])  # on one rank alone
-    assert meet(11, 21) == ([2, 2], [True, True])
-    assert meet(10, 20) == ([0, 0], [True, True])
-    assert ranks[0].difference(0, 1) is EagerReason.GROUP_DISAGREED
-    assert ranks[1].difference(0, 1) is EagerReason.STATE_CHANGED
-    # Inside a step: what all of them do is known from before, what is new has no graphs.
-    assert [rank.of_call(value) for rank, value in zip(ranks, (11, 21), strict=True)] == [2, 2]
-    assert [rank.of_call(value) for rank, value in zip(ranks, (12, 22), strict=True)] == [-1, -1]
-    assert meet(10, 20) == ([0, 0], [True, True])
-    ranks[0].of_call(11)  # on one rank alone
-    ranks[1].of_call(20)
-    assert meet(10, 20) == ([0, 0], [False, False])
-
-
-def test_states_that_never_come_back_are_forgotten_and_those_with_graphs_are_not() -> None:
-    states = States(lambda: 0, 1)
-    gone: set[int] = set()
-    for fingerprint in range(200):
-        states.agree(states.local_state(fingerprint, 1))
-        if states.has_many():
-            gone |= states.forget_oldest(keep={0})
-    assert len(states.oldest_first()) == 64 and gone == set(range(1, 137))
-    states.agree(states.local_state(1, 1))
-    assert states.is_new
-    states.agree(states.local_state(0, 1))
-    assert not states.is_new and states.current == 0
-
-
-def test_the_state_of_now_is_kept_where_all_others_have_graphs() -> None:
-    """It is the oldest one without graphs, and the step that begins is in it."""
-    states = States(lambda: 0, 1)
-    for fingerprint in range(65):
-        states.agree(states.local_state(fingerprint, 1))
-    assert states.has_many() and states.forget_oldest(keep=range(64)) == set()
-    states.add_name(100)
-    states.agree(states.local_state(100, 1))
-    assert not states.is_new and states.current == 64
-
-
-@pytest.mark.parametrize(("size", "run_alike"), [(1, True), (2, True), (2, False)])
-def test_a_state_that_calls_alone_are_in_is_not_the_oldest(size: int, run_alike: bool) -> None:
-    """But ranks of other packs call in another order, and have to forget the same ones."""
-    states = States(lambda: 0, size, run_alike=run_alike)
-    for fingerprint in (7, 8):
-        states.agree(states.local_state(fingerprint, 1))
-    assert states.of_call(7) == 0
-    assert states.oldest_first() == ([1, 0] if run_alike else [0, 1])

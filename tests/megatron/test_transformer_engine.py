@@ -162,7 +162,7 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
     max_seqlen: int, fused_rope: bool, aliased: bool
 ) -> None:
     """Bug: unfused, with a table as long as the pack, every loss differed from that of the unpatched run."""
-    capacity = dataclasses.replace(CAPACITY, max_seqlen=max_seqlen)
+    capacity = CAPACITY.replace(max_seqlen=max_seqlen)
     lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
     steps: list[list[Micro]] = [
         [

@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, VariantSpec
-from megagraph.decide.dispatch import Capacity, PackShape
-from megagraph.megatron.graphs.micro_batch import sources_of
+from megagraph.decide.dispatch import Capacity, PackForm, PackShape
 from megagraph.packs.ops import pad_cu_seqlens
-from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_fields, pack_shape
+from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields, pack_shape
 
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
@@ -89,7 +88,6 @@ def test_what_staging_reads_goes_by_the_form(name: str) -> None:
     pack = pack_of(cu, cu, **{name: cu.view(-1)})
     form = form_of(pack)
     assert form.has_padded and not form.is_aliased
-    assert [source.tolist() for source in sources_of(pack, form, 1)] == [[0, 2, 5]] * 2
 
 
 @pytest.mark.parametrize(
@@ -114,6 +112,11 @@ def test_offsets_that_are_no_tensors_have_no_form() -> None:
         assert PackForm.of(pack_of(cu, **change)) is None
     for change in ({"cu_seqlens_kv_padded": (0, 2, 5)}, {"cu_seqlens_q_padded": "0 2 5"}):
         assert PackForm.of(pack_of(cu, offsets([4, 4]), **change)) is None
+
+
+def test_a_pack_that_says_neither_yes_nor_no_of_padding_has_no_form() -> None:
+    for said, known in ((None, True), (True, True), (False, True), (1, False), ("no", False)):
+        assert (PackForm.of(pack_of(offsets([2, 3]), pad_between_seqs=said)) is not None) == known
 
 
 def test_fewer_entries_of_the_same_memory_are_other_offsets() -> None:

@@ -157,6 +157,11 @@ class GraphBank {
   bool all_free() const;
   std::string describe_holders() const;
   const std::shared_ptr<const GradientListener>& listener() const { return listener_; }
+  // Before the first micro-batch: takes over what a former bank of as many slots has counted.
+  void continue_from(const GraphBank& former) {
+    counters().add(former.status_->counters);
+    slots_.continue_from(former.slots_);
+  }
   // Drops every graph. Backward passes that are still pending raise from now on. The caller has
   // waited for the device.
   void release();

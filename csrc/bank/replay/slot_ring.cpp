@@ -252,6 +252,12 @@ std::vector<Lease> SlotRing::last_leases() const {
   return last;
 }
 
+void SlotRing::continue_from(const SlotRing& former) {
+  most_leased_ = former.most_leased_;
+  leases_ = former.last_leases();
+  num_leases_ = leases_.size();
+}
+
 bool SlotRing::are_pending() const {
   return std::all_of(slots_.begin(), slots_.end(),
                      [](const auto& slot) { return slot->is_pending(); });

@@ -150,6 +150,8 @@ class SlotRing {
   int most_leased() const { return most_leased_; }
   // The last leases, the oldest first; none of a ring of one slot, which shows nothing.
   std::vector<Lease> last_leases() const;
+  // Before the first lease: takes over what a former ring has counted.
+  void continue_from(const SlotRing& former);
 
  private:
   void begin_lease(int slot, bool training);

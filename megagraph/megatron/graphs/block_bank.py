@@ -12,25 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagraph import _C
 from megagraph.bank.bank import Bank, BankOptions, Progress
 from megagraph.bank.capture import GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.block_layers import BlockLayers
 from megagraph.megatron.graphs.joining import Joining, Why
 from megagraph.megatron.graphs.latent_tables import LatentTables
-from megagraph.megatron.graphs.layer_arguments import LayerArguments, Overriding
-from megagraph.megatron.graphs.micro_batch import Key, MicroBatch
+from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import scopes_of
-from megagraph.megatron.graphs.totals import Totals
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.parallel.pipeline import slots_of
+from megagraph.megatron.parallel.sharing import has_experts
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.watch.layers import IGNORED_ATTRIBUTES
 from megagraph.timeline import Lease
@@ -46,8 +47,8 @@ class BlockBank:
         ddp: Megatron's DDP around it, or None.
         peers: the ranks that run the same packs.
         config: the plugin's options.
-        progress: shown while capturing.
-        overriding: as `LayerArguments` takes it.
+        constants: what layers are called with, by variant.
+        dispatcher: begins micro-batches on the present bank.
         may_join: as `Joining` takes it.
 
     Attributes:
@@ -57,6 +58,7 @@ class BlockBank:
         device: where the model is.
         failures: what stays eager, in words.
         verifier: keeps micro-batches that graphs are verified on.
+        loops: what replays each variant.
     """
 
     def __init__(
@@ -65,31 +67,32 @@ class BlockBank:
         ddp: nn.Module | None,
         peers: Peers,
         config: GraphConfig,
-        progress: Progress | None,
-        overriding: Overriding,
+        constants: LayerArguments,
+        dispatcher: _C.Dispatcher,
         may_join: Callable[[], bool],
     ) -> None:
         self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
         self._peers, self._tensor, self._context, self._view = peers, peers.tensor, peers.context, peers.view
-        self._config, self._progress = config, progress
+        self._config = config
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self.layers = BlockLayers(self._model, self.scopes, peers.groups)
         self._joining = Joining(self.layers, may_join) if config.cuda_graph_granularity == "chunk" else None
         self.device = next(model.parameters()).device
         self._workspaces: list[Tensor] = []
         self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.constants = LayerArguments(self._model, overriding)
+        self.constants, self._dispatcher = constants, dispatcher
+        self._masks_tail = has_experts(model.config)
         self._latent_tables = LatentTables()
         self.verifier = Verifier(config.verify, config.tail, peers)
-        self._totals = Totals()
         self.failures: list[str] = []
         self._last_holders = ""
         # Whether that was all, when `what_changed()` was last asked.
         self.have_only_gradients_moved = False
         self.watch = self.layers.new_watch()
         self._set_ddp(ddp)
-        self.bank = self._new_bank()
-        self._loops: dict[Key, LayerLoop] = {}
+        self.loops: dict[VariantKey, LayerLoop] = {}
+        self.bank = self._new_bank(former=None)
+        self._dispatch()
 
     # -- the model and its DDP -------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class BlockBank:
         self.failures.clear()  # of its hooks, which nobody expected
         self.reset()
 
-    def _new_bank(self) -> Bank:
+    def _new_bank(self, former: Bank | None) -> Bank:
         options = BankOptions(
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
@@ -126,45 +129,29 @@ class BlockBank:
             left_out=IGNORED_ATTRIBUTES,
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
+            former=former,
         )
         num_slots = slots_of(self._live(), self._config.cuda_graph_slots)
         plan = self.layers.plan
         return Bank(plan.bank_steps(), self.device, num_slots=num_slots, options=options)
 
+    def _dispatch(self) -> None:
+        """Has micro-batches begin on the present bank, as long as the present watch finds nothing."""
+        bank = self.bank
+        self._dispatcher.use(bank.core, bank.variants, bank.eager_variants, self.watch)
+
     def _follow_variants(self) -> None:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
         variants = self.bank.variants
-        for key in variants.keys() - self._loops.keys():
+        for key in variants.keys() - self.loops.keys():
             constants, before_sites = self.constants[key], self._param_syncs.before_sites
-            self._loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
-        for key in self._loops.keys() - variants.keys():
-            del self._loops[key], self.constants[key]
-
-    # -- micro-batches ---------------------------------------------------------------------------
-
-    def begin(self, batch: MicroBatch) -> LayerLoop | None:
-        """Leases a slot and returns the loop that replays the batch; None where `batch.reason` says why."""
-        batch.reason = self.bank.begin(batch.key, batch.sources, look_at_grads=self.watch.have_other_grads)
-        if batch.reason is not None:
-            self._peers.run_alone(batch.reason, batch.kind.cp_size)
-            return None
-        loop = self._loops[batch.key]
-        loop.batch = batch
-        return loop
-
-    def end(self, loop: LayerLoop) -> None:
-        """Ends the micro-batch that `begin()` returned a loop for."""
-        loop.batch = None
-        self.bank.end()
+            self.loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
+        for key in self.loops.keys() - variants.keys():
+            del self.loops[key], self.constants[key]
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
         """Counts what runs eager: a call of every site, or of some."""
         self.bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
-
-    def eager_reason(self, key: Key) -> EagerReason | None:
-        """Why a variant has no graph of any layer and will get none, or None."""
-        bank = self.bank
-        return None if key in bank.variants else bank.eager_variants.get(key)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -186,10 +173,11 @@ class BlockBank:
 
     def capture(
         self,
-        keys: Sequence[Key],
+        keys: Sequence[VariantKey],
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
+        progress: Progress | None,
     ) -> bool:
         """Captures variants. A failure of a layer is logged and leaves it eager.
 
@@ -198,6 +186,7 @@ class BlockBank:
             row_shape: of the hidden states, without their first dimension.
             dtype: of the hidden states.
             params_type: `PackedSeqParams`.
+            progress: shown meanwhile.
 
         Returns:
             False where what was captured before had to be dropped.
@@ -217,11 +206,13 @@ class BlockBank:
             tail=self._config.tail,
             valid_tokens=self._valid_tokens,
             mode="training" if self._live().decoder.training else "evaluation",
+            masks_tail=self._masks_tail,
             local_rows=self._tensor.rows,
         )
         variants = [self._variant(key, block) for key in keys]
+        seconds = self.bank.capture_seconds
         try:
-            has_kept = self._capture_and_verify(variants) and has_kept
+            has_kept = self._capture_and_verify(variants, progress) and has_kept
         except GroupGaveUp as error:
             log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
@@ -236,13 +227,12 @@ class BlockBank:
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
         listen(self.bank, self._ddp())
-        shapes = "; ".join(dict.fromkeys(str(capacity) for capacity, _kind in keys))
-        log.info(
-            "captured %d graphs in %.2f s for %s", self.bank.num_graphs, self.bank.capture_seconds, shapes
-        )
+        shapes = "; ".join(dict.fromkeys(str(key.capacity) for key in keys))
+        seconds = self.bank.capture_seconds - seconds
+        log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
         return has_kept
 
-    def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> bool:
+    def _capture_and_verify(self, variants: Sequence[VariantSpec], progress: Progress | None) -> bool:
         """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined.
 
         Returns:
@@ -250,7 +240,7 @@ class BlockBank:
         """
         keys, has_kept = [variant.key for variant in variants], True
         while True:
-            self.bank.capture(variants, self._progress)
+            self.bank.capture(variants, progress)
             self._agree_on_variants()
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures
@@ -271,7 +261,7 @@ class BlockBank:
     def _joins_otherwise(self, failing: Mapping[int, Why]) -> bool:
         return self._joining is not None and self._joining.agree(failing)
 
-    def _find_failing(self, keys: Sequence[Key]) -> Mapping[int, Why]:
+    def _find_failing(self, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
             return self.verifier.failing(self.bank, keys)
 
@@ -286,7 +276,7 @@ class BlockBank:
             self._drop([*self.bank.variants])
         return not failing
 
-    def _drop(self, keys: Sequence[Key]) -> None:
+    def _drop(self, keys: Sequence[VariantKey]) -> None:
         self.bank.drop(keys)
         self._follow_variants()
         self._latent_tables.keep(self.bank.variants)
@@ -325,14 +315,15 @@ class BlockBank:
         """Drops everything; these variants stay eager."""
         self.failures.append(why)
         self.reset()
-        self.bank.eager_variants |= {variant.key: reason for variant in variants}
+        for variant in variants:
+            self.bank.eager_variants[variant.key] = reason
 
-    def _variant(self, key: Key, block: BlockInput) -> VariantSpec:
+    def _variant(self, key: VariantKey, block: BlockInput) -> VariantSpec:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
             decoder = self._live().decoder  # looked up each time: variants must not keep it alive
             kept, tables = while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key)
-            with self._view.of_size(key[1].cp_size), kept, tables:
+            with self._view.of_size(key.cp_size), kept, tables:
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
@@ -356,6 +347,7 @@ class BlockBank:
         if are_others:
             self._set_ddp(self._ddp())
             self.watch = self.layers.new_watch()
+            self._dispatch()
             return EagerReason.PARAMETERS_CHANGED
         changed = self.watch.what_changed(lambda: self.layers.find_ineligible(self._ddp()))
         self.have_only_gradients_moved = self.watch.have_only_gradients_moved
@@ -363,7 +355,6 @@ class BlockBank:
 
     def reset(self) -> None:
         """Releases every graph and begins another bank; the counters go on."""
-        self._totals.add(self.bank)
         self.bank.release()
         self._peers.let_go()
         self.constants.clear()
@@ -371,18 +362,19 @@ class BlockBank:
         stay_eager = self.watch.stay_eager if self._has_sites_of_now() else ()
         self.watch = self.layers.new_watch(stay_eager)
         self._set_ddp(self._ddp())
-        self.bank = self._new_bank()
-        self._loops.clear()
+        self.bank = self._new_bank(former=self.bank)
+        self.loops.clear()
+        self._dispatch()
 
     def drop_gradients(self) -> None:
         """Releases the graphs that read main gradients. Only where no slot is held."""
-        self._drop([key for key in self.bank.variants if key[1].grad])
+        self._drop([key for key in self.bank.variants if key.grad])
         self.watch.forget_gradients()
 
     def drop_states(self, states: Collection[int]) -> None:
         """Releases the graphs of some states of the layers. Only where no slot is held."""
         if states:
-            self._drop([key for key in self.bank.variants if key[1].state in states])
+            self._drop([key for key in self.bank.variants if key.state in states])
 
     def release(self) -> None:
         """Drops every graph for good."""
@@ -392,7 +384,7 @@ class BlockBank:
 
     def counters(self) -> dict[str, int]:
         """Calls, replays and eager calls by reason, over all banks so far."""
-        return self._totals.counters(self.bank)
+        return self.bank.counters()
 
     def valid_tokens(self) -> int:
         """Valid tokens of all replayed packs. Waits for the device."""
@@ -400,7 +392,7 @@ class BlockBank:
 
     def leases(self) -> list[Lease]:
         """When slots were last leased; none where there is only one."""
-        return self._totals.last_leases(self.bank)
+        return self.bank.last_leases()
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
@@ -409,9 +401,9 @@ class BlockBank:
             "sites": len(self.bank.specs),
             "graphs": self.bank.num_graphs,
             "slots": self.bank.num_slots,
-            "most_in_flight": self._totals.most_in_flight(self.bank),
+            "most_in_flight": self.bank.most_in_flight,
             "pool_bytes": self.bank.pool_bytes(),
-            "capture_seconds": self._totals.capture_seconds(self.bank),
+            "capture_seconds": self.bank.capture_seconds,
             "failures": list(self.failures),
             "verification": self.verifier.report(),
         }

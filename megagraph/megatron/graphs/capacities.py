@@ -6,34 +6,30 @@ Experts over several ranks may take as many rows from each: with a dispatcher th
 they are padded to a capacity. Each rank has packs of its own and asks nobody about them. So the capacities of
 such a model have one number of rows, the same on all ranks, and every micro-batch has that many, in eager
 too. A pack of too many documents, or of one that is too long, is padded to a capacity of its own, without
-graphs; what cannot be padded has just that many rows, or is an error. Until capacities are known packs run as
-given, and need equal rows as with Megatron alone. All ranks learn them at the same step boundary.
+graphs (csrc/python/dispatcher.cpp); what cannot be padded has just that many rows, or is an error. Until
+capacities are known packs run as given, and need equal rows as with Megatron alone. All ranks learn them at
+the same step boundary.
 """
 
-import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.learn import Needs, capacities_for, needs_of
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.micro_batch import Key, Kind
-from megagraph.packs.packing import TailConvention, pack_shape
+from megagraph.packs.packing import TailConvention
 
 __all__ = ["Capacities"]
 
 _PATIENCE = 20  # steps that this rank waits for another one until it says so
-_ANY = sys.maxsize  # documents, or tokens of one
 
 
 def _bounded(capacity: Capacity, cp_size: int) -> Capacity:
     """With documents that are no longer than a pack of fewer ranks than some others have."""
     longest = min(capacity.max_seqlen, capacity.tokens * cp_size)
-    return dataclasses.replace(capacity, max_seqlen=longest)
+    return capacity.replace(max_seqlen=longest)
 
 
 class Capacities:
@@ -65,7 +61,6 @@ class Capacities:
         self.by_cp_size: Mapping[int, Sequence[Capacity]] = known if any(known.values()) else {}
         self._cp_sizes = tuple(cp_sizes)
         self._tail, self._extra_seqs = config.tail, config.tail.extra_seqs
-        self._observed: set[PackShape] = set()
         self._waited = 0  # steps
 
     @property
@@ -77,23 +72,6 @@ class Capacities:
     def rows(self) -> int | None:
         """Of every micro-batch; None where the number is free, or not known yet."""
         return self.known[0].tokens if self.need_equal_rows and self.known else None
-
-    def for_decider(self) -> Mapping[int, Sequence[Capacity]]:
-        """By `cp_size`, what packs are padded to: if all need equal rows, also one of any documents."""
-        if self.rows is None:
-            return self.by_cp_size
-        return {self.cp_size: [*self.known, Capacity(tokens=self.rows, num_seqs=_ANY, max_seqlen=_ANY)]}
-
-    def of_misfit(self, decided: Capacity, params: Any, tokens: int) -> tuple[Capacity, EagerReason] | None:
-        """What a pack is padded to that was decided to have any documents, and why it has no graphs."""
-        if decided.num_seqs != _ANY:
-            return None
-        shape = pack_shape(params, tokens, self._tail)
-        assert shape is not None
-        # The larger reason, SEQUENCE_TOO_LONG, is that of a capacity with enough documents.
-        why = max(found for each in self.known if (found := shape.exceeds(each)) is not None)
-        longest = max(shape.max_seqlen, decided.tokens)
-        return Capacity(tokens=decided.tokens, num_seqs=shape.num_seqs, max_seqlen=longest), why
 
     def check(self, rows: Callable[[int], int]) -> None:
         """Raises `ValueError` where the ranks of the model cannot run packs of these capacities.
@@ -125,32 +103,21 @@ class Capacities:
                 f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
             )
 
-    def observe(self, params: Any, tokens: int, cp_size: int) -> None:
-        """Remembers the shape of a pack of the warm-up.
-
-        Args:
-            params: the pack.
-            tokens: of this rank, physical ones.
-            cp_size: ranks that share it.
-        """
-        shape = pack_shape(params, tokens, self._tail, cp_size=cp_size)
-        if shape is not None:
-            self._observed.add(shape)
-
-    def learn(self, is_warm: bool, max_over_ranks: MaxOverRanks) -> bool:
-        """Learns them from what was observed, the same on all ranks, once the warm-up of all is over.
+    def learn(self, observed: Collection[PackShape], is_warm: bool, max_over_ranks: MaxOverRanks) -> bool:
+        """Learns them from packs of the warm-up, the same on all ranks, once that of all is over.
 
         Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
         that are longer.
 
         Args:
+            observed: what they needed.
             is_warm: the warm-up of this rank is over.
             max_over_ranks: asks the ranks, in each step until they have learned.
 
         Returns:
             Whether they have.
         """
-        here = needs_of(self._observed, self._extra_seqs)
+        here = needs_of(observed, self._extra_seqs)
         somebody_waits, *needs = max_over_ranks([int(not is_warm), *here])
         if somebody_waits:
             self._waited += is_warm
@@ -170,25 +137,25 @@ class Capacities:
         log.info(
             "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
             "max_seqlen_per_dp_cp_rank=%d",
-            len(self._observed),
+            len(observed),
             counts,
             self.known[0].tokens,
         )
         return True
 
-    def variants(self, kinds: Iterable[Kind]) -> list[Key]:
+    def variants(self, kinds: Iterable[VariantKey]) -> list[VariantKey]:
         """What is captured of some kinds: largest groups first, and in one order on all ranks.
 
         Args:
-            kinds: of micro-batches.
+            kinds: of micro-batches, without a capacity.
         """
         ordered = sorted(kinds, key=lambda kind: (-kind.cp_size, repr(kind)))
-        return [(capacity, kind) for kind in ordered for capacity in self.by_cp_size[kind.cp_size]]
+        return [kind.replace(capacity=each) for kind in ordered for each in self.by_cp_size[kind.cp_size]]
 
     def report(self) -> list[dict[str, Any]]:
         """As plain values."""
         return [
-            dataclasses.asdict(capacity) | ({"cp_size": size} if len(self._cp_sizes) > 1 else {})
+            capacity.as_dict() | ({"cp_size": size} if len(self._cp_sizes) > 1 else {})
             for size, capacities in self.by_cp_size.items()
             for capacity in capacities
         ]

@@ -10,15 +10,16 @@ suspended keeps its graphs.
 """
 
 import gc
+from collections.abc import Sequence
 
 import torch
 
+from megagraph import _C
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.graphs.kinds import Kinds
 from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.graphs.shared_kinds import SharedKinds
 from megagraph.megatron.parallel.peers import Peers
 
@@ -33,7 +34,7 @@ class Changes:
     Args:
         block: the graphs.
         peers: the ranks that drop and run alike.
-        kinds: is told whose graphs have gone.
+        dispatcher: is told what runs eager, and whose graphs have gone.
         states: learns which state the group is in.
 
     Attributes:
@@ -44,10 +45,12 @@ class Changes:
         has_raised: the last step has, and may have left tensors of its micro-batches behind.
     """
 
-    def __init__(self, block: BlockBank, peers: Peers, kinds: Kinds, states: LayerStates) -> None:
+    def __init__(
+        self, block: BlockBank, peers: Peers, dispatcher: _C.Dispatcher, states: LayerStates
+    ) -> None:
         self._block = block
         self._peers = peers
-        self._kinds = kinds
+        self._dispatcher, self._due = dispatcher, dispatcher.due
         self._states = states
         self._shared = SharedKinds(peers)
         self._has_moved = False  # without an announcement: what moves once moves again
@@ -60,28 +63,18 @@ class Changes:
     def suspend(self) -> None:
         """No replays until `resume()`."""
         self.is_suspended = True
+        self._dispatcher.set_suspended(True)
 
     def resume(self) -> None:
         """Replays again; memory that moved meanwhile is captured anew at the next step boundary."""
         self.has_resumed = self.has_resumed or self.is_suspended
         self.is_suspended = False
+        self._dispatcher.set_suspended(False)
 
     @property
     def keep_training_eager(self) -> bool:
         """Whether the step that begins replays no training graph."""
         return self.is_suspended or self.reason is not None or self.gradients_reason is not None
-
-    def eager_reason(self, *, grad: bool) -> EagerReason | None:
-        """Why a micro-batch of the running step runs eager, or None.
-
-        Args:
-            grad: it records gradients.
-        """
-        if self.is_suspended:
-            return EagerReason.SUSPENDED
-        if grad and self.gradients_reason is not None:
-            return self.gradients_reason
-        return self.reason
 
     def look(self, *, runs_eager: bool, captures: bool) -> None:
         """Looks, and drops what must not be replayed any more.
@@ -100,7 +93,20 @@ class Changes:
             if said:
                 self._states.agree(said)
             self.reason = self.gradients_reason = None
-            return
+        else:
+            self._agree(changed, said, is_away=is_away, runs_eager=runs_eager, captures=captures)
+        self._dispatcher.keep_eager(self.reason, self.gradients_reason)
+
+    def _agree(
+        self,
+        changed: EagerReason | None,
+        said: Sequence[int],
+        *,
+        is_away: bool,
+        runs_eager: bool,
+        captures: bool,
+    ) -> None:
+        """Learns what keeps other ranks' steps eager, and drops the same graphs as they."""
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
         is_partial = changed is None or self._block.have_only_gradients_moved
         self.reason = None if is_partial else stops
@@ -125,13 +131,13 @@ class Changes:
             self.drop_everything()
             log.warning("other ranks have destroyed a group of theirs alone: nothing is captured any more")
 
-    def due_anywhere(self, can_capture: bool) -> set[Kind]:
+    def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
         """What is captured now, the same on all ranks; nothing while they want different graphs.
 
         Args:
             can_capture: shapes are known on this rank.
         """
-        due = self._due_now() if self._kinds.due and can_capture else set()
+        due = self._due_now() if can_capture else set()
         if self._peers.run_other_packs:
             # What others have met is captured here as well, so whatever keeps a capture back does so first.
             block = self._block
@@ -144,14 +150,16 @@ class Changes:
             return set()
         return due
 
-    def _due_now(self) -> set[Kind]:
+    def _due_now(self) -> set[VariantKey]:
         """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
-        if torch.is_inference_mode_enabled():
+        if not self._due.due or torch.is_inference_mode_enabled():
+            return set()
+        if not self._states.has_place(self._due.states_with_graphs()):
             return set()
         away, block = self.gradients_reason, self._block
         due = {
             kind
-            for kind in self._kinds.due_now()
+            for kind in self._due.due_in(self._states.current)
             if (away is None or not kind.grad) and block.has_memory(grad=kind.grad)
         }
         return due if due and block.is_idle() else set()
@@ -176,7 +184,7 @@ class Changes:
     def drop_everything(self) -> None:
         """Drops all graphs, on this rank."""
         self._block.reset()
-        self._kinds.forget_graphs()
+        self._due.forget_graphs()
 
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
@@ -186,4 +194,4 @@ class Changes:
             self.drop_everything()
         else:
             self._block.drop_gradients()
-            self._kinds.forget_graphs(lambda kind: kind.grad)
+            self._due.forget_graphs(only_training=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states that one model's layers are met in: numbers them, says what changed, bounds those with graphs.
+"""The states that one model's layers are met in: says what changed, and bounds those with graphs.
 
-Captures and drops nothing.
+csrc/decide/states.h numbers them. Captures and drops nothing.
 
 Graphs of several states, and of several numeric settings, lie beside each other in one bank; those of states
 that were not used for the longest time are dropped.
@@ -12,17 +12,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megagraph import _C
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.graphs.states import States
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["LayerStates"]
 
 _MOST_NAMED = 3
 _MOST_DROPPED = 2
-_LEAST_FIRST = EagerReason.GROUP_DISAGREED, EagerReason.NUMERICS_CHANGED, EagerReason.STATE_CHANGED
 
 
 class LayerStates:
@@ -30,6 +27,7 @@ class LayerStates:
 
     Args:
         block: whose layers they are.
+        numbers: of the states.
         peers: the ranks that are in a state together.
         most: how many may have graphs at once.
 
@@ -38,12 +36,12 @@ class LayerStates:
         are_many: some should be forgotten.
     """
 
-    def __init__(self, block: BlockBank, peers: Peers, most: int) -> None:
+    def __init__(self, block: BlockBank, numbers: _C.States, peers: Peers, most: int) -> None:
         self._block = block
         self._peers = peers
         self._is_alone = peers.size == 1
         self._most = most
-        self._numbers = States(peers.rank, peers.size, run_alike=not peers.run_other_packs)
+        self._numbers = numbers
         self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
         self._changes: dict[int, str] = {}  # what made each state another one than that before
         self._new_in_a_row = 0
@@ -52,7 +50,6 @@ class LayerStates:
         self._times_dropped: Counter[int] = Counter()  # of each state: its graphs, for those of another one
         self._has_said_full = False
         self._met = 0, 0  # fingerprint and settings at the last boundary
-        self._call = 0, 0  # fingerprint and number of the last call
         self.current = 0
         self.are_many = False
 
@@ -65,7 +62,7 @@ class LayerStates:
             has_changed: something that graphs rely on has, so that there may be other modules.
 
         Returns:
-            Values for `hear()`; none where nobody has to be told, and the state is that of the last boundary.
+            Values for `agree()`; none if nobody has to be told, and the state is that of the last boundary.
         """
         watch = self._block.watch
         if has_changed:
@@ -73,10 +70,9 @@ class LayerStates:
         met = watch.whole_state(), _C.numeric_settings(self._block.device)
         if met == self._met and self._is_alone:
             self._new_in_a_row = 0
-            self._call = met[0], self.current
             return ()
         self._met = met
-        return self._numbers.local_state(*met)
+        return self._numbers.local_state(self._peers.rank(), *met)
 
     def agree(self, largest: Sequence[int]) -> None:
         """Learns the group's state.
@@ -91,13 +87,13 @@ class LayerStates:
         bank = self._block.bank
         if not self._numbers.agree(largest) and bank.variants:
             self._raise_for_ranks()
-        self.current, self._call = self._numbers.current, (self._met[0], self._numbers.current)
+        self.current = self._numbers.current
         self._new_in_a_row = self._new_in_a_row + 1 if self._numbers.is_new else 0
         if self._numbers.is_new:
             self._name_what_changed()
             self.are_many = self._numbers.has_many()
 
-    def forget_oldest(self, keep: Collection[int]) -> set[int]:
+    def forget_oldest(self, keep: set[int]) -> set[int]:
         """Forgets states, where there are many; returns the numbers that nobody will be told of again.
 
         Args:
@@ -147,20 +143,6 @@ class LayerStates:
                 changed,
             )
 
-    # -- inside of a step ------------------------------------------------------------------------
-
-    def of_call(self) -> int:
-        """The number of the state that the layers are in now; a negative one has no graphs."""
-        watch = self._block.watch
-        fingerprint = watch.state(False)
-        if fingerprint != self._call[0] or not self._is_alone:
-            self._call = fingerprint, self._numbers.of_call(fingerprint)
-        return self._call[1]
-
-    def under_settings_of_now(self) -> int:
-        """The number of the last call's state under the present numeric settings."""
-        return self._numbers.under(_C.numeric_settings(self._block.device))
-
     # -- graphs ----------------------------------------------------------------------------------
 
     def follow_eager_layers(self) -> None:
@@ -172,16 +154,6 @@ class LayerStates:
         self._unguarded = sorted(watch.names_left_out())
         if self._unguarded:
             log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
-
-    def eager_reason(self, number: int, captured: Collection[int]) -> EagerReason:
-        """Why none of the states that have graphs serves another one: the least that differs.
-
-        Args:
-            number: of the state without graphs.
-            captured: the others, at least one.
-        """
-        reasons = {self._numbers.difference(number, other) for other in captured}
-        return next(reason for reason in _LEAST_FIRST if reason in reasons)
 
     def to_drop(self, captured: Collection[int]) -> list[int]:
         """Which states' graphs go for those of one more: the ones that were not used for the longest time.

@@ -12,64 +12,49 @@ A padding mask is staged like the offsets, and layers that run eager get the sam
 the variant's has its micro-batch run as it was given.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megagraph.bank.sites import mask_content
-from megagraph.decide.dispatch import Capacity
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.pack_fields import (
     constant_fields,
     copy_foreign_attributes,
     fields_of,
     put_seq_idx,
-    sources_of,
 )
 from megagraph.megatron.graphs.positions import OwnTables, mark_canonical, with_canonical_mark
 from megagraph.megatron.parallel.sharing import require_rows
 from megagraph.packs import ops
-from megagraph.packs.packing import PackForm, TailConvention, added_offsets, canonical_offsets
+from megagraph.packs.packing import TailConvention, added_offsets, canonical_offsets
 
-__all__ = ["Key", "Kind", "MicroBatch", "is_mask"]
+__all__ = ["BatchRules", "MicroBatch", "is_mask"]
 
 
-class Kind(NamedTuple):
-    """What beside the capacity makes a variant: the pack's form, and how the model runs.
+@dataclass(frozen=True, kw_only=True)
+class BatchRules:
+    """What all micro-batches of a model have in common.
 
     Args:
-        form: which fields packs carry.
-        grad: gradients are recorded.
-        state: the number of the state that the block's layers are in (megagraph/megatron/graphs/states.py).
-        has_mask: layers are given a padding mask of the user's.
-        masks_tail: layers are given one in any case, of the rows past the pack's end.
-        cp_size: ranks that share the pack.
+        tail: the convention of canonical offsets.
+        masks_tail: layers are given a padding mask in any case, of the rows past the pack's end.
+        pads_at_entry: ranks share the rows of hidden states, so that packs are padded before the embedding
+            and cut after the output layer, and nothing is done in between.
+        needs_every_row: ranks of other packs run the capacity's rows, and so must this one.
+        own_tables: knows the model's rotary tables.
     """
 
-    form: PackForm
-    grad: bool
-    state: int
-    has_mask: bool = False
-    masks_tail: bool = False
-    cp_size: int = 1
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """What it has in common with the kinds that differ in their state alone."""
-        return self.form, self.grad, self.has_mask, self.cp_size
-
-    def describe(self) -> list[str]:
-        """What sets its graphs apart from those of plain training packs."""
-        return [
-            *(() if self.grad else ("forward only",)),
-            *(("with a padding mask",) if self.has_mask else ()),
-        ]
-
-
-# A variant's name.
-Key = tuple[Capacity, Kind]
+    tail: TailConvention
+    masks_tail: bool
+    pads_at_entry: bool
+    needs_every_row: bool
+    own_tables: OwnTables
 
 
 def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
@@ -84,19 +69,15 @@ class MicroBatch:
     Args:
         params: the `PackedSeqParams` as given.
         tokens: physical tokens of the input.
-        key: the capacity that it is padded to, and the kind of its variant; the variant's name.
+        key: of its variant, with the capacity that it is padded to.
         reason: why it runs eager; None replays.
-        tail: the convention of its canonical offsets.
-        pads_at_entry: ranks share the rows of hidden states, so that the pack is padded before the
-            embedding and cut after the output layer, and nothing is done in between.
-        own_tables: knows the model's rotary tables.
+        sources: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, as far as there are any.
+        rules: what it has in common with others of its model.
 
     Attributes:
         is_as_given: layers run on the pack as it was given.
-        needs_every_row: ranks of other packs run the capacity's rows, and so must this one.
+        sources: with the mask, if it has one.
         mask: the padding mask that the block was given, of this rank's rows; None for none.
-        sources: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, the mask, as far as
-            there are any.
     """
 
     __slots__ = (
@@ -104,16 +85,12 @@ class MicroBatch:
         "_canonical_mask",
         "_entered",
         "_given",
-        "_own_tables",
-        "_pads_at_entry",
-        "_tail",
+        "_rules",
         "capacity",
         "entry_padding",
         "is_as_given",
         "key",
-        "kind",
         "mask",
-        "needs_every_row",
         "params",
         "physical_offsets",
         "reason",
@@ -126,35 +103,34 @@ class MicroBatch:
         self,
         params: Any,
         tokens: int,
-        key: Key,
+        key: VariantKey,
         reason: EagerReason | None,
-        tail: TailConvention,
-        pads_at_entry: bool,
-        own_tables: OwnTables,
+        sources: list[Tensor],
+        rules: BatchRules,
     ) -> None:
+        assert key.capacity is not None
         self.params = self._given = params
         self.tokens = tokens
         self.key = key
-        self.capacity, self.kind = key
+        self.capacity = key.capacity
         self.reason = reason
-        form = self.kind.form
-        self.sources = sources_of(params, form, self.kind.cp_size)
+        self.sources: Sequence[Tensor] = sources
         self.mask: Tensor | None = None
-        self.physical_offsets = self.sources[form.has_padded]  # whose last entry is the pack's physical end
-        self.row_offsets = self.sources[-1] if self.kind.cp_size > 1 else self.physical_offsets
+        # Whose last entry is the pack's physical end.
+        self.physical_offsets = sources[key.form.has_padded]
+        self.row_offsets = sources[-1] if key.cp_size > 1 else self.physical_offsets
         # Rows to add to each row list of the model's input.
-        self.entry_padding = self.capacity.tokens - tokens if pads_at_entry else 0
-        self._tail = tail
-        self._pads_at_entry = pads_at_entry
-        self._own_tables = own_tables
-        self.is_as_given = self.needs_every_row = False
+        self.entry_padding = self.capacity.tokens - tokens if rules.pads_at_entry else 0
+        self._rules = rules
+        self.is_as_given = False
         self._canonical: Any = None
         self._entered: Any = None
         self._canonical_mask: Tensor | None = None
 
     def as_given(self, reason: EagerReason) -> "MicroBatch | EagerReason":
         """Before a model of Megatron's is entered: runs eager on its own pack, with our RoPE if unfused."""
-        if not self._own_tables.depend_on_max_seqlen:  # Megatron's takes a tail
+        tables = self._rules.own_tables
+        if not tables.depend_on_max_seqlen:  # Megatron's takes a tail
             return reason
         self.reason = reason
         self.params = with_canonical_mark(self._given)
@@ -169,7 +145,8 @@ class MicroBatch:
             table: what they are handed.
             hidden_states: what the block was given.
         """
-        return self._own_tables.include(table, self.constant_params(), hidden_states)
+        tables = self._rules.own_tables
+        return tables.include(table, self.constant_params(), hidden_states)
 
     def given_params(self, *, is_own_table: bool) -> Any:
         """The pack as it was given, for layers that run on it.
@@ -208,10 +185,10 @@ class MicroBatch:
         if self.is_as_given:
             return self.params
         if self._canonical is None:
-            form = self.kind.form
-            tokens, slots = self.capacity.tokens * self.kind.cp_size, self.capacity.num_seqs
+            form = self.key.form
+            tokens, slots = self.capacity.tokens * self.key.cp_size, self.capacity.num_seqs
             given = {"actual": self.sources[0], "padded": self.physical_offsets}
-            added = added_offsets(self._tail, tokens, has_padded=form.has_padded)
+            added = added_offsets(self._rules.tail, tokens, has_padded=form.has_padded)
             offsets = {name: ops.pad_cu_seqlens(given[name], slots, end) for name, end in added.items()}
             self._canonical = self._with_offsets(offsets["actual"], offsets.get("padded"))
             if form.has_seq_idx:
@@ -227,7 +204,7 @@ class MicroBatch:
         Args:
             mask: the user's, or None.
         """
-        return self._padded_mask(mask) if self._pads_at_entry and not self.is_as_given else mask
+        return self._padded_mask(mask) if self._rules.pads_at_entry and not self.is_as_given else mask
 
     def take_mask(self, mask: Any, hidden_states: Tensor) -> bool:
         """Takes the padding mask that the block was given.
@@ -239,7 +216,7 @@ class MicroBatch:
         Returns:
             False where its variant takes no mask, or another one.
         """
-        if not self.kind.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
+        if not self.key.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
         self.replace_mask(mask)  # a block may be called again
         return True
@@ -252,8 +229,8 @@ class MicroBatch:
 
     def canonical_mask(self) -> Tensor | None:
         """The canonical pack's padding mask, as staging writes it; made at the first request."""
-        has_mask = self.mask is not None or self.kind.masks_tail
-        if not has_mask or self._pads_at_entry or self.is_as_given:
+        has_mask = self.mask is not None or self._rules.masks_tail
+        if not has_mask or self._rules.pads_at_entry or self.is_as_given:
             return self.mask
         if self._canonical_mask is None:
             self._canonical_mask = self._padded_mask(self.mask)
@@ -276,8 +253,8 @@ class MicroBatch:
 
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
         params_type: Any = type(self.params)
-        form = self.kind.form
-        constants = constant_fields(params_type, form, self._tail, self.capacity)
+        form = self.key.form
+        constants = constant_fields(params_type, self.key, self._rules.tail)
         params = params_type(**canonical_offsets(actual, padded, form), **constants)
         if form.has_seq_idx:
             put_seq_idx(params, self.params.seq_idx, self.capacity.tokens)
@@ -287,20 +264,20 @@ class MicroBatch:
 
     def pad(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [T, 1, H] as the capacity's rows, zero past the pack's physical end."""
-        if self.is_as_given and self.needs_every_row:
+        if self.is_as_given and self._rules.needs_every_row:
             require_rows(self.capacity.tokens, self.tokens, EagerReason.SIGNATURE_CHANGED)
-        if self._pads_at_entry or self.is_as_given:
+        if self._rules.pads_at_entry or self.is_as_given:
             return hidden_states
         return ops.zero_tail(hidden_states, self.row_offsets, self.capacity.tokens)
 
     def cut(self, hidden_states: Tensor) -> Tensor:
         """As many rows as were given."""
-        if self._pads_at_entry or hidden_states.size(0) == self.tokens:
+        if self._rules.pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
         return ops.zero_tail(hidden_states, self.row_offsets, self.tokens)
 
     def first_rows(self, hidden_states: Tensor) -> Tensor:
         """The same rows as a view, whatever they hold past the pack's end."""
-        if self._pads_at_entry or hidden_states.size(0) == self.tokens:
+        if self._rules.pads_at_entry or hidden_states.size(0) == self.tokens:
             return hidden_states
         return hidden_states.narrow(0, 0, self.tokens)

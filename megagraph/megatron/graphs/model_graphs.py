@@ -10,17 +10,18 @@ from torch import Tensor, nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import about
+from megagraph.log import about, log
 from megagraph.megatron.graphs.block_bank import BlockBank
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.graphs.changes import Changes
-from megagraph.megatron.graphs.decider import Decider
+from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.experts import ranks_of_experts, rows_are_samples
-from megagraph.megatron.graphs.kinds import Kinds
+from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.graphs.micro_batch import Kind, MicroBatch, is_mask
+from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -55,7 +56,7 @@ class ModelGraphs:
         verifier: keeps micro-batches that graphs are verified on.
         peers, tensor: the ranks that run the same packs; those that share its layers.
         view: shows it the ranks that share a micro-batch.
-        changes, decider: what keeps a step eager; which variant takes a pack.
+        changes, dispatcher: what keeps a step eager; which variant takes a pack.
         refusal: why the whole model stays eager, or None.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
@@ -73,7 +74,7 @@ class ModelGraphs:
         name: str = "",
     ) -> None:
         check_graph_options(model.config)
-        self._config = config
+        self._config, self._progress = config, progress
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.hands_on = hands_on(model)
@@ -83,21 +84,31 @@ class ModelGraphs:
         self._capacities = Capacities(
             config, context.size, context.sizes, need_equal_rows=self.needs_equal_rows
         )
+        constants = LayerArguments(self._model, lambda: self.entries.overriding)
+        self._tables = OwnTables(model, constants.make)
+        masks_tail = has_experts(model.config)
+        self.masks_at_entry = masks_tail and self.tensor.shards_sequence
+        self._rules = BatchRules(
+            tail=config.tail,
+            masks_tail=masks_tail,
+            pads_at_entry=self.tensor.shards_sequence,
+            needs_every_row=self.needs_equal_rows,
+            own_tables=self._tables,
+        )
+        self.dispatcher = Dispatcher(config, self._capacities, self._tables, self.peers)
+        self._due = self.dispatcher.due
         self.block = BlockBank(
             model,
             ddp,
             self.peers,
             config,
-            progress,
-            lambda: self.entries.overriding,
+            constants,
+            self.dispatcher,
             may_join=lambda: self.entries.are_megatrons,
         )
-        constants = self.block.constants
-        self._tables = OwnTables(model, constants.make)
-        self._states = LayerStates(self.block, self.peers, config.cuda_graph_max_states)
-        masks_tail = has_experts(model.config)
-        self.masks_at_entry = masks_tail and self.tensor.shards_sequence
-        self.decider = Decider(self._capacities, config.tail, self._tables, masks_tail, context)
+        self._states = LayerStates(
+            self.block, self.dispatcher.states, self.peers, config.cuda_graph_max_states
+        )
         self.verifier = self.block.verifier
         self.refusal: Refusal | None = None
         self._learners: HostGroup = self.peers
@@ -107,11 +118,11 @@ class ModelGraphs:
             self._capacities.check(self.tensor.rows)
             if self.needs_equal_rows:
                 self._learners = ranks_of_experts(model)
-        self._kinds = Kinds(self._states, config.cuda_graph_warmup_steps)
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
-        self._unlearned: tuple[Kind, Any, Any] | None = None  # the running one, without a capacity yet
-        self.changes = Changes(self.block, self.peers, self._kinds, self._states)
+        # The running one, without a capacity yet: its key, pack, and what staging will read of such.
+        self._unlearned: tuple[VariantKey, Any, list[Tensor]] | None = None
+        self.changes = Changes(self.block, self.peers, self.dispatcher, self._states)
         if self.refusal is None and config.mode == "graph":
             self._states.agree(self.peers.max_over_ranks(self._states.local_state(has_changed=False)))
         self._replayed_tokens = 0
@@ -122,7 +133,7 @@ class ModelGraphs:
         self.refusal = refusal
         if refusal is not None:
             self.view.refuse(refusal.sentence)
-            self.decider.refuse(refusal.reason)
+            self.dispatcher.refuse(refusal.reason)
             self._failures.append(f"{self.name} {refusal.log()}")
 
     def eager_reason(self, params: Any, tokens: int) -> EagerReason | None:
@@ -132,8 +143,7 @@ class ModelGraphs:
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
         if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
             return None
-        reason: EagerReason | None = self.decider.eager_reason(params, tokens, self._capacities.cp_size)
-        return reason
+        return self.dispatcher.eager_reason(params, tokens)
 
     def decide(
         self, params: Any, tokens: int, mask: Any, *, is_mask_shared: bool, is_skipped: bool
@@ -153,38 +163,25 @@ class ModelGraphs:
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
-        key = self.decider.decide(params, tokens, has_mask, self._states.of_call, self._capacities.cp_size)
-        if isinstance(key, EagerReason):
-            return key
-        if not entries.are_settled:
-            return EagerReason.WARMING_UP
-        capacity, kind = key
-        params = self.view.of_layers(params) if self.view.is_on else params
-        is_plain = is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
-        if (has_mask and not is_plain) or (kind.masks_tail and rows_are_samples(params)):
-            return EagerReason.SIGNATURE_CHANGED
+        can_stage = not has_mask or (
+            is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
+        )
+        if self._rules.masks_tail:
+            can_stage = can_stage and not rows_are_samples(params)
+        decided = self.dispatcher.enter(params, tokens, has_mask, can_stage, is_skipped, entries.are_settled)
+        if isinstance(decided, EagerReason):
+            return decided
+        key, reason, sources, has_no_graph = decided
+        if self.view.is_on:
+            params = self.view.of_layers(params)
         self._params_type = type(params)
-        may_misfit = self.needs_equal_rows and capacity is not None
-        misfit = self._capacities.of_misfit(capacity, params, tokens) if may_misfit else None
-        if misfit is None:
-            self._kinds.note(kind)
-        if capacity is None:
-            self._capacities.observe(params, tokens, kind.cp_size)
-            self._unlearned = kind, params, mask if has_mask else None
+        if key.capacity is None:
+            self._unlearned = key, params, [*sources, mask] if has_mask else sources
             return EagerReason.WARMING_UP
-        in_mode_eager, shards = self._config.mode == "eager", self.tensor.shards_sequence
-        is_off = is_skipped or in_mode_eager
-        reason = EagerReason.DISABLED if is_off else self.changes.eager_reason(grad=kind.grad)
-        if misfit is not None:
-            key, reason = (misfit[0], kind), misfit[1]
-        batch = MicroBatch(params, tokens, key, reason, self._config.tail, shards, self._tables)
-        batch.needs_every_row = equal_rows = self.needs_equal_rows
-        # These are on canonical packs throughout; but of several ranks one alone may skip graphs.
-        is_reference = in_mode_eager or equal_rows or (is_skipped and self.peers.size == 1)
-        left_eager = None if is_reference else self.block.eager_reason(key)
-        if left_eager is not None:
-            why = EagerReason.DISABLED if is_off else left_eager
-            return batch.as_given(why) if entries.are_megatrons else why
+        batch = MicroBatch(params, tokens, key, reason, sources, self._rules)
+        if has_no_graph:
+            assert reason is not None
+            return batch.as_given(reason) if entries.are_megatrons else reason
         return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
 
     def require_rows(self, tokens: int, reason: EagerReason) -> None:
@@ -247,17 +244,26 @@ class ModelGraphs:
             table: the rotary table that the block was given.
             mask: the padding mask that a block of Megatron's was given.
         """
-        is_masked = batch.kind.has_mask and not (mask is None and batch.is_as_given)
+        is_masked = batch.key.has_mask and not (mask is None and batch.is_as_given)
         has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
         if has_mask and not batch.take_mask(mask, hidden_states):
             self.run_as_given(batch, table, hidden_states)
             return None
-        loop = self.block.begin(batch) if batch.reason is None else None
+        loop = None
+        if batch.reason is None:
+            batch.reason = self.dispatcher.begin(batch.key, batch.sources)
+            if batch.reason is None:
+                loop = self.block.loops[batch.key]
+                loop.batch = batch
+            else:
+                self.peers.run_alone(batch.reason, batch.key.cp_size)
         if batch.reason is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
-            batch.reason = self._kinds.explain(batch.kind, batch.reason)
+            batch.reason = reason = self.dispatcher.explain(batch.key, batch.reason)
             has_other_rows = batch.is_as_given and self.tensor.shards_sequence
-            if self._kinds.awaits_graphs(batch.kind, batch.reason) and not has_other_rows:
+            # Nothing was captured for it, or in the settings of now.
+            is_new = batch.key.kind not in self._due.captured or reason is EagerReason.NUMERICS_CHANGED
+            if is_new and not has_other_rows:
                 self.verifier.keep(batch, hidden_states)
             if not batch.is_own(table, hidden_states):
                 batch.run_as_given(is_own_table=False)
@@ -274,9 +280,10 @@ class ModelGraphs:
 
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
-        self.block.end(loop)
+        loop.batch = None
+        self.dispatcher.end()
         if self.view.is_on:
-            self._kinds.count(batch.kind, batch.reason)
+            self.dispatcher.count(batch.key, batch.reason)
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:
@@ -289,7 +296,7 @@ class ModelGraphs:
         if model is None or ddp is None:
             return
         self.block.adopt_ddp(ddp)
-        self._kinds.forget_graphs()
+        self._due.forget_graphs()
         if self.refusal is None:
             self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
 
@@ -321,12 +328,14 @@ class ModelGraphs:
             self._settle_entries()
         if self.view.is_on:
             self.view.follow()
-            self.decider.heed_groups(self.peers.context)
+            self.dispatcher.heed_groups()
         if self.refusal is not None:
             return
-        capacities, is_warm = self._capacities, bool(self._kinds.warmed_up)
-        if not capacities.by_cp_size and capacities.learn(is_warm, self._learners.max_over_ranks):
-            self.decider.follow()
+        capacities, due = self._capacities, self._due
+        if not capacities.by_cp_size and capacities.learn(
+            self.dispatcher.observed, bool(due.warmed_up), self._learners.max_over_ranks
+        ):
+            self.dispatcher.follow_capacities()
         if self._config.mode != "graph":
             return
         changes = self.changes
@@ -338,37 +347,43 @@ class ModelGraphs:
         if changes.reason is not None:
             return
         if self.verifier.pending is not None and not self.block.is_still_right():
-            self._kinds.forget_graphs()
+            due.forget_graphs()
             return
-        if self._states.are_many:
-            self._kinds.forget_old_states()
+        if self._states.are_many:  # those with graphs stay, and are found again
+            due.forget_states(self._states.forget_oldest(due.states_with_graphs()))
         can_capture = self._rows is not None and bool(capacities.by_cp_size)
-        if (self._kinds.due or self.peers.size > 1) and (due := changes.due_anywhere(can_capture)):
-            self._capture(due)
+        if (due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
+            self._capture(kinds)
 
     @property
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
-        return not self.changes.keep_training_eager and any(kind.grad for kind in self._kinds.captured)
+        return not self.changes.keep_training_eager and any(kind.grad for kind in self._due.captured)
 
-    def _capture(self, due: set[Kind]) -> None:
+    def _capture(self, kinds: set[VariantKey]) -> None:
         assert self._rows is not None
-        kinds, states = self._kinds, self._states
-        self.block.drop_states(dropped := states.to_drop(kinds.states_with_graphs()))
-        kinds.forget_states(dropped)
-        is_first = not kinds.captured
-        if not self.block.capture(self._capacities.variants(due), *self._rows, self._params_type):
-            kinds.forget_graphs()
+        due, states = self._due, self._states
+        self.block.drop_states(dropped := {*states.to_drop(due.states_with_graphs())})
+        due.forget_states(dropped)
+        is_first = not due.captured
+        variants = self._capacities.variants(kinds)
+        if not self.block.capture(variants, *self._rows, self._params_type, self._progress):
+            due.forget_graphs()
         if is_first:
             states.follow_eager_layers()
-        kinds.mark_captured(due)  # or they stay eager; what was captured before is due again
-        self.verifier.forget_except(kinds.due)
+        due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
+        self.verifier.forget_except(due.due)
 
     def after_step(self) -> None:
         """After a step: remembers which kinds of micro-batches it held."""
-        if in_vain := self._kinds.end_step():
+        for kind in self._due.end_step():
             with about(self.name):
-                self._kinds.log_passed_over(in_vain)
+                log.warning(
+                    "micro-batches %s gradients stay eager in steps that begin in another state: layers "
+                    "are captured between steps, in the state they have there (train() or eval(), "
+                    "adapters, hooks)",
+                    "with" if kind.grad else "without",
+                )
 
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
@@ -386,7 +401,7 @@ class ModelGraphs:
 
     def guards(self) -> str:
         """What is guarded and what was verified so far, in words."""
-        return f"{self._states.describe(self._kinds.states_with_graphs())}; {self.verifier.describe()}"
+        return f"{self._states.describe(self._due.states_with_graphs())}; {self.verifier.describe()}"
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
@@ -397,9 +412,12 @@ class ModelGraphs:
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self._capacities.report(),
-            "cp_sizes": self._kinds.report_sizes() if self.view.is_on else {},
+            "cp_sizes": self._report_sizes() if self.view.is_on else {},
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
-            **self._states.report(self._kinds.states_with_graphs()),
+            **self._states.report(self._due.states_with_graphs()),
             "failures": [*self._failures, *figures["failures"]],
         }
+
+    def _report_sizes(self) -> dict[str, dict[str, int]]:
+        return {str(size): counts for size, counts in self.dispatcher.counts().items()}

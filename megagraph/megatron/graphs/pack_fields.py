@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of `PackedSeqParams`: those that a release has, those that staging reads, those that stay."""
+"""Fields of `PackedSeqParams`: those that a release has, and those that stay."""
 
 import functools
 import inspect
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph.decide.dispatch import Capacity
-from megagraph.packs.packing import PackForm, TailConvention, canonical_constants
+from megagraph.decide.dispatch import VariantKey
+from megagraph.packs.packing import TailConvention, canonical_constants
 
 __all__ = [
     "constant_fields",
@@ -17,7 +17,6 @@ __all__ = [
     "fields_of",
     "new_params",
     "put_seq_idx",
-    "sources_of",
 ]
 
 
@@ -48,28 +47,12 @@ def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
 
 
 @functools.cache
-def constant_fields(
-    params_type: type[Any], form: PackForm, tail: TailConvention, capacity: Capacity
-) -> Mapping[str, Any]:
-    """What a canonical pack says beside its offsets."""
+def constant_fields(params_type: type[Any], key: VariantKey, tail: TailConvention) -> Mapping[str, Any]:
+    """What a canonical pack of a variant says beside its offsets."""
     known = fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
-    fields = canonical_constants(form, tail, capacity)
+    assert key.capacity is not None
+    fields = canonical_constants(key.form, tail, key.capacity)
     return {name: value for name, value in fields.items() if name in known}
-
-
-def sources_of(params: Any, form: PackForm, cp_size: int) -> list[Tensor]:
-    """What staging reads of a pack: offsets, padded ones, `seq_idx`, those of its rows, if it has them.
-
-    Args:
-        params: the pack.
-        form: of the pack.
-        cp_size: how many ranks share it; each has a share of the rows of every document.
-    """
-    sources = [params.cu_seqlens_q]
-    if form.has_padded:
-        sources.append(params.cu_seqlens_q_padded)
-    shared = [] if cp_size == 1 else [sources[-1] // cp_size]
-    return [*sources, *([params.seq_idx] if form.has_seq_idx else ()), *shared]
 
 
 def put_seq_idx(params: Any, seq_idx: Tensor, tokens: int) -> None:

@@ -12,10 +12,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from megagraph.decide.dispatch import PackForm, VariantKey
 from megagraph.log import log
-from megagraph.megatron.graphs.micro_batch import Kind
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.packs.packing import PackForm
 
 __all__ = ["SharedKinds"]
 
@@ -34,7 +33,7 @@ class SharedKinds:
         self._peers, self._context = peers, peers.context
         self._waited = 0  # steps in a row
 
-    def of_all(self, due: Iterable[Kind], *, can_capture: bool, has_gradients: bool) -> set[Kind]:
+    def of_all(self, due: Iterable[VariantKey], *, can_capture: bool, has_gradients: bool) -> set[VariantKey]:
         """Kinds that all capture now. Every rank asks equally often.
 
         Args:
@@ -59,7 +58,7 @@ class SharedKinds:
         if waiting:
             return set()
         return {
-            kind._replace(cp_size=size)
+            kind.replace(cp_size=size)
             for kinds in wanted
             for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
             for size in self._context.sizes
@@ -67,13 +66,12 @@ class SharedKinds:
         }
 
 
-def _said(kinds: Iterable[Kind]) -> str:
-    # What a host says of padding in another way is said on no other rank.
-    plain = (kind for kind in kinds if kind.form.pad_between_seqs in (None, True, False))
-    ordered = sorted(plain, key=repr)
-    return json.dumps([[[*kind.form], *kind[1:]] for kind in ordered]) if ordered else ""
+def _said(kinds: Iterable[VariantKey]) -> str:
+    ordered = sorted(kinds)
+    return (
+        json.dumps([{**kind.as_dict(), "form": kind.form.as_dict()} for kind in ordered]) if ordered else ""
+    )
 
 
-def _kind_of(values: list[Any]) -> Kind:
-    form, *further = values
-    return Kind(PackForm(*form), *further)
+def _kind_of(values: dict[str, Any]) -> VariantKey:
+    return VariantKey(**{**values, "form": PackForm(**values["form"])})

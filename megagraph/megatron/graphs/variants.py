@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPTModel's block is captured for: from a capacity and a kind to a `VariantSpec`.
+"""What a GPTModel's block is captured for: from the key of a variant to a `VariantSpec`.
 
 Captures nothing.
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
-from megagraph.decide.dispatch import Capacity
-from megagraph.megatron.graphs.micro_batch import Kind
+from megagraph.decide.dispatch import Capacity, VariantKey
 from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
 from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields
@@ -48,6 +47,11 @@ def example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> T
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def _described(key: VariantKey) -> list[str]:
+    """What sets its graphs apart from those of plain training packs."""
+    return [*(() if key.grad else ("forward only",)), *(("with a padding mask",) if key.has_mask else ())]
+
+
 def _offsets_spec(example: Tensor, source: int, added: int | None = None) -> MetadataSpec:
     fill = -1 if added is None else added
     return MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=source, fill=fill)
@@ -64,6 +68,7 @@ class BlockInput:
         tail: convention of the canonical offsets.
         valid_tokens: int64 [1], counts the valid tokens of replayed packs.
         mode: that the block is in, in words.
+        masks_tail: layers are given a padding mask in any case, of the rows past the pack's end.
         local_rows: from a pack's tokens to the rows of hidden states on this rank; fewer where ranks share
             them.
     """
@@ -74,11 +79,12 @@ class BlockInput:
     tail: TailConvention
     valid_tokens: Tensor
     mode: str
+    masks_tail: bool
     local_rows: Callable[[int], int]
 
 
 def variant_spec(
-    key: tuple[Capacity, Kind],
+    key: VariantKey,
     block: BlockInput,
     block_arguments: Callable[[Any, Tensor], Mapping[str, Any]],
     context: Callable[[], contextlib.AbstractContextManager[None]],
@@ -91,14 +97,14 @@ def variant_spec(
         block_arguments: from a pack and hidden states to the layers' arguments.
         context: entered around the warm-up and the capture.
     """
-    capacity, kind = key
-    cp_size = kind.cp_size
-    added = added_offsets(block.tail, capacity.tokens * cp_size, has_padded=kind.form.has_padded)
-    physical = int(kind.form.has_padded)
+    capacity, form, cp_size = key.capacity, key.form, key.cp_size
+    assert capacity is not None
+    added = added_offsets(block.tail, capacity.tokens * cp_size, has_padded=form.has_padded)
+    physical = int(form.has_padded)
     example = example_offsets(capacity, cp_size, block.valid_tokens.device)
     # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
-    of_rows = physical if cp_size == 1 else physical + kind.form.has_seq_idx + 1
-    of_mask = physical + kind.form.has_seq_idx + (1 if cp_size == 1 else 2)
+    of_rows = physical if cp_size == 1 else physical + form.has_seq_idx + 1
+    of_mask = physical + form.has_seq_idx + (1 if cp_size == 1 else 2)
     metadata = {
         name: _offsets_spec(example, physical if name == "padded" else 0, end) for name, end in added.items()
     }
@@ -108,21 +114,21 @@ def variant_spec(
         source=0 if cp_size == 1 else of_rows,
         shared=True,
     )
-    end_buffer = "padded" if kind.form.has_padded else "actual"
+    end_buffer = "padded" if form.has_padded else "actual"
     if cp_size > 1 or added[end_buffer] is not None:  # where no other buffer ends with this rank's rows
         end_buffer = _ROWS
         metadata[_ROWS] = _offsets_spec(example // cp_size, of_rows)
     rows = block.local_rows(capacity.tokens)
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
-    has_mask = kind.has_mask or kind.masks_tail
+    has_mask = key.has_mask or block.masks_tail
     if has_mask:
         metadata[_MASK] = MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
-            source=of_mask if kind.has_mask else -1,
+            source=of_mask if key.has_mask else -1,
         )
-    if kind.form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
+    if form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
         metadata[_SEQ_IDX] = MetadataSpec(
             kind=_C.SegmentKind.OFFSETS,
             example=torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device),
@@ -132,8 +138,8 @@ def variant_spec(
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
-        params = new_params(block.params_type, canonical_fields(own, kind.form, block.tail, capacity))
-        if kind.form.has_seq_idx:
+        params = new_params(block.params_type, canonical_fields(own, form, block.tail, capacity))
+        if form.has_seq_idx:
             put_seq_idx(params, own[_SEQ_IDX].view(1, capacity.tokens), capacity.tokens)
         mark_canonical(params)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
@@ -142,8 +148,8 @@ def variant_spec(
 
     return VariantSpec(
         key=key,
-        name=", ".join([block.mode, *kind.describe(), str(capacity)]),
-        training=kind.grad,
+        name=", ".join([block.mode, *_described(key), str(capacity)]),
+        training=key.grad,
         rows=rows,
         row_shape=block.row_shape,
         dtype=block.dtype,

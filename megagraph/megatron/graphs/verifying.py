@@ -17,11 +17,10 @@ from torch import Tensor
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank, CapturedVariant
 from megagraph.bank.verify import Example, Verification, verify
-from megagraph.decide.dispatch import Capacity, PackShape
+from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.micro_batch import Key, Kind, MicroBatch
-from megagraph.megatron.graphs.pack_fields import sources_of
+from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.packing import TailConvention, pack_shape
@@ -80,10 +79,10 @@ class Verifier:
         self._is_on = option != "off"
         # Ranks of other packs replay others, and would have to agree on which they verify.
         self.every = option if isinstance(option, int) and not peers.run_other_packs else 0
-        # By the family of a kind, and the capacity that was picked; None where there were none yet.
-        self._kept: dict[tuple[Any, Capacity | None], _Kept] = {}
+        # By a variant's key of no state, with the capacity that was picked if there were any yet.
+        self._kept: dict[VariantKey, _Kept] = {}
         self._replayed = 0
-        self.pending: Key | None = None
+        self.pending: VariantKey | None = None
         self._verified = self._bytes = 0
         # Sites with graphs that were not compared, as long as these live.
         self._unverified: weakref.WeakKeyDictionary[CapturedVariant, list[Unverified]]
@@ -114,35 +113,37 @@ class Verifier:
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
-        shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.kind.cp_size)
-        self._put((batch.kind.family, batch.capacity), shape, batch.sources, hidden_states, capacity)
+        shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.key.cp_size)
+        self._put(batch.key, shape, batch.sources, hidden_states, capacity)
 
-    def keep_as_given(self, kind: Kind, params: Any, mask: Tensor | None, hidden_states: Tensor) -> None:
+    def keep_as_given(
+        self, key: VariantKey, params: Any, sources: Sequence[Tensor], hidden_states: Tensor
+    ) -> None:
         """Keeps a micro-batch for which capacities are still to be learned.
 
         Args:
-            kind: of the micro-batch.
+            key: of the micro-batch, without a capacity.
             params: its `PackedSeqParams`.
-            mask: its padding mask, or None.
+            sources: what staging will read of such.
             hidden_states: what its block is given.
         """
         if self._is_on and not self._tensor.shards_sequence:
-            sources = [*sources_of(params, kind.form, kind.cp_size), *(() if mask is None else (mask,))]
-            shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=kind.cp_size)
-            self._put((kind.family, None), shape, sources, hidden_states, None)
+            shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=key.cp_size)
+            self._put(key, shape, sources, hidden_states, None)
 
     def _put(
         self,
-        key: tuple[Any, Capacity | None],
+        key: VariantKey,
         shape: PackShape | None,
         sources: Sequence[Tensor],
         hidden_states: Tensor,
         capacity: Capacity | None,
     ) -> None:
         if shape is not None:
-            for former in (key, (key[0], None)):  # the latest come last
+            of_state = key.replace(state=0)
+            for former in (of_state, key.family):  # the latest come last
                 self._kept.pop(former, None)
-            self._kept[key] = _Kept(
+            self._kept[of_state] = _Kept(
                 shape=shape,
                 capacity=capacity,
                 hidden=hidden_states.detach().clone(),
@@ -151,13 +152,13 @@ class Verifier:
 
     def keep_gradient(self, batch: MicroBatch, out: Tensor) -> None:
         """Keeps the gradient of the block's output, too, when it comes."""
-        kept = self._kept.get((batch.kind.family, batch.capacity))
+        kept = self._kept.get(batch.key.replace(state=0))
         if kept is not None and kept.grad is None and out.requires_grad:
             out.register_hook(kept.take_grad)
 
     # -- graphs ----------------------------------------------------------------------------------
 
-    def failing(self, bank: Bank, keys: Sequence[Key]) -> Failing:
+    def failing(self, bank: Bank, keys: Sequence[VariantKey]) -> Failing:
         """Verifies variants where micro-batches were kept that they hold.
 
         Returns:
@@ -181,8 +182,7 @@ class Verifier:
             if is_wrong
         }
 
-    def _verify(self, bank: Bank, key: Key) -> Verification | None:
-        capacity, _kind = key
+    def _verify(self, bank: Bank, key: VariantKey) -> Verification | None:
         kept = self._example(key)
         can = key in bank.variants and kept is not None
         (somebody_cannot,) = self._peers.max_over_ranks([int(not can)])
@@ -199,7 +199,7 @@ class Verifier:
             return None
         except Exception as error:  # of a module's own call: no reason to think that its graph is wrong
             what = f"{type(error).__name__}: {error}"
-            log.warning("graphs for %s could not be verified, and are used: %s", capacity, what)
+            log.warning("graphs for %s could not be verified, and are used: %s", key.capacity, what)
             self._note_unverified(bank, key, dict.fromkeys(bank.graphable(), what))
             return None
         finally:
@@ -211,14 +211,15 @@ class Verifier:
         self._within_spread |= {bank.specs[index].name for index in verification.within_spread}
         return verification
 
-    def _example(self, key: Key) -> _Kept | None:
+    def _example(self, key: VariantKey) -> _Kept | None:
         """A micro-batch that a variant holds: one that was padded to its capacity, or else the latest."""
-        capacity, kind = key
-        own = self._kept.get((kind.family, capacity))
-        others = (kept for (family, _), kept in reversed(self._kept.items()) if family == kind.family)
+        capacity, family = key.capacity, key.family
+        assert capacity is not None
+        own = self._kept.get(key.replace(state=0))
+        others = (kept for other, kept in reversed(self._kept.items()) if other.kind == family)
         return own or next((kept for kept in others if kept.fits(capacity)), None)
 
-    def _note_unverified(self, bank: Bank, key: Key, sites: Mapping[int, str]) -> None:
+    def _note_unverified(self, bank: Bank, key: VariantKey, sites: Mapping[int, str]) -> None:
         """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""
         if key not in bank.variants:
             return
@@ -232,31 +233,29 @@ class Verifier:
                 for index, why in sites.items()
             ]
 
-    def _valid_rows(self, kept: _Kept, key: Key) -> Tensor:
+    def _valid_rows(self, kept: _Kept, key: VariantKey) -> Tensor:
         """This rank's rows of documents, without the padding behind each of them and behind the last."""
-        capacity, kind = key
-        actual, physical = (kept.sources[which].tolist() for which in (0, int(kind.form.has_padded)))
+        assert key.capacity is not None
+        actual, physical = (kept.sources[which].tolist() for which in (0, int(key.form.has_padded)))
         lengths = (end - begin for begin, end in itertools.pairwise(actual))
         rows = [
             row
             for begin, length in zip(physical, lengths, strict=False)
             for row in range(begin, begin + length)
         ]
-        if kind.cp_size > 1:
+        if key.cp_size > 1:
             offsets = torch.tensor(physical, dtype=torch.int32)
-            held = thd_partition_indices(
-                offsets, physical[-1], kind.cp_size, self._context.rank(kind.cp_size)
-            )
+            held = thd_partition_indices(offsets, physical[-1], key.cp_size, self._context.rank(key.cp_size))
             rows = torch.isin(held, torch.tensor(rows)).nonzero().flatten().tolist()
-        count = self._tensor.rows(capacity.tokens)
+        count = self._tensor.rows(key.capacity.tokens)
         first = count * self._tensor.rank() if self._tensor.shards_sequence else 0
         here = [row - first for row in rows if 0 <= row - first < count]
         return torch.tensor(here, dtype=torch.int64, device=kept.hidden.device)
 
-    def forget_except(self, due: Collection[Kind]) -> None:
+    def forget_except(self, due: Collection[VariantKey]) -> None:
         """After a capture: lets go of what was kept, but for kinds that are due in another state."""
         families = {kind.family for kind in due}
-        self._kept = {key: kept for key, kept in self._kept.items() if key[0] in families}
+        self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families}
         self.pending = None
 
     def describe(self) -> str:

@@ -98,9 +98,7 @@ class LayerWatch(_C.ModuleWatch):
         self._state = _C.StateWatch(
             modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys()
         )
-        # Asked in each call for a hash of the state of now, csrc/watch/state_watch.h, Note [State]. With
-        # True, what lists and sets hold is read, too.
-        self.state: Callable[[bool], int] = self._state.now
+        self.set_state(self._state)
 
     def _guarded(self) -> list[tuple[str, nn.Module]]:
         return [
@@ -165,5 +163,4 @@ class LayerWatch(_C.ModuleWatch):
             changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
             return min((reason for _index, (reason, _what) in changed), default=None)
 
-        code = self.difference(of_hooks)
-        return None if code is None else EagerReason(code)
+        return self.difference(of_hooks)

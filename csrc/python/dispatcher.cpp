@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/dispatcher.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "csrc/python/eager_reasons.h"
+#include "csrc/python/pack_reader.h"
+#include "csrc/torch/numerics.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+// More would be states that are new in each step, which have no graphs.
+constexpr size_t kMostKeys = 256;
+
+// Null where a dictionary has no such key.
+PyObject* find_in(const py::dict& dict, const py::object& key) {
+  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return found;
+}
+
+// Lets other threads run meanwhile.
+void wait_for_tensors(const GraphBank& bank) {
+  if (!bank.awaits_tensors()) return;
+  const py::gil_scoped_release no_gil;
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (bank.awaits_tensors() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
+
+std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
+                                             const std::vector<at::Tensor>& sources,
+                                             bool look_at_grads) {
+  wait_for_tensors(bank);
+  return bank.begin(variant, sources, look_at_grads);
+}
+
+Dispatcher::Dispatcher(const DispatchOptions& options)
+    : options_(options), states_(options.ranks, options.run_alike), due_(options.warm_up_steps) {}
+
+void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size) {
+  capacities_ = std::move(by_cp_size);
+}
+
+void Dispatcher::use(std::shared_ptr<GraphBank> bank, py::dict variants, py::dict eager_variants,
+                     std::shared_ptr<ModuleWatch> watch) {
+  bank_ = std::move(bank);
+  variants_ = std::move(variants);
+  eager_variants_ = std::move(eager_variants);
+  watch_ = std::move(watch);
+}
+
+Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {
+  if (refused_) return {refused_};
+  const std::optional<int64_t> cp_size = known_cp_size(params);
+  const auto shape =
+      pack_shape(params, tokens, options_.extra_seqs, cp_size.value_or(options_.cp_size));
+  if (!shape) return {EagerReason::kNoPackMetadata};
+  if (!cp_size) return {EagerReason::kCpSizeNotCaptured};
+  const auto form = pack_form(params);
+  if (!form || (form->has_seq_idx && !is_seq_idx_stageable(params, tokens))) {
+    return {EagerReason::kSignatureChanged};
+  }
+  Found found{std::nullopt, *shape, *form};
+  if (!capacities_.empty()) {
+    const auto of_size = capacities_.find(*cp_size);
+    if (of_size == capacities_.end()) return {EagerReason::kCpSizeNotCaptured};
+    const std::vector<Capacity>& known = of_size->second;
+    const Decision decision = decide(*shape, known);
+    if (decision.capacity >= 0) {
+      found.capacity = known[decision.capacity];
+    } else if (options_.needs_equal_rows && !known.empty() &&
+               decision.reason != EagerReason::kTooManyTokens) {
+      const int64_t rows = known[0].tokens;
+      found.capacity = Capacity{rows, shape->num_seqs, std::max(shape->max_seqlen, rows)};
+      found.misfit = decision.reason;
+    } else {
+      return {decision.reason};
+    }
+  }
+  if (groups_.empty() && has_own_cp_group(params)) return {EagerReason::kCpSizeNotCaptured};
+  return found;
+}
+
+py::object Dispatcher::eager_reason(const py::object& params, int64_t tokens) {
+  return python_reason(find(params, tokens).against);
+}
+
+std::optional<EagerReason> Dispatcher::eager_reason_of_step(bool is_skipped, bool grad) const {
+  if (is_skipped || options_.is_eager) return EagerReason::kDisabled;
+  if (is_suspended_) return EagerReason::kSuspended;
+  return grad && gradients_reason_ ? gradients_reason_ : reason_;
+}
+
+py::object Dispatcher::enter(const py::object& params, int64_t tokens, bool has_mask,
+                             bool can_stage, bool is_skipped, bool is_settled) {
+  const Found found = find(params, tokens);
+  if (found.against) return python_reason(found.against);
+  if (c10::InferenceMode::is_enabled() || may_positions_go_on(found.shape)) {
+    return python_reason(EagerReason::kSignatureChanged);
+  }
+  const int64_t cp_size = found.shape.cp_size;
+  const int64_t state = states_.of_call(watch_->state(false));
+  const VariantKey kind{std::nullopt, found.form, at::GradMode::is_enabled(),
+                        state,        has_mask,   cp_size};
+  if (!is_settled) return python_reason(EagerReason::kWarmingUp);
+  if (!can_stage) return python_reason(EagerReason::kSignatureChanged);
+  if (!found.misfit) due_.note(kind);
+  py::list sources;
+  for (const at::Tensor& each : pack_sources(params, found.form, cp_size)) sources.append(each);
+  if (!found.capacity) {
+    observed_.insert(found.shape);
+    return py::make_tuple(object_of(kind), python_reason(EagerReason::kWarmingUp), sources, false);
+  }
+  const py::object key = object_of(kind.of_capacity(found.capacity));
+  auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
+  // All of these are on canonical packs; but of several ranks one alone may skip graphs.
+  const bool is_reference =
+      options_.is_eager || options_.needs_equal_rows || (is_skipped && options_.ranks == 1);
+  bool has_no_graph = false;
+  if (!is_reference && find_in(variants_, key) == nullptr) {
+    PyObject* why = find_in(eager_variants_, key);
+    has_no_graph = why != nullptr;
+    if (has_no_graph && !is_skipped) {
+      return py::make_tuple(key, py::reinterpret_borrow<py::object>(why), sources, true);
+    }
+  }
+  return py::make_tuple(key, python_reason(reason), sources, has_no_graph);
+}
+
+std::optional<EagerReason> Dispatcher::begin(const py::object& key,
+                                             const std::vector<at::Tensor>& sources) {
+  if (PyObject* variant = find_in(variants_, key)) {
+    const auto index = py::handle(variant).cast<int>();
+    return begin_micro_batch(*bank_, index, sources, watch_->have_other_grads());
+  }
+  PyObject* why = find_in(eager_variants_, key);
+  if (why == nullptr) return EagerReason::kWarmingUp;
+  return static_cast<EagerReason>(py::handle(why).cast<int>());
+}
+
+EagerReason Dispatcher::explain(const VariantKey& key, EagerReason reason) {
+  const VariantKey kind = key.kind();
+  if (reason == EagerReason::kNumericsChanged) {  // since the step began
+    const auto settings = NumericSettings::current(bank_->device().type()).hash();
+    due_.note(kind.in_state(states_.under(settings)));
+  }
+  if (reason == EagerReason::kWarmingUp && due_.captured().count(kind) == 0) {
+    std::vector<int64_t> others;
+    for (const VariantKey& other : due_.captured_of_family(kind)) others.push_back(other.state);
+    if (!others.empty()) reason = states_.eager_reason(kind.state, others);
+  }
+  count(key, reason);
+  return reason;
+}
+
+void Dispatcher::count(const VariantKey& key, std::optional<EagerReason> reason) {
+  const char* name = reason ? kEagerReasonNames[static_cast<size_t>(*reason)] : "replayed";
+  ++counts_[key.cp_size][name];
+}
+
+py::object Dispatcher::object_of(const VariantKey& key) {
+  const auto made = keys_.find(key);
+  if (made != keys_.end()) return made->second;
+  if (keys_.size() >= kMostKeys) keys_.clear();
+  return keys_.emplace(key, py::cast(key)).first->second;
+}
+
+// Megatron's table has a row for each of the longest document's: of as many as the pack has, each
+// row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well;
+// it cuts none of packs that ranks share. In a document alone both meanings are one.
+bool Dispatcher::may_positions_go_on(const PackShape& shape) const {
+  if (!options_.depends_on_longest || shape.num_seqs - options_.extra_seqs < 2) return false;
+  const int64_t tokens = shape.tokens * shape.cp_size;
+  const bool are_cut = options_.cuts_tables && shape.cp_size == 1;
+  return are_cut ? shape.max_seqlen >= tokens : shape.max_seqlen == tokens;
+}
+
+// How many ranks share a pack; none where they are in another group than graphs were captured with.
+std::optional<int64_t> Dispatcher::known_cp_size(const py::object& params) const {
+  if (groups_.empty() || params.is_none()) return options_.cp_size;
+  const py::object group = cp_group_of(params);
+  const auto own = local_cp_size(params);
+  if (!own) return group.is_none() ? std::optional(options_.cp_size) : std::nullopt;
+  const py::int_ size(*own);
+  if (!groups_.contains(size)) return std::nullopt;
+  if (*own == 1) return own;
+  const auto is_given = [&](py::handle known) { return known.is(group); };
+  const py::tuple known = groups_[size];
+  return std::any_of(known.begin(), known.end(), is_given) ? own : std::nullopt;
+}
+
+}  // namespace megagraph

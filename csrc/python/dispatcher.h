@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decides on the micro-batches of one model: which variant takes a pack, or why none does. Leases a
+// slot for those that replay.
+//
+// Note [Dispatch]
+// In each micro-batch, eager or not, without waiting for the device. The pack is read once. What is
+// asked for first makes no variant: a pack that no graph of the model could take costs no look at
+// the layers. What makes one beside the capacity and the form is whether gradients are recorded,
+// and the state that the layers are in.
+//
+// A dispatcher lives as long as its model. Its bank goes when a change releases it, and another one
+// comes (`use()`); states and what is due go on.
+//
+// Rotary positions begin anew in each document of a canonical pack. So packs run as given in which
+// Megatron's unfused RoPE may go on from document to document.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "csrc/bank/replay/graph_bank.h"
+#include "csrc/decide/dispatch.h"
+#include "csrc/decide/due_variants.h"
+#include "csrc/decide/states.h"
+#include "csrc/decide/variant_key.h"
+#include "csrc/watch/module_watch.h"
+
+namespace megagraph {
+
+struct DispatchOptions {
+  int64_t extra_seqs = 0;  // documents that the convention of the tail adds
+  // The model's rotary tables have as many rows as a pack's longest document; it then cuts them to
+  // the rows of the pack.
+  bool depends_on_longest = false, cuts_tables = false;
+  // Every micro-batch has the rows of the capacities, which have one number of them.
+  bool needs_equal_rows = false;
+  bool is_eager = false;  // no micro-batch replays, and each runs on its canonical pack
+  int64_t cp_size = 1;    // of packs that do not say their own
+  int ranks = 1;          // that are in a state together
+  bool run_alike = true;  // these run the same packs
+  int warm_up_steps = 1;  // training steps before the first capture
+};
+
+// `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
+// threads] in slot_ring.h.
+std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
+                                             const std::vector<at::Tensor>& sources,
+                                             bool look_at_grads);
+
+class Dispatcher {
+ public:
+  explicit Dispatcher(const DispatchOptions& options);
+
+  // -- between steps --
+  // By context-parallel size; none while they are still to be learned.
+  void set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size);
+  // By context-parallel size, the process groups that a pack may name, a tuple of equal ones; none
+  // where every pack is shared alike.
+  void set_groups(pybind11::dict by_cp_size) { groups_ = std::move(by_cp_size); }
+  // The bank of now: its graphs in use, and the variants that stay eager, by key; what it relies
+  // on. The dictionaries are read in each micro-batch.
+  void use(std::shared_ptr<GraphBank> bank, pybind11::dict variants, pybind11::dict eager_variants,
+           std::shared_ptr<ModuleWatch> watch);
+  // Why the model takes no graph at all.
+  void refuse(EagerReason reason) { refused_ = reason; }
+  // Why every micro-batch of the running step runs eager, and why those do that record gradients.
+  void keep_eager(std::optional<EagerReason> reason, std::optional<EagerReason> gradients_reason) {
+    reason_ = reason;
+    gradients_reason_ = gradients_reason;
+  }
+  // Nothing replays as long as it is.
+  void set_suspended(bool is_suspended) { is_suspended_ = is_suspended; }
+  // The shapes of packs that came while capacities were to be learned.
+  const std::set<PackShape>& observed() const { return observed_; }
+  States& states() { return states_; }
+  DueVariants& due() { return due_; }
+
+  // -- in a step --
+  // Why no graph of the model could take a pack of `tokens` rows, whatever state the layers are in;
+  // None where one could.
+  pybind11::object eager_reason(const pybind11::object& params, int64_t tokens);
+  // The reason why no graph of the model takes a micro-batch, which runs as it was given; or a
+  // tuple: the key of its variant, why it runs eager all the same or None, what staging reads, and
+  // whether no site of that variant has a graph. The key has no capacity while these are to be
+  // learned. `can_stage`: its mask, if it has one, and its pack can be. `is_skipped`: graphs are
+  // off for this step. `is_settled`: how the model is entered is known; until then nothing is
+  // noted.
+  pybind11::object enter(const pybind11::object& params, int64_t tokens, bool has_mask,
+                         bool can_stage, bool is_skipped, bool is_settled);
+  // Leases a slot for a micro-batch, or answers why not.
+  std::optional<EagerReason> begin(const pybind11::object& key,
+                                   const std::vector<at::Tensor>& sources);
+  // Ends the micro-batch that has leased one.
+  void end() { bank_->end(); }
+  // Why a micro-batch ran eager, beside what graphs know: whether its state is the reason. Counts
+  // it, and remembers that state.
+  EagerReason explain(const VariantKey& key, EagerReason reason);
+  // Counts a micro-batch by the number of ranks that share it; none: it replayed.
+  void count(const VariantKey& key, std::optional<EagerReason> reason);
+  // These counts, by size and reason.
+  const std::map<int64_t, std::map<std::string, int64_t>>& counts() const { return counts_; }
+
+ private:
+  // A pack that some graph may take, or the reason against it.
+  struct Found {
+    std::optional<EagerReason> against;
+    PackShape shape{};
+    PackForm form{};
+    std::optional<Capacity> capacity{};
+    std::optional<EagerReason> misfit{};  // padded to rows that all need, it fits no capacity
+  };
+
+  Found find(const pybind11::object& params, int64_t tokens) const;
+  bool may_positions_go_on(const PackShape& shape) const;
+  std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
+  std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
+  pybind11::object object_of(const VariantKey& key);
+
+  const DispatchOptions options_;
+  States states_;
+  DueVariants due_;
+  std::map<int64_t, std::vector<Capacity>> capacities_;
+  pybind11::dict groups_;
+  std::shared_ptr<GraphBank> bank_;
+  pybind11::dict variants_, eager_variants_;
+  std::shared_ptr<ModuleWatch> watch_;
+  std::optional<EagerReason> refused_, reason_, gradients_reason_;
+  bool is_suspended_ = false;
+  std::set<PackShape> observed_;
+  std::map<VariantKey, pybind11::object> keys_;  // few, and each is made once
+  std::map<int64_t, std::map<std::string, int64_t>> counts_;
+};
+
+}  // namespace megagraph
