@@ -473,6 +473,7 @@ class Dispatcher(metaclass=_pybind11_type):
 
     def __init__(
         self,
+        make_variant: Callable[[VariantKey], Any],
         *,
         extra_seqs: int = 0,
         depends_on_longest: bool = False,
@@ -489,8 +490,8 @@ class Dispatcher(metaclass=_pybind11_type):
     def use(
         self,
         bank: GraphBank,
-        variants: dict[Any, int],
-        eager_variants: dict[Any, EagerReason],
+        variants: Mapping[VariantKey, int],
+        eager_variants: Mapping[VariantKey, EagerReason],
         watch: ModuleWatch,
     ) -> None: ...
     def refuse(self, reason: EagerReason) -> None: ...
@@ -511,7 +512,7 @@ class Dispatcher(metaclass=_pybind11_type):
         can_stage: bool,
         is_skipped: bool,
         is_settled: bool,
-    ) -> EagerReason | tuple[VariantKey, EagerReason | None, list[Tensor], bool]: ...
+    ) -> EagerReason | tuple[Any, EagerReason | None, list[Tensor], bool]: ...
     def begin(self, key: VariantKey, sources: Sequence[Tensor]) -> EagerReason | None: ...
     def end(self) -> None: ...
     def explain(self, key: VariantKey, reason: EagerReason) -> EagerReason: ...

@@ -37,16 +37,17 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("captured", &DueVariants::captured)
       .def("states_with_graphs", &DueVariants::states_with_graphs);
   py::class_<Dispatcher>(m, "Dispatcher")
-      .def(py::init([](int64_t extra_seqs, bool depends_on_longest, bool cuts_tables,
-                       bool needs_equal_rows, bool is_eager, int64_t cp_size, int ranks,
-                       bool run_alike, int warm_up_steps) {
+      .def(py::init([](py::object make_variant, int64_t extra_seqs, bool depends_on_longest,
+                       bool cuts_tables, bool needs_equal_rows, bool is_eager, int64_t cp_size,
+                       int ranks, bool run_alike, int warm_up_steps) {
              return Dispatcher({extra_seqs, depends_on_longest, cuts_tables, needs_equal_rows,
-                                is_eager, cp_size, ranks, run_alike, warm_up_steps});
+                                is_eager, cp_size, ranks, run_alike, warm_up_steps},
+                               std::move(make_variant));
            }),
-           py::kw_only(), py::arg("extra_seqs") = 0, py::arg("depends_on_longest") = false,
-           py::arg("cuts_tables") = false, py::arg("needs_equal_rows") = false,
-           py::arg("is_eager") = false, py::arg("cp_size") = 1, py::arg("ranks") = 1,
-           py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
+           py::arg("make_variant"), py::kw_only(), py::arg("extra_seqs") = 0,
+           py::arg("depends_on_longest") = false, py::arg("cuts_tables") = false,
+           py::arg("needs_equal_rows") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
+           py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
       .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"))
       .def("set_groups", &Dispatcher::set_groups, py::arg("by_cp_size"))
       .def("use", &Dispatcher::use, py::arg("bank"), py::arg("variants"), py::arg("eager_variants"),

@@ -21,14 +21,7 @@ namespace megagraph {
 namespace {
 
 // More would be states that are new in each step, which have no graphs.
-constexpr size_t kMostKeys = 256;
-
-// Null where a dictionary has no such key.
-PyObject* find_in(const py::dict& dict, const py::object& key) {
-  PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
-  if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  return found;
-}
+constexpr size_t kMostVariants = 256;
 
 // Lets other threads run meanwhile.
 void wait_for_tensors(const GraphBank& bank) {
@@ -49,14 +42,18 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
   return bank.begin(variant, sources, look_at_grads);
 }
 
-Dispatcher::Dispatcher(const DispatchOptions& options)
-    : options_(options), states_(options.ranks, options.run_alike), due_(options.warm_up_steps) {}
+Dispatcher::Dispatcher(const DispatchOptions& options, py::object make_variant)
+    : options_(options),
+      states_(options.ranks, options.run_alike),
+      due_(options.warm_up_steps),
+      make_variant_(std::move(make_variant)) {}
 
 void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size) {
   capacities_ = std::move(by_cp_size);
 }
 
-void Dispatcher::use(std::shared_ptr<GraphBank> bank, py::dict variants, py::dict eager_variants,
+void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> variants,
+                     std::map<VariantKey, EagerReason> eager_variants,
                      std::shared_ptr<ModuleWatch> watch) {
   bank_ = std::move(bank);
   variants_ = std::move(variants);
@@ -124,33 +121,30 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, bool has_
   for (const at::Tensor& each : pack_sources(params, found.form, cp_size)) sources.append(each);
   if (!found.capacity) {
     observed_.insert(found.shape);
-    return py::make_tuple(object_of(kind), python_reason(EagerReason::kWarmingUp), sources, false);
+    return py::make_tuple(variant_of(kind), python_reason(EagerReason::kWarmingUp), sources, false);
   }
-  const py::object key = object_of(kind.of_capacity(found.capacity));
+  const VariantKey key = kind.of_capacity(found.capacity);
   auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
       options_.is_eager || options_.needs_equal_rows || (is_skipped && options_.ranks == 1);
   bool has_no_graph = false;
-  if (!is_reference && find_in(variants_, key) == nullptr) {
-    PyObject* why = find_in(eager_variants_, key);
-    has_no_graph = why != nullptr;
-    if (has_no_graph && !is_skipped) {
-      return py::make_tuple(key, py::reinterpret_borrow<py::object>(why), sources, true);
-    }
+  if (!is_reference && variants_.count(key) == 0) {
+    const auto why = eager_variants_.find(key);
+    has_no_graph = why != eager_variants_.end();
+    if (has_no_graph && !is_skipped) reason = why->second;
   }
-  return py::make_tuple(key, python_reason(reason), sources, has_no_graph);
+  return py::make_tuple(variant_of(key), python_reason(reason), sources, has_no_graph);
 }
 
-std::optional<EagerReason> Dispatcher::begin(const py::object& key,
+std::optional<EagerReason> Dispatcher::begin(const VariantKey& key,
                                              const std::vector<at::Tensor>& sources) {
-  if (PyObject* variant = find_in(variants_, key)) {
-    const auto index = py::handle(variant).cast<int>();
-    return begin_micro_batch(*bank_, index, sources, watch_->have_other_grads());
+  const auto variant = variants_.find(key);
+  if (variant != variants_.end()) {
+    return begin_micro_batch(*bank_, variant->second, sources, watch_->have_other_grads());
   }
-  PyObject* why = find_in(eager_variants_, key);
-  if (why == nullptr) return EagerReason::kWarmingUp;
-  return static_cast<EagerReason>(py::handle(why).cast<int>());
+  const auto why = eager_variants_.find(key);
+  return why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second;
 }
 
 EagerReason Dispatcher::explain(const VariantKey& key, EagerReason reason) {
@@ -173,11 +167,11 @@ void Dispatcher::count(const VariantKey& key, std::optional<EagerReason> reason)
   ++counts_[key.cp_size][name];
 }
 
-py::object Dispatcher::object_of(const VariantKey& key) {
-  const auto made = keys_.find(key);
-  if (made != keys_.end()) return made->second;
-  if (keys_.size() >= kMostKeys) keys_.clear();
-  return keys_.emplace(key, py::cast(key)).first->second;
+py::object Dispatcher::variant_of(const VariantKey& key) {
+  const auto made = made_.find(key);
+  if (made != made_.end()) return made->second;
+  if (made_.size() >= kMostVariants) made_.clear();
+  return made_.emplace(key, make_variant_(key)).first->second;
 }
 
 // Megatron's table has a row for each of the longest document's: of as many as the pack has, each

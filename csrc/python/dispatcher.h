@@ -56,7 +56,10 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
 
 class Dispatcher {
  public:
-  explicit Dispatcher(const DispatchOptions& options);
+  // `make_variant`: makes what Python knows a variant by, of its key; once for each, as long as
+  // they are few. It must not lead back to this object: garbage collection does not see what C++
+  // holds.
+  Dispatcher(const DispatchOptions& options, pybind11::object make_variant);
 
   // -- between steps --
   // By context-parallel size; none while they are still to be learned.
@@ -64,10 +67,9 @@ class Dispatcher {
   // By context-parallel size, the process groups that a pack may name, a tuple of equal ones; none
   // where every pack is shared alike.
   void set_groups(pybind11::dict by_cp_size) { groups_ = std::move(by_cp_size); }
-  // The bank of now: its graphs in use, and the variants that stay eager, by key; what it relies
-  // on. The dictionaries are read in each micro-batch.
-  void use(std::shared_ptr<GraphBank> bank, pybind11::dict variants, pybind11::dict eager_variants,
-           std::shared_ptr<ModuleWatch> watch);
+  // The bank of now: its variants by index, and those that stay eager; what its graphs rely on.
+  void use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> variants,
+           std::map<VariantKey, EagerReason> eager_variants, std::shared_ptr<ModuleWatch> watch);
   // Why the model takes no graph at all.
   void refuse(EagerReason reason) { refused_ = reason; }
   // Why every micro-batch of the running step runs eager, and why those do that record gradients.
@@ -87,16 +89,15 @@ class Dispatcher {
   // None where one could.
   pybind11::object eager_reason(const pybind11::object& params, int64_t tokens);
   // The reason why no graph of the model takes a micro-batch, which runs as it was given; or a
-  // tuple: the key of its variant, why it runs eager all the same or None, what staging reads, and
-  // whether no site of that variant has a graph. The key has no capacity while these are to be
-  // learned. `can_stage`: its mask, if it has one, and its pack can be. `is_skipped`: graphs are
-  // off for this step. `is_settled`: how the model is entered is known; until then nothing is
+  // tuple: what Python knows its variant by, why it runs eager all the same or None, what staging
+  // reads, and whether no site of that variant has a graph. The key has no capacity while these are
+  // to be learned. `can_stage`: its mask, if it has one, and its pack can be. `is_skipped`: graphs
+  // are off for this step. `is_settled`: how the model is entered is known; until then nothing is
   // noted.
   pybind11::object enter(const pybind11::object& params, int64_t tokens, bool has_mask,
                          bool can_stage, bool is_skipped, bool is_settled);
   // Leases a slot for a micro-batch, or answers why not.
-  std::optional<EagerReason> begin(const pybind11::object& key,
-                                   const std::vector<at::Tensor>& sources);
+  std::optional<EagerReason> begin(const VariantKey& key, const std::vector<at::Tensor>& sources);
   // Ends the micro-batch that has leased one.
   void end() { bank_->end(); }
   // Why a micro-batch ran eager, beside what graphs know: whether its state is the reason. Counts
@@ -121,7 +122,7 @@ class Dispatcher {
   bool may_positions_go_on(const PackShape& shape) const;
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
-  pybind11::object object_of(const VariantKey& key);
+  pybind11::object variant_of(const VariantKey& key);
 
   const DispatchOptions options_;
   States states_;
@@ -129,12 +130,14 @@ class Dispatcher {
   std::map<int64_t, std::vector<Capacity>> capacities_;
   pybind11::dict groups_;
   std::shared_ptr<GraphBank> bank_;
-  pybind11::dict variants_, eager_variants_;
+  std::map<VariantKey, int> variants_;
+  std::map<VariantKey, EagerReason> eager_variants_;
   std::shared_ptr<ModuleWatch> watch_;
   std::optional<EagerReason> refused_, reason_, gradients_reason_;
   bool is_suspended_ = false;
   std::set<PackShape> observed_;
-  std::map<VariantKey, pybind11::object> keys_;  // few, and each is made once
+  const pybind11::object make_variant_;
+  std::map<VariantKey, pybind11::object> made_;
   std::map<int64_t, std::map<std::string, int64_t>> counts_;
 };
 

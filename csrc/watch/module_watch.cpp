@@ -134,7 +134,8 @@ void ModuleWatch::look() {
     have_other_grads = have_other_grads || (has_main_grad && tensor.grad().defined());
     if (!parameter.is_read) continue;
     have_memory = mix_address(addresses, tensor) && have_memory;
-    trainable.mix(tensor.requires_grad() ? 1 : 2);
+    // Another object over the same memory would never get the gradient that graphs hand out.
+    trainable.mix(tensor.requires_grad() ? tensor.unsafeGetTensorImpl() : nullptr);
     if (!has_main_grad) continue;
     const at::Tensor& gradient = tensor_of(parameter.main_grad);
     have_grads_memory = mix_address(gradients, gradient) && have_grads_memory;

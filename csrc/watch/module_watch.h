@@ -6,7 +6,7 @@
 // for each of these in Python is a walk over everything, before every step. The watch is one call,
 // and a hash of each tells which of them differs:
 // - the addresses of the parameters and buffers that graphs read;
-// - which of these require a gradient;
+// - which of these require a gradient, and are the very objects that did;
 // - the addresses of the parameters' main_grad;
 // - which modules there are, in which order;
 // - the keys of their hooks and of those on all modules, and how many hooks each of their

@@ -29,7 +29,7 @@ banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_siz
 
 def dispatcher(bank: Mapping[int, Sequence[Capacity]] = {}, **options: Any) -> _C.Dispatcher:
     """Of a model without layers, which is in one state, and whose graphs are `GRAPHS`."""
-    made = _C.Dispatcher(**options)
+    made = _C.Dispatcher(lambda key: key, **options)
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))

@@ -192,8 +192,15 @@ class Owner(nn.Module):
         with_main_grads(self)
 
 
+def _another_over_its_memory(owner: Any) -> None:
+    before = owner.norm.weight
+    owner.norm.weight = nn.Parameter(before.data)
+    owner.norm.weight.main_grad = before.main_grad
+
+
 DIFFERENCES: dict[str, tuple[Callable[[Any], object], EagerReason]] = {
     "a parameter replaced": (lambda it: setattr(it.inner, "weight", nn.Parameter(torch.zeros(3, 3))), _MOVED),
+    "a parameter replaced over its memory": (_another_over_its_memory, _OTHERS),
     "a parameter in other memory": (lambda it: _moved(it.inner.weight), _MOVED),
     "a parameter without memory": (lambda it: it.inner.bias.untyped_storage().resize_(0), _MOVED),
     "a parameter more": (lambda it: setattr(it.inner, "more", nn.Parameter(torch.zeros(3))), _MOVED),

@@ -136,7 +136,7 @@ class BlockBank:
         return Bank(plan.bank_steps(), self.device, num_slots=num_slots, options=options)
 
     def _dispatch(self) -> None:
-        """Has micro-batches begin on the present bank, as long as the present watch finds nothing."""
+        """Has micro-batches begin on the bank of now."""
         bank = self.bank
         self._dispatcher.use(bank.core, bank.variants, bank.eager_variants, self.watch)
 
@@ -148,6 +148,7 @@ class BlockBank:
             self.loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
         for key in self.loops.keys() - variants.keys():
             del self.loops[key], self.constants[key]
+        self._dispatch()
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
         """Counts what runs eager: a call of every site, or of some."""
@@ -317,6 +318,7 @@ class BlockBank:
         self.reset()
         for variant in variants:
             self.bank.eager_variants[variant.key] = reason
+        self._dispatch()
 
     def _variant(self, key: VariantKey, block: BlockInput) -> VariantSpec:
         @contextlib.contextmanager

@@ -5,10 +5,12 @@ If packs say by how many ranks they are shared, the group that one names has to 
 were captured with, since their collectives are of its communicator.
 """
 
+import functools
+
 from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.capacities import Capacities
-from megagraph.megatron.graphs.positions import OwnTables
+from megagraph.megatron.graphs.micro_batch import BatchRules, Variant
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Dispatcher"]
@@ -20,12 +22,14 @@ class Dispatcher(_C.Dispatcher):
     Args:
         config: the plugin's options.
         capacities: of the model's graphs.
-        tables: the model's rotary tables.
+        rules: what its micro-batches have in common.
         peers: the ranks that run the same packs.
     """
 
-    def __init__(self, config: GraphConfig, capacities: Capacities, tables: OwnTables, peers: Peers) -> None:
+    def __init__(self, config: GraphConfig, capacities: Capacities, rules: BatchRules, peers: Peers) -> None:
+        tables = rules.own_tables
         super().__init__(
+            functools.partial(Variant, rules),
             extra_seqs=config.tail.extra_seqs,
             depends_on_longest=tables.depend_on_max_seqlen,
             cuts_tables=tables.are_cut,

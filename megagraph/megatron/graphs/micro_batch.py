@@ -12,7 +12,7 @@ A padding mask is staged like the offsets, and layers that run eager get the sam
 the variant's has its micro-batch run as it was given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +23,13 @@ from torch.nn import functional
 from megagraph.bank.sites import mask_content
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.pack_fields import (
-    constant_fields,
-    copy_foreign_attributes,
-    fields_of,
-    put_seq_idx,
-)
+from megagraph.megatron.graphs.pack_fields import copy_foreign_attributes, fields_of, put_seq_idx
 from megagraph.megatron.graphs.positions import OwnTables, mark_canonical, with_canonical_mark
 from megagraph.megatron.parallel.sharing import require_rows
 from megagraph.packs import ops
-from megagraph.packs.packing import TailConvention, added_offsets, canonical_offsets
+from megagraph.packs.packing import TailConvention, added_offsets, canonical_constants, canonical_offsets
 
-__all__ = ["BatchRules", "MicroBatch", "is_mask"]
+__all__ = ["BatchRules", "MicroBatch", "Variant", "is_mask"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +52,45 @@ class BatchRules:
     own_tables: OwnTables
 
 
+class Variant:
+    """What all micro-batches of a variant have in common, in plain attributes: these are read in each.
+
+    Args:
+        rules: what those of its model have in common.
+        key: its name.
+    """
+
+    __slots__ = (
+        "_constants",
+        "capacity",
+        "cp_size",
+        "form",
+        "has_mask",
+        "has_seq_idx",
+        "key",
+        "physical",
+        "rules",
+    )
+
+    def __init__(self, rules: BatchRules, key: VariantKey) -> None:
+        self.rules, self.key = rules, key
+        self.capacity, self.form = key.capacity, key.form
+        self.has_mask, self.cp_size, self.has_seq_idx = key.has_mask, key.cp_size, self.form.has_seq_idx
+        self.physical = int(self.form.has_padded)  # which source ends where the pack does
+        self._constants: dict[type[Any], Mapping[str, Any]] = {}
+
+    def constants(self, params_type: type[Any]) -> Mapping[str, Any]:
+        """What its canonical packs say beside their offsets, less what the release does not have."""
+        found = self._constants.get(params_type)
+        if found is None:
+            assert self.capacity is not None
+            fields = canonical_constants(self.form, self.rules.tail, self.capacity)
+            known = fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
+            found = {name: value for name, value in fields.items() if name in known}
+            self._constants[params_type] = found
+        return found
+
+
 def is_mask(mask: Any, rows: int, device: torch.device) -> bool:
     """Whether it is a padding mask that graphs take: bool [1, rows], True in rows of padding."""
     is_plain = type(mask) is Tensor and mask.dtype is torch.bool
@@ -69,12 +103,12 @@ class MicroBatch:
     Args:
         params: the `PackedSeqParams` as given.
         tokens: physical tokens of the input.
-        key: of its variant, with the capacity that it is padded to.
+        variant: that takes it, with the capacity that it is padded to.
         reason: why it runs eager; None replays.
         sources: what staging reads: offsets, `seq_idx`, offsets of this rank's rows, as far as there are any.
-        rules: what it has in common with others of its model.
 
     Attributes:
+        key, capacity: of its variant.
         is_as_given: layers run on the pack as it was given.
         sources: with the mask, if it has one.
         mask: the padding mask that the block was given, of this rank's rows; None for none.
@@ -97,31 +131,34 @@ class MicroBatch:
         "row_offsets",
         "sources",
         "tokens",
+        "variant",
     )
 
     def __init__(
         self,
         params: Any,
         tokens: int,
-        key: VariantKey,
+        variant: Variant,
         reason: EagerReason | None,
         sources: list[Tensor],
-        rules: BatchRules,
     ) -> None:
-        assert key.capacity is not None
+        assert variant.capacity is not None
         self.params = self._given = params
         self.tokens = tokens
-        self.key = key
-        self.capacity = key.capacity
+        self.variant, self._rules, self.key, self.capacity = (
+            variant,
+            variant.rules,
+            variant.key,
+            variant.capacity,
+        )
         self.reason = reason
         self.sources: Sequence[Tensor] = sources
         self.mask: Tensor | None = None
         # Whose last entry is the pack's physical end.
-        self.physical_offsets = sources[key.form.has_padded]
-        self.row_offsets = sources[-1] if key.cp_size > 1 else self.physical_offsets
+        self.physical_offsets = sources[variant.physical]
+        self.row_offsets = sources[-1] if variant.cp_size > 1 else self.physical_offsets
         # Rows to add to each row list of the model's input.
-        self.entry_padding = self.capacity.tokens - tokens if rules.pads_at_entry else 0
-        self._rules = rules
+        self.entry_padding = self.capacity.tokens - tokens if variant.rules.pads_at_entry else 0
         self.is_as_given = False
         self._canonical: Any = None
         self._entered: Any = None
@@ -185,8 +222,8 @@ class MicroBatch:
         if self.is_as_given:
             return self.params
         if self._canonical is None:
-            form = self.key.form
-            tokens, slots = self.capacity.tokens * self.key.cp_size, self.capacity.num_seqs
+            form = self.variant.form
+            tokens, slots = self.capacity.tokens * self.variant.cp_size, self.capacity.num_seqs
             given = {"actual": self.sources[0], "padded": self.physical_offsets}
             added = added_offsets(self._rules.tail, tokens, has_padded=form.has_padded)
             offsets = {name: ops.pad_cu_seqlens(given[name], slots, end) for name, end in added.items()}
@@ -216,7 +253,7 @@ class MicroBatch:
         Returns:
             False where its variant takes no mask, or another one.
         """
-        if not self.key.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
+        if not self.variant.has_mask or not is_mask(mask, hidden_states.size(0), hidden_states.device):
             return False
         self.replace_mask(mask)  # a block may be called again
         return True
@@ -253,10 +290,9 @@ class MicroBatch:
 
     def _with_offsets(self, actual: Tensor, padded: Tensor | None) -> Any:
         params_type: Any = type(self.params)
-        form = self.key.form
-        constants = constant_fields(params_type, self.key, self._rules.tail)
-        params = params_type(**canonical_offsets(actual, padded, form), **constants)
-        if form.has_seq_idx:
+        offsets = canonical_offsets(actual, padded, self.variant.form)
+        params = params_type(**offsets, **self.variant.constants(params_type))
+        if self.variant.has_seq_idx:
             put_seq_idx(params, self.params.seq_idx, self.capacity.tokens)
         if len(self.params.__dict__) > len(fields_of(params_type)):
             copy_foreign_attributes(self.params, params)

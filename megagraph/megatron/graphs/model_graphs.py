@@ -84,7 +84,8 @@ class ModelGraphs:
         self._capacities = Capacities(
             config, context.size, context.sizes, need_equal_rows=self.needs_equal_rows
         )
-        constants = LayerArguments(self._model, lambda: self.entries.overriding)
+        own: ModelGraphs = weakref.proxy(self)  # what the dispatcher holds must not lead back to it
+        constants = LayerArguments(self._model, lambda: own.entries.overriding)
         self._tables = OwnTables(model, constants.make)
         masks_tail = has_experts(model.config)
         self.masks_at_entry = masks_tail and self.tensor.shards_sequence
@@ -95,7 +96,7 @@ class ModelGraphs:
             needs_every_row=self.needs_equal_rows,
             own_tables=self._tables,
         )
-        self.dispatcher = Dispatcher(config, self._capacities, self._tables, self.peers)
+        self.dispatcher = Dispatcher(config, self._capacities, self._rules, self.peers)
         self._due = self.dispatcher.due
         self.block = BlockBank(
             model,
@@ -171,14 +172,14 @@ class ModelGraphs:
         decided = self.dispatcher.enter(params, tokens, has_mask, can_stage, is_skipped, entries.are_settled)
         if isinstance(decided, EagerReason):
             return decided
-        key, reason, sources, has_no_graph = decided
+        variant, reason, sources, has_no_graph = decided
         if self.view.is_on:
             params = self.view.of_layers(params)
         self._params_type = type(params)
-        if key.capacity is None:
-            self._unlearned = key, params, [*sources, mask] if has_mask else sources
+        if variant.capacity is None:
+            self._unlearned = variant.key, params, [*sources, mask] if has_mask else sources
             return EagerReason.WARMING_UP
-        batch = MicroBatch(params, tokens, key, reason, sources, self._rules)
+        batch = MicroBatch(params, tokens, variant, reason, sources)
         if has_no_graph:
             assert reason is not None
             return batch.as_given(reason) if entries.are_megatrons else reason
@@ -244,7 +245,7 @@ class ModelGraphs:
             table: the rotary table that the block was given.
             mask: the padding mask that a block of Megatron's was given.
         """
-        is_masked = batch.key.has_mask and not (mask is None and batch.is_as_given)
+        is_masked = batch.variant.has_mask and not (mask is None and batch.is_as_given)
         has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
         if has_mask and not batch.take_mask(mask, hidden_states):
             self.run_as_given(batch, table, hidden_states)
@@ -256,7 +257,7 @@ class ModelGraphs:
                 loop = self.block.loops[batch.key]
                 loop.batch = batch
             else:
-                self.peers.run_alone(batch.reason, batch.key.cp_size)
+                self.peers.run_alone(batch.reason, batch.variant.cp_size)
         if batch.reason is not None:
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             batch.reason = reason = self.dispatcher.explain(batch.key, batch.reason)

@@ -8,11 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megagraph.decide.dispatch import VariantKey
-from megagraph.packs.packing import TailConvention, canonical_constants
-
 __all__ = [
-    "constant_fields",
     "copy_foreign_attributes",
     "fields_of",
     "new_params",
@@ -44,15 +40,6 @@ def new_params(params_type: type[Any], fields: Mapping[str, Any]) -> Any:
     if not known.issuperset(fields):
         fields = {name: value for name, value in fields.items() if name in known}
     return params_type(**fields)
-
-
-@functools.cache
-def constant_fields(params_type: type[Any], key: VariantKey, tail: TailConvention) -> Mapping[str, Any]:
-    """What a canonical pack of a variant says beside its offsets."""
-    known = fields_of(params_type)  # type: ignore[arg-type]  # a class is hashable
-    assert key.capacity is not None
-    fields = canonical_constants(key.form, tail, key.capacity)
-    return {name: value for name, value in fields.items() if name in known}
 
 
 def put_seq_idx(params: Any, seq_idx: Tensor, tokens: int) -> None:

@@ -385,7 +385,7 @@ def _padded(batch: MicroBatch, given: Arguments) -> tuple[tuple[Any, ...], dict[
         given: the arguments.
     """
     given.put("packed_seq_params", batch.constant_params())
-    if batch.key.has_mask:
+    if batch.variant.has_mask:
         given.put("padding_mask", batch.mask_at_entry(given.get("padding_mask")))
     if batch.entry_padding:
         for name in ROW_LISTS:
