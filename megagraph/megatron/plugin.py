@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,16 +14,16 @@ from torch import nn
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.log import about, let_speak, subject
-from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.pipeline import place_of, schedule_of, speaks_for_stage
 from megagraph.timeline import Lease
 
-__all__ = ["Finder", "Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of"]
+__all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of", "skips"]
 
-_skip_depth = 0
+# One entry for each `disable_cuda_graphs_this_step()` that is in force; read in each micro-batch.
+skips: list[None] = []
 # What a module is known by while it lives: its address. Since Python 3.12 `id()` raises an audit event, for
 # which filelock, among others, has a hook in Python.
 key_of: Callable[[object], int] = object.__hash__
@@ -35,17 +35,16 @@ def disable_cuda_graphs_this_step() -> Iterator[None]:
 
     Around whole steps: a backward whose forward replayed is replayed too.
     """
-    global _skip_depth
-    _skip_depth += 1
+    skips.append(None)
     try:
         yield
     finally:
-        _skip_depth -= 1
+        skips.pop()
 
 
 def is_cuda_graph_skipped() -> bool:
     """Whether `disable_cuda_graphs_this_step()` is in force."""
-    return _skip_depth > 0
+    return bool(skips)
 
 
 def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractContextManager[object]:
@@ -63,22 +62,6 @@ def _let_go(by_key: dict[int, ModelGraphs], gone: list[ModelGraphs], key: int) -
     gone.append(by_key.pop(key))
 
 
-class Finder(Protocol):
-    """Finds the forwards through which models are entered, and sees to it that the plugin is in each."""
-
-    def entries_of(self, model: nn.Module) -> Entries:
-        """How a model and its block of layers are entered now."""
-        ...
-
-    def look_at(self, models: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """Looks through models that a schedule was given, before they run.
-
-        Returns:
-            The models inside that are entered in another way than when this last looked.
-        """
-        ...
-
-
 class Plugin:
     """Models and steps.
 
@@ -93,7 +76,6 @@ class Plugin:
     def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
         self.config = config
         self._progress = progress
-        self.finder: Finder  # which knows the plugin, and is handed over before any model runs
         self._interval_log = IntervalLog(config.log_interval)
         # By the key of a model, and of its blocks: of layers, and of multi-token prediction. An entry goes
         # with its module, so before another one can have that key. Weak ones would be made and hashed in
@@ -101,8 +83,8 @@ class Plugin:
         self._graphs: dict[int, ModelGraphs] = {}
         self._of_block: dict[int, ModelGraphs] = {}
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Looks a model's graphs up by its block's key; no function of ours, for it runs in each call.
-        self.graphs_of_block = self._of_block.get
+        # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
+        self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
         self.stage, self.stages = 0, 1
         self._num_named: Counter[str] = Counter()  # models of each class so far
@@ -126,19 +108,6 @@ class Plugin:
                 return self._graphs.get(key_of(model))
         return None
 
-    @contextlib.contextmanager
-    def untouched(self, model: nn.Module) -> Iterator[None]:
-        """Around a call that is not the plugin's. A micro-batch of the model that is running is not it."""
-        graphs = self._graphs.get(key_of(model))
-        if graphs is None:
-            yield
-            return
-        outer, graphs.running = graphs.running, None
-        try:
-            yield
-        finally:
-            graphs.running = outer
-
     def _add(self, model: nn.Module) -> ModelGraphs:
         ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
@@ -146,7 +115,6 @@ class Plugin:
         self._speak_for(model)
         with about(name):
             graphs = ModelGraphs(model, ddp, self.config, progress, name)
-            graphs.entries = self.finder.entries_of(model)
         if self._is_suspended:
             graphs.changes.suspend()
         self._models.add(model)
@@ -226,15 +194,13 @@ class Plugin:
             models = list(model) if isinstance(model, list | tuple) else [model]
             outer = self._step_models, self._step_graphs
             self._retire()
-            for changed in self.finder.look_at(models):
-                if key_of(changed) in self._graphs:
-                    self._graphs[key_of(changed)].entries = self.finder.entries_of(changed)
             inside = self._graphs_inside(models)
             self._step_models, self._step_graphs = models, set(inside)
             try:
                 for graphs in inside:
                     with about(graphs.name):
                         graphs.look_for_ddp(models)
+                        graphs.look_at_forwards()
                         graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 with _backward_thread(inside):
                     result = original(*args, **kwargs)
@@ -288,7 +254,7 @@ class Plugin:
             return False
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
-            graphs.at_step_boundary(is_skipped=_skip_depth > 0)
+            graphs.at_step_boundary(is_skipped=bool(skips))
         finally:
             subject.reset(model)
         return True

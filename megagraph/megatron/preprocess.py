@@ -2,12 +2,13 @@
 """Asks a model of Megatron what it hands to its layers beside a pack: rotary tables and the like."""
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from megagraph.megatron.seams import hybrid_seams
+from megagraph.megatron.seams import GPT_FORWARD, hybrid_seams
 
 __all__ = ["layer_constants"]
 
@@ -16,7 +17,7 @@ _TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_o
 
 
 def layer_constants(
-    model: nn.Module, params: Any, hidden_states: Tensor, forward: Callable[..., Any] | None = None
+    model: nn.Module, params: Any, hidden_states: Tensor, *, is_overridden: bool = False
 ) -> Mapping[str, Any]:
     """What the layers are called with for a pack, less the pack, its mask and the hidden states.
 
@@ -26,14 +27,14 @@ def layer_constants(
         model: a GPTModel or HybridModel.
         params: the pack.
         hidden_states: [T, 1, H], given as the decoder's input.
-        forward: runs in place of the model's own, which it overrides.
+        is_overridden: the model's own forward is asked, and not what Megatron's is known to do.
 
     Raises:
         ValueError: where unfused RoPE has a table of another length than the pack declares, so that where
             positions begin cannot be told.
     """
     config: Any = model.config
-    constants = _constants(model, params, hidden_states, forward)
+    constants = _constants(model, params, hidden_states, is_overridden)
     table = constants.get("rotary_pos_emb")
     rows = table.size(0) if isinstance(table, Tensor) else params.max_seqlen_q
     if rows != params.max_seqlen_q and not config.apply_rope_fusion:
@@ -42,11 +43,12 @@ def layer_constants(
 
 
 def _constants(
-    model: nn.Module, params: Any, hidden_states: Tensor, forward: Callable[..., Any] | None
+    model: nn.Module, params: Any, hidden_states: Tensor, is_overridden: bool
 ) -> Mapping[str, Any]:
     preprocess: Any = getattr(model, "_preprocess", None)
-    if forward is not None or preprocess is None:
-        return _handed_to_decoder(model, forward or _own_forward(), params, hidden_states)
+    if is_overridden or preprocess is None:
+        forward = model.forward if is_overridden else _own_forward(model)
+        return _handed_to_decoder(model, forward, params, hidden_states)
     accepted = inspect.signature(preprocess).parameters
     given = {
         "input_ids": None,
@@ -59,12 +61,11 @@ def _constants(
     return {name: value for name, value in named if value is not None}
 
 
-def _own_forward() -> Callable[..., Any]:
+def _own_forward(model: nn.Module) -> Callable[..., Any]:
     """Megatron's forward of a hybrid model."""
     hybrid = hybrid_seams()
     assert hybrid is not None
-    own: Callable[..., Any] = inspect.unwrap(hybrid[0].function())
-    return own
+    return types.MethodType(inspect.unwrap(hybrid[0].function()), model)
 
 
 class _Handed(Exception):
@@ -95,16 +96,18 @@ def _handed_to_decoder(
 
     The forward runs as far as the decoder, in place of which something else stands for so long.
     """
-    _model, *parameters = inspect.signature(forward).parameters.values()
+    parameters = inspect.signature(forward).parameters.values()
     given = {
         parameter.name: None
         for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # which may hand them on
+        given |= dict.fromkeys(GPT_FORWARD.parameters)
     model.__dict__["decoder"] = _HandsBack(model.get_submodule("decoder"))  # found before the module
     try:
-        forward(model, **{**given, "decoder_input": hidden_states, "packed_seq_params": params})
+        forward(**{**given, "decoder_input": hidden_states, "packed_seq_params": params})
     except _Handed as handed:
         found = handed.arguments.items()
         return {name: value for name, value in found if name != "packed_seq_params" and value is not None}

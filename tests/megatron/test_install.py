@@ -34,7 +34,9 @@ def _where(seam: seams.Seam) -> str:
 
 def _held() -> dict[str, Any]:
     """The very objects that the owners hold, without any binding."""
-    return {_where(seam): vars(seam.owner())[seam.name] for seam in SEAMS}
+    held = {_where(seam): vars(seam.owner())[seam.name] for seam in SEAMS}
+    owners = (seams.GPT_FORWARD.owner(), seams.BLOCK_FORWARD.owner())
+    return held | {f"call of {owner.__name__}": owner.__call__ for owner in owners}
 
 
 def _namespaces() -> dict[str, set[str]]:

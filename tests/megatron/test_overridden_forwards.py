@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and blocks that override Megatron's forward: served where they can be, else refused and counted."""
 
+import dataclasses
 import logging
 import types
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from host_rig import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron_rig import LAYERS, Install, Micro, Pair, forward, graph_config, step, the_plugin
+from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
@@ -33,6 +35,18 @@ pytestmark = [pytest.mark.megatron, pytest.mark.both]
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
 # As many rows and documents as the capacity: Megatron alone makes the very same bits.
 FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
+OTHER_FULL = Micro(lengths=(30, 19, 8, 4, 3), seed=3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Swapped(Micro):
+    """The rows of `FULL`, in a pack of other documents."""
+
+    def params(self, device: torch.device) -> Any:
+        return OTHER_FULL.params(device)
+
+
+FULL_OF_OTHER = _Swapped(lengths=FULL.lengths, seed=3)
 
 
 class SuperModel(GPTModel):  # type: ignore[misc]
@@ -97,7 +111,7 @@ def test_a_class_that_is_defined_after_install_is_found_where_it_runs(install: I
         step(refused, [ONE])
     report = megagraph.reports()[-1]
     assert report["calls"] == 3 * LAYERS and report["replays"] == 0
-    assert "Later.forward overrides GPTModel.forward and has no parameter" in report["failures"][0]
+    assert "depends on more than the pack's capacity (TypeError: " in report["failures"][0]
 
 
 def test_what_is_entered_is_named_once(install: Install, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,32 +125,85 @@ def test_what_is_entered_is_named_once(install: Install, caplog: pytest.LogCaptu
     ]
 
 
-def test_uninstall_puts_back_the_very_forwards_that_override(install: Install) -> None:
-    before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock, GPTModel)}
+def test_forwards_that_override_are_left_alone(install: Install) -> None:
+    before = {cls: vars(cls)["forward"] for cls in (OwnModel, OwnBlock)}
     for _ in range(2):
         install()
         pair = host_pair(OwnModel, OwnBlock)
         pair.step(ONE, times=4)
         assert only(pair.report(), "WARMING_UP")
-        assert vars(OwnModel)["forward"] is not before[OwnModel]
-        megagraph.uninstall()
         assert {cls: vars(cls)["forward"] for cls in before} == before
+        megagraph.uninstall()
         assert "forward" not in vars(pair.graphed.chunk.decoder.layers[0])
 
 
-def test_a_forward_that_somebody_has_set_meanwhile_survives_uninstall(install: Install) -> None:
-    class Mine(OwnModel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return OwnModel.forward(self, *args, **kwargs)
-
-    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return OwnModel.forward(self, *args, **kwargs)
-
+def test_a_forward_that_replaces_megatrons_on_its_class_replays(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a host patches megatron-core itself, after the plugin was installed."""
     install()
-    host_pair(Mine).step(ONE)
-    Mine.forward = theirs  # type: ignore[method-assign]
-    megagraph.uninstall()
-    assert vars(Mine)["forward"] is theirs
+    for name in ("forward", "run", "tables"):
+        monkeypatch.setattr(GPTModel, name, vars(OwnModel)[name], raising=False)
+    try:
+        assert only(trained(host_pair(GPTModel)), "WARMING_UP")
+    finally:
+        monkeypatch.undo()
+        megagraph.uninstall()
+
+
+class CallingModel(OwnModel):
+    """Has a call of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_model_with_a_call_of_its_own_replays(install: Install) -> None:
+    install()
+    assert only(trained(host_pair(CallingModel, OwnBlock)), "WARMING_UP")
+
+
+def test_a_forward_that_is_called_in_place_of_the_model_runs_as_given(install: Install) -> None:
+    """It passes no door: right, and counted nowhere."""
+    install()
+    pair = host_pair(OwnModel, OwnBlock)
+    pair.step(ONE, times=4)
+    before = pair.report()
+    out = []
+    for trainer in pair.both:
+        for called in (trainer.chunk, trainer.chunk.forward):
+            with torch.no_grad():
+                out.append(forward(called, FULL, trainer.device)[0])
+    assert all(torch.equal(out[0], other) for other in out)
+    assert pair.report()["calls"] == before["calls"] + LAYERS
+
+
+def _with_hook(trainer: HostTrainer, seen: list[Any]) -> None:
+    """Swaps the pack that the model was given for another one of the same rows."""
+
+    def swap(_model: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(kwargs["packed_seq_params"])
+        return args, {**kwargs, "packed_seq_params": OTHER_FULL.params(trainer.device)}
+
+    trainer.chunk.register_forward_pre_hook(swap, with_kwargs=True)
+
+
+@pytest.mark.parametrize("block", [None, OwnBlock])
+def test_a_pack_that_a_hook_puts_in_place_of_the_given_one_is_the_one_that_runs(
+    install: Install, block: type | None
+) -> None:
+    """Around the call of a model the plugin decides before its hooks run."""
+    install()
+    pair = host_pair(OwnModel, block)
+    pair.step(FULL, OTHER_FULL, times=3)
+    before = pair.report()["replays"]
+    expected = step(pair.graphed, [FULL_OF_OTHER], update=False)
+    seen: list[Any] = []
+    _with_hook(pair.graphed, seen)
+    assert_same_bits(step(pair.graphed, [FULL], update=False), expected)
+    report = pair.report()
+    assert len(seen) == 1 and report["eager"]["SIGNATURE_CHANGED"] == LAYERS
+    assert report["replays"] == before + LAYERS
 
 
 def test_rotary_rows_for_each_token_are_refused_by_a_sentence(install: Install) -> None:
@@ -156,14 +223,63 @@ class RenamedModel(OwnModel):
         return self.run(tokens, None, None, None, labels, pack)
 
 
+class NamelessBlock(OwnBlock):
+    """Takes all of its arguments by whatever name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden: Any = kwargs["hidden_states"]
+        names = ("packed_seq_params", "rotary_pos_emb", "attention_mask")
+        for layer in self.layers:
+            hidden, _ = layer(hidden, **{name: kwargs[name] for name in names})
+        return self.final_layernorm(hidden)
+
+
+def test_a_block_that_takes_arguments_by_any_name_replays(install: Install) -> None:
+    install()
+    assert only(trained(host_pair(GPTModel, NamelessBlock)), "WARMING_UP")
+
+
+class PositionalModel(OwnModel):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return OwnModel.forward(self, *args, **kwargs)
+
+
+def test_arguments_whose_names_are_not_known_run_as_given(install: Install) -> None:
+    install()
+    trainer = HostTrainer(PositionalModel)
+    for _ in range(3):
+        step(trainer, [ONE])
+    tokens, _labels, _mask, positions = (rows[None].to(trainer.device) for rows in ONE.row_lists())
+    before = megagraph.reports()[0]
+    with torch.no_grad():
+        trainer.chunk(tokens, positions, packed_seq_params=ONE.params(trainer.device))
+    (report,) = megagraph.reports()
+    assert before["replays"] == report["replays"] == LAYERS
+    assert report["eager"] == {**before["eager"], "SCOPE_UNSUPPORTED": LAYERS}
+
+
+class ShortModel(OwnModel):
+    """Calls its block by other names than Megatron's."""
+
+    def run(
+        self,
+        input_ids: Tensor,
+        position_ids: Any,
+        attention_mask: Any,
+        decoder_input: Any,
+        labels: Any,
+        packed_seq_params: Any,
+    ) -> Any:
+        hidden, tables = self.tables(input_ids, position_ids, decoder_input, packed_seq_params)
+        out = self.decoder(hidden, packed_seq_params, tables["rotary_pos_emb"])
+        return self.compute_language_model_loss(labels, self.output_layer(out)[0])
+
+
 class RenamedBlock(OwnBlock):
-    def forward(self, hidden_states: Any, mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        kwargs.pop("attention_mask")
+    def forward(self, hidden_states: Any, pack: Any, table: Any) -> Any:  # type: ignore[override]
         hidden: Any = hidden_states
         for layer in self.layers:
-            hidden, _ = layer(
-                hidden, packed_seq_params=kwargs["packed_seq_params"], rotary_pos_emb=kwargs["rotary_pos_emb"]
-            )
+            hidden, _ = layer(hidden, attention_mask=None, packed_seq_params=pack, rotary_pos_emb=table)
         return self.final_layernorm(hidden)
 
 
@@ -171,18 +287,18 @@ def test_a_block_without_the_parameters_of_megatrons_is_refused_by_name(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
-    pair = host_pair(GPTModel, RenamedBlock)
+    pair = host_pair(ShortModel, RenamedBlock)
     pair.step(ONE, TWO, times=3)
     report = pair.report()
     assert report["calls"] == 3 * 2 * LAYERS and report["replays"] == 0
     assert report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2 * LAYERS
     (failure,) = report["failures"]
     assert failure == (
-        "GPTModel #2 stays eager (SCOPE_UNSUPPORTED): test_overridden_forwards.RenamedBlock.forward "
+        "ShortModel #2 stays eager (SCOPE_UNSUPPORTED): test_overridden_forwards.RenamedBlock.forward "
         "overrides TransformerBlock.forward and has no parameter attention_mask, rotary_pos_emb, "
         "packed_seq_params"
     )
-    assert caplog.text.count("GPTModel #2: stays eager") == 1
+    assert caplog.text.count("ShortModel #2: stays eager") == 1
 
 
 def test_a_model_whose_arguments_have_other_names_is_refused_and_counted(install: Install) -> None:
@@ -237,14 +353,13 @@ def _patched(model: Any) -> None:
     model.forward = types.MethodType(OWN_FORWARD, model)
 
 
-def test_a_forward_on_the_instance_replays_and_is_put_back(install: Install) -> None:
+def test_a_forward_on_the_instance_replays_and_stays(install: Install) -> None:
     """As verl patches a model for its fused kernels where megatron-core has no hook for them."""
     install()
     pair = Pair(HostTrainer, prepare=_patched)
     given = vars(pair.graphed.chunk)["forward"]
     report = trained(pair)
     assert only(report, "WARMING_UP") and report["calls"] == 5 * 4 * LAYERS
-    assert vars(pair.graphed.chunk)["forward"] is not given
     megagraph.uninstall()
     assert vars(pair.graphed.chunk)["forward"] is given
 

@@ -1,199 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Through which forward a micro-batch enters, where classes or instances override Megatron's own.
+"""Through which door a micro-batch enters a model, and its block of layers. Wraps nothing.
 
-Keeps what is known of that, and says it; wraps nothing.
+Note [Two doors]
+One door is Megatron's own forward; the other is the call of the module, which runs whatever forward it has.
+A forward of a subclass or an instance may reach Megatron's or not. Only a call shows which; it runs as given.
+If Megatron's is reached, the plugin acts there, so that what lies around it sees rows and packs as they were
+given; otherwise around the call, whose hooks then see what the forward sees.
+
+A host may set another forward between two calls, so each call of a model looks for that first. Code that
+calls such a forward itself, and not the module, passes no door, and runs as given.
 """
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
+from megagraph.megatron.seams import BLOCK_FORWARD, GPT_FORWARD, called_name, hybrid_seams, made_in
 
-__all__ = ["Entries", "Entry", "Level"]
-
-_WARMING_UP = EagerReason.WARMING_UP
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Level:
-    """One of the forwards that a module's call may pass through, wrapped by the plugin.
-
-    Args:
-        where: its name, with module and class.
-        overrides: Megatron's forward; its own name where it is that.
-        missing: parameters of Megatron's forward that it lacks.
-        held: gives what it was before; None once an instance that it was set on has another one.
-    """
-
-    where: str
-    overrides: str
-    missing: Sequence[str]
-    held: Callable[[], Any]
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """What it was before, called with the module first: for whoever wraps it and keeps it."""
-        function: Callable[..., Any] | None = self.held()
-        assert function is not None
-        return function
-
-    @property
-    def is_megatrons(self) -> bool:
-        """Whether it is Megatron's own forward."""
-        return self.where == self.overrides
+__all__ = ["Doors", "Entries", "is_ours", "names_of"]
 
 
-class Entry:
-    """The forwards of one module, and the one that the plugin acts in.
+def is_ours(module: nn.Module) -> bool:
+    """Whether a call of a module runs Megatron's forward, wrapped by the plugin, with nothing around it."""
+    forward: Any = module.forward
+    return made_in(getattr(forward, "__func__", forward)).startswith("megagraph.megatron.patch.")
 
-    That is the innermost that calls reach: what lies around it sees rows and packs as they were given.
-    Which one it is shows in the first call, and that runs as given.
+
+def names_of(function: Callable[..., Any]) -> Sequence[str]:
+    """The parameters that arguments by position go to; empty if some of them cannot be given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL) for each in parameters):
+        return ()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+class Doors:
+    """The two doors of one module, and at which of them the plugin acts.
 
     Args:
-        levels: outermost first, Megatron's last; empty if no class of the module is Megatron's.
+        module: the model, or its block of layers.
 
     Attributes:
-        acting: where the plugin acts; None until it is known.
-        reached: how many calls have reached a level where it acts, or where it should have acted.
+        forward: gives the function that a call of the module runs, as long as that exists.
+        names: of its arguments by position, as `names_of()` gives them.
+        own: the name of Megatron's forward.
+        called: the name of the function.
+        is_own: whether the plugin acts in Megatron's forward, or around the call; None until that is known.
+        problem: why nothing can be served around the call; empty if something can.
+        reached: how many calls have come to where the plugin acts, or should have and are counted.
     """
 
-    def __init__(self, levels: Sequence[Level]) -> None:
-        self._levels = tuple(levels)
-        self.acting: Level | None = self._levels[0] if len(self._levels) == 1 else None
+    def __init__(self, module: nn.Module) -> None:
+        forward: Any = module.forward
+        function = getattr(forward, "__func__", forward)
+        self.forward = _weakly(function)
+        self.names = names_of(forward)
+        self.called = called_name(function)
+        self.is_own = True if is_ours(module) else None
         self.reached = 0
+        seams = (GPT_FORWARD, BLOCK_FORWARD, *(hybrid_seams() or ()))
+        seam = next((seam for seam in seams if isinstance(module, seam.owner())), None)
+        if seam is None:  # its calls are not wrapped
+            self.own, self.is_own = "", False
+            self.problem = f"its layers are run by {self.called}, which is of none of Megatron's blocks"
+            return
+        self.own = seam.path
+        parameters = inspect.signature(forward).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        missing = ", ".join(name for name in seam.parameters if name not in parameters and not takes_any)
+        overrides = f"{self.called} overrides {self.own} and has no parameter"
+        self.problem = f"{overrides} {missing}" if missing else ""
 
     @property
-    def is_known(self) -> bool:
-        """Whether calls have shown where to act, or cannot show it."""
-        return self.acting is not None or not self._levels
-
-    @property
-    def is_megatrons(self) -> bool:
-        """Whether nothing that overrides Megatron's forward takes its place."""
-        return self.acting is not None and self.acting.is_megatrons
-
-    def takes(self, level: Level) -> bool:
-        """Whether a call that has reached Megatron's own forward is acted on there."""
-        if self.acting is None and level in self._levels:
-            self.acting = level
-        return self.acting is level
-
-    def is_inside(self, level: Level) -> bool:
-        """Whether a level is further in than the one that acts, or none of this module's."""
-        if level not in self._levels:
-            return True
-        return self.acting is not None and self._levels.index(level) > self._levels.index(self.acting)
-
-    @property
-    def overriding(self) -> Callable[..., Any] | None:
-        """What acts in place of Megatron's forward, or None; nor does what its host has taken away."""
-        return None if self.acting is None or self.is_megatrons else self.acting.held()
-
-    def problem(self) -> str | None:
-        """Why nothing can be served through the level that acts, or None."""
-        level = self.acting
-        if level is None or not level.missing:
-            return None
-        names = ", ".join(level.missing)
-        return f"{level.where} overrides {level.overrides} and has no parameter {names}"
+    def where(self) -> str:
+        """The function that the plugin acts in, or around."""
+        return self.own if self.is_own else self.called
 
 
 class Entries:
     """How a model and its block of layers are entered.
 
     Args:
-        model: the model's forwards.
-        block: the forwards of its block of layers.
-        block_class: of the block, for the log.
+        model: the model.
 
     Attributes:
-        are_megatrons: nothing that overrides Megatron's forwards takes their place.
+        model, block: their doors.
+        are_megatrons: the plugin acts in Megatron's forwards.
         are_settled: whether it is known where to act; until then micro-batches run as they were given.
     """
 
-    def __init__(self, model: Entry, block: Entry, block_class: str = "") -> None:
-        self.model = model
-        self.block = block
-        self.are_megatrons = self.are_settled = model.is_megatrons and block.is_megatrons
-        self._block_class = block_class
-        self._failure: str | None = None
+    def __init__(self, model: nn.Module) -> None:
+        block: Any = model.decoder
+        self.model, self.block = Doors(model), Doors(block)
+        self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
+        self._failure = ""
         self._news: list[str] = []
         self._told: set[str] = set()
 
-    @property
-    def overriding(self) -> Callable[..., Any] | None:
-        """What acts in place of Megatron's forward of the model, or None."""
-        return self.model.overriding
+    def of_now(self, model: nn.Module) -> "Entries":
+        """These, or new ones if the model or its block has another forward by now."""
+        block: Any = model.decoder
+        for module, doors in ((model, self.model), (block, self.block)):
+            forward: Any = module.forward
+            if getattr(forward, "__func__", forward) is not doors.forward():
+                return Entries(model)
+        return self
 
     def fail(self, sentence: str) -> None:
         """Keeps the model eager from the next step boundary on, and micro-batches as given until then."""
         self._failure = sentence
         self.are_settled = False
 
-    def tell(self, sentence: str) -> None:
+    def _tell(self, sentence: str) -> None:
         """Has something said at the next step boundary, once."""
         if sentence not in self._told:
             self._told.add(sentence)
             self._news.append(sentence)
             self.are_settled = False
 
-    def model_bypassed(self, level: Level) -> EagerReason:
-        """Takes note of a call of the model that ran as given, and got no further in than `level`.
+    def model_bypassed(self) -> EagerReason:
+        """Takes note of a call of the model that ran as given. Returns how it counts."""
+        doors = self.model
+        if doors.is_own:
+            self._tell(f"some calls of {doors.called} do not reach {doors.own}, and run eager")
+        is_new, doors.is_own = doors.is_own is None, bool(doors.is_own)
+        return EagerReason.WARMING_UP if is_new and not doors.problem else EagerReason.SCOPE_UNSUPPORTED
 
-        Returns:
-            How it counts.
-        """
-        self.model.reached += 1
-        if self.model.acting is None:
-            self.model.acting = level
-        acting = self.model.acting
-        if acting is not level:
-            self.tell(f"some calls of {level.where} do not reach {acting.where}, and run eager")
-        return EagerReason.SCOPE_UNSUPPORTED if level.missing or acting is not level else _WARMING_UP
-
-    def block_bypassed(self, level: Level, decided: EagerReason | None) -> EagerReason:
-        """Takes note of a call of the block that got no further in than `level`.
+    def block_bypassed(self, decided: EagerReason | None) -> EagerReason:
+        """Takes note of a call of the block that ran as given.
 
         Args:
-            level: where it is.
             decided: why the micro-batch runs as given; None if it was to run on the canonical pack.
 
         Returns:
             How it counts.
         """
         self.block.reached += 1
-        if self.block.acting is None:
-            self.block.acting = level
+        self.block.is_own = bool(self.block.is_own)
         return self.block_missed(decided)
 
     def block_missed(self, decided: EagerReason | None) -> EagerReason:
         """The same of a micro-batch that did not get to where the plugin acts in the block."""
         if decided is not None:
             return decided
-        acting = self.block.acting
-        where = self._block_class if acting is None else acting.where
-        self.fail(f"some calls do not reach {where}, where the plugin acts")
+        self.fail(f"some calls do not reach {self.block.where}, where the plugin acts")
         return EagerReason.SCOPE_UNSUPPORTED
 
-    def settle(self) -> str | None:
+    def settle(self) -> str:
         """At a step boundary: settles where the plugin acts, if it is known by now, and says so.
 
         Returns:
-            Why the model has to stay eager, or None.
+            Why the model has to stay eager, or nothing.
         """
-        failure = self._failure or self.model.problem() or self.block.problem()
-        is_known = self.model.is_known and self.block.is_known
-        if failure is None and is_known and self.block.acting is None:
-            failure = f"its layers are run by {self._block_class}, which is none of Megatron's blocks"
-        if failure is None and is_known:
-            self.are_megatrons = self.model.is_megatrons and self.block.is_megatrons
-            for entry in (self.model, self.block):
-                if entry.acting is not None and not entry.is_megatrons:
-                    self.tell(f"{entry.acting.where} is entered in place of {entry.acting.overrides}")
-        self.are_settled = is_known or failure is not None
+        doors = (self.model, self.block)
+        problems = [each.problem for each in doors if each.is_own is False]
+        failure = next(filter(None, (self._failure, *problems)), "")
+        is_known = all(each.is_own is not None for each in doors)
+        if is_known and not failure:
+            self.are_megatrons = all(each.is_own for each in doors)
+            for each in doors:
+                if not each.is_own:
+                    self._tell(f"{each.called} is entered in place of {each.own}")
+        self.are_settled = is_known or bool(failure)
         for sentence in self._news:
             log.info(sentence)
         self._news.clear()
         return failure
+
+
+def _weakly(held: Any) -> Callable[[], Any]:
+    """Gives what is held as long as somebody else keeps it; for ever if nothing can refer to it weakly."""
+    try:
+        return weakref.ref(held)
+    except TypeError:
+        return lambda: held

@@ -17,10 +17,7 @@ from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.preprocess import layer_constants
 from megagraph.megatron.scopes.walk import Constants
 
-__all__ = ["LayerArguments", "Overriding"]
-
-# Gives what overrides a model's forward, or None for Megatron's.
-Overriding = Callable[[], Callable[..., Any] | None]
+__all__ = ["LayerArguments"]
 
 
 class LayerArguments(dict[Hashable, Constants]):
@@ -28,13 +25,13 @@ class LayerArguments(dict[Hashable, Constants]):
 
     Args:
         model: asked for them; weakly, for this lives as long as the model does.
-        overriding: says what is asked in place of Megatron's forward.
+        is_overridden: asked whether its own forward is to be asked in place of Megatron's.
     """
 
-    def __init__(self, model: weakref.ref[nn.Module], overriding: Overriding) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], is_overridden: Callable[[], bool]) -> None:
         super().__init__()
         self._model = model
-        self._overriding = overriding
+        self._is_overridden = is_overridden
 
     def of(self, key: Hashable, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant.
@@ -53,7 +50,7 @@ class LayerArguments(dict[Hashable, Constants]):
         """Those of a pack, as the model makes them now."""
         model = self._model()
         assert model is not None
-        return layer_constants(model, params, hidden_states, self._overriding())
+        return layer_constants(model, params, hidden_states, is_overridden=self._is_overridden())
 
     def find(self, batch: MicroBatch, rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Finds those of a variant of a model whose forward is not Megatron's.

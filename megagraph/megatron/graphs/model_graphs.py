@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graphs of one model: decides on each micro-batch, captures at step boundaries. Patches nothing."""
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class ModelGraphs:
         name: for the log and the report; by default the model's class.
 
     Attributes:
-        entries: how its forward and its block's are entered. To be set before the first call.
+        entries: how it and its block are entered.
         verifier: keeps micro-batches that graphs are verified on.
         peers, tensor: the ranks that run the same packs; those that share its layers.
         view: shows it the ranks that share a micro-batch.
@@ -62,8 +63,6 @@ class ModelGraphs:
         needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
-
-    entries: Entries
 
     def __init__(
         self,
@@ -77,6 +76,7 @@ class ModelGraphs:
         self._config, self._progress = config, progress
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
+        self.entries = Entries(model)
         self.hands_on = hands_on(model)
         self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
@@ -85,7 +85,7 @@ class ModelGraphs:
             config, context.size, context.sizes, need_equal_rows=self.needs_equal_rows
         )
         own: ModelGraphs = weakref.proxy(self)  # what the dispatcher holds must not lead back to it
-        constants = LayerArguments(self._model, lambda: own.entries.overriding)
+        constants = LayerArguments(self._model, lambda: own.entries.model.is_own is False)
         self._tables = OwnTables(model, constants.make)
         masks_tail = has_experts(model.config)
         self.masks_at_entry = masks_tail and self.tensor.shards_sequence
@@ -184,6 +184,15 @@ class ModelGraphs:
             assert reason is not None
             return batch.as_given(reason) if entries.are_megatrons else reason
         return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
+
+    @contextlib.contextmanager
+    def runs(self, batch: MicroBatch | EagerReason | None) -> Iterator[None]:
+        """Around a forward of the model: says what it runs; None if that is not the plugin's."""
+        outer, self.running = self.running, batch
+        try:
+            yield
+        finally:
+            self.running = outer
 
     def require_rows(self, tokens: int, reason: EagerReason) -> None:
         """Before a micro-batch runs as it was given: raises where other ranks run another number of rows."""
@@ -301,6 +310,12 @@ class ModelGraphs:
         if self.refusal is None:
             self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
 
+    def look_at_forwards(self) -> None:
+        """Before a step: finds out anew where to act if the model or its block has another forward by now."""
+        model = self._model()
+        if model is not None:
+            self.entries = self.entries.of_now(model)
+
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
         entries = self.entries
@@ -309,7 +324,7 @@ class ModelGraphs:
             self.view.refuse("a forward that overrides Megatron's")
         if self.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
-        if failure is not None and self.refusal is None:
+        if failure and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))
 
     def at_bare_call(self) -> None:

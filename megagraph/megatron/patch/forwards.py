@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in place of the forward of a GPTModel or HybridModel, and of its block of layers.
+"""What runs in place of the forward and the call of a GPTModel or HybridModel, and of its block of layers.
 
 The model's forward takes the decision, once a micro-batch; the block's forward pads, replays or runs
-the layers, and cuts. What a caller has in place of the output layer sees the pack and the rows that were
-given.
+the layers, and cuts. Where a host's forward does not reach these, the calls do the same around it (Note [Two
+doors]): the model hands on the rows that it was given, and the block's layers are replaced one by one. What a
+caller has in place of the output layer sees the pack and the rows that were given.
 
 Layers of multi-token prediction get the pack as it was given. They run eager behind the block, on the rows
 that it has left, and roll tokens and labels by the pack's offsets. Only the rotary table that they are handed
@@ -13,7 +14,6 @@ rows: any that are added before the embedding, as under sequence parallelism, wo
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,24 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.entry import Level
+from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.parallel.tensor import TensorRanks
-from megagraph.megatron.plugin import Plugin, is_cuda_graph_skipped, key_of
-from megagraph.megatron.scopes.walk import LayerLoop
+from megagraph.megatron.plugin import Plugin, key_of, skips
+from megagraph.megatron.scopes.walk import LayerLoop, LayersOneByOne
 
-__all__ = [
-    "ROW_LISTS",
-    "Arguments",
-    "ForwardWrappers",
-    "OnGivenRows",
-    "decided_as_given",
-    "places_of",
-    "standing_in",
-    "wrap_prediction",
-]
+__all__ = ["ROW_LISTS", "ForwardWrappers", "OnGivenRows", "standing_in", "wrap_prediction"]
 
 
 @contextlib.contextmanager
@@ -104,7 +95,7 @@ class OnGivenRows:
 
 
 class ForwardWrappers:
-    """Wraps the forwards of models and blocks.
+    """Wraps the forwards and the calls of models and blocks.
 
     Args:
         plugin: knows the graphs of every model.
@@ -113,39 +104,90 @@ class ForwardWrappers:
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
 
-    def model_forward(self, level: Level) -> Callable[..., Any]:
-        """Wraps the model's forward: decides, and hands on the pack that the decision asks for."""
-        original = level.function
-        places = places_of(original)
-        read = {name: place for name, place in places.items() if name in _READ}
-        plugin = self._plugin
+    def model_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the call of models: acts around it if Megatron's forward is not reached."""
+        plugin, known_graphs, act = self._plugin, self._plugin.known_graphs, self._acting(original, None)
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            graphs, get = known_graphs(key_of(model)), kwargs.get
+            is_inference = get("inference_context") is not None or get("inference_params") is not None
+            if graphs is None:
+                if is_inference or is_ours(model):
+                    return original(model, *args, **kwargs)
+                graphs = plugin.graphs_of_model(model)
+            if is_inference:
+                with graphs.runs(None):
+                    return original(model, *args, **kwargs)
+            entries = graphs.entries = graphs.entries.of_now(model)
+            doors = entries.model
+            if doors.is_own is False and not doors.problem:
+                return act(model, *args, **kwargs)
+            reached, of_block = doors.reached, entries.block.reached
+            if doors.is_own is None and not doors.problem:
+                with graphs.runs(EagerReason.WARMING_UP):  # its block says what that is given
+                    out = original(model, *args, **kwargs)
+            else:
+                out = original(model, *args, **kwargs)
+            if doors.reached == reached:
+                reason = entries.model_bypassed()
+                if entries.block.reached == of_block:
+                    graphs.count_as_given(reason)
+            return out
+
+        return call
+
+    def model_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps Megatron's forward of models, which acts where it is reached."""
+        return self._acting(original, names_of(original)[1:])
+
+    def _acting(self, original: Callable[..., Any], own_names: Sequence[str] | None) -> Callable[..., Any]:
+        """Decides, and hands on the pack that the decision asks for.
+
+        Args:
+            original: Megatron's forward, or the call.
+            own_names: of the forward's arguments by position; None for the call.
+        """
+        plugin, known_graphs = self._plugin, self._plugin.known_graphs
 
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            get = (_with_positional(kwargs, args, read) if args else kwargs).get
+            graphs = known_graphs(key_of(model))
+            if args:
+                # A call is one of a known model.
+                names = graphs.entries.model.names if own_names is None else own_names  # type: ignore[union-attr]
+                args, kwargs = _by_name(names, args, kwargs)
+            get = kwargs.get
             ids: Any = get("input_ids")
             is_first_stage = getattr(model, "pre_process", True)
             hidden_states: Any = get("decoder_input") if is_first_stage else model.decoder.input_tensor
             is_inference = get("inference_context") is not None or get("inference_params") is not None
             has_input = hidden_states is not None or (is_first_stage and ids is not None)
             # Without input it says what is missing; a stage of a pipeline may have no layers.
-            if is_inference or not has_input or not len(model.decoder.layers):
-                with plugin.untouched(model):
+            is_untouched = is_inference or not has_input or not len(model.decoder.layers)
+            if graphs is None:
+                if is_untouched:
                     return original(model, *args, **kwargs)
-            graphs = plugin.graphs_of_model(model)
+                graphs = plugin.graphs_of_model(model)
             entries = graphs.entries
-            if entries.model.acting is not level and not entries.model.takes(level):
-                return original(model, *args, **kwargs)
-            entries.model.reached += 1
+            if own_names is not None:
+                if entries.model.is_own is False:
+                    return original(model, *args, **kwargs)
+                entries.model.is_own = True
+                entries.model.reached += 1
+            elif not has_input and not is_inference:  # all of it by position, or by other names
+                graphs.count_as_given(EagerReason.SCOPE_UNSUPPORTED)
+            if is_untouched:
+                with graphs.runs(None):
+                    return original(model, *args, **kwargs)
             run, params = original, get("packed_seq_params")
             if graphs.view.is_on:
                 given, params = params, as_pack(params, ids, hidden_states)
-                run = _seeing(graphs, given, params, original, places)
+                run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             is_bare = plugin.is_bare(graphs)
             batch: MicroBatch | EagerReason | None = graphs.eager_reason(params, tokens) if is_bare else None
             is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
             if batch is None:
-                mask, is_skipped = get("padding_mask"), is_cuda_graph_skipped()
+                mask, is_skipped = get("padding_mask"), bool(skips)
                 is_masked = mask is not None or graphs.masks_at_entry
                 is_shared = not is_masked or graphs.tensor.shares_masks(from_ids=hidden_states is None)
                 batch = graphs.decide(params, tokens, mask, is_mask_shared=is_shared, is_skipped=is_skipped)
@@ -165,28 +207,27 @@ class ForwardWrappers:
             if graphs.needs_equal_rows and isinstance(batch, EagerReason):
                 graphs.require_rows(tokens, batch)
             if isinstance(batch, MicroBatch):
-                given_arguments = Arguments(places, args, kwargs)
                 shown: OnGivenRows | None = None
                 if processor is not None and not is_foreign:  # whose call of it is its own
-                    shown = _shown_to_processor(batch, graphs.tensor, given_arguments)
+                    shown = _shown_to_processor(batch, graphs.tensor, kwargs)
                 if added_rows and hidden_states is not None:
-                    _add_rows(batch, graphs.tensor, given_arguments)
-                args, kwargs = _padded(batch, given_arguments)
+                    _add_rows(batch, graphs.tensor, kwargs)
+                _pad(batch, kwargs)
                 if shown is not None:
-                    shown.passed = {name: given_arguments.get(name) for name in _HANDED_ON}
+                    shown.passed = {name: get(name) for name in _HANDED_ON}
             elif entries.are_settled and not graphs.learns_from(batch):
                 graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
                 batch = None
                 if graphs.running is None and not is_step:
                     return run(model, *args, **kwargs)
             reached = entries.block.reached
-            outer, graphs.running = graphs.running, batch
+            outer, graphs.running = graphs.running, batch  # as `graphs.runs()`, without its calls
             try:
                 out = run(model, *args, **kwargs)
             finally:
                 graphs.running = outer
             if batch is not None and entries.block.reached == reached:
-                graphs.count_as_given(entries.block_missed(decided_as_given(batch)))
+                graphs.count_as_given(entries.block_missed(_decided_as_given(batch)))
             if added_rows and processor is None:
                 out = _cut_rows(out, tokens)
             if is_step:
@@ -195,30 +236,50 @@ class ForwardWrappers:
 
         return forward
 
-    def block_forward(self, level: Level, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Wraps `TransformerBlock.forward`: pads the input, replays if so decided, cuts the output.
+    def block_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the call of blocks: replaces their layers one by one if Megatron's forward is not reached."""
+        graphs_of_block = self._plugin.graphs_of_block
 
-        Args:
-            level: the forward.
-            run: called in its place.
-        """
-        original = level.function if run is None else run
+        def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+            graphs = graphs_of_block(key_of(block))
+            if graphs is None or graphs.running is None:
+                return original(block, *args, **kwargs)
+            batch, doors = graphs.running, graphs.entries.block
+            if doors.is_own is False and isinstance(batch, MicroBatch):
+                doors.reached += 1
+                args, kwargs = _by_name(doors.names, args, kwargs)
+                return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
+            reached = doors.reached
+            out = original(block, *args, **kwargs)
+            if doors.reached == reached:
+                reason = graphs.entries.block_bypassed(_decided_as_given(batch))
+                _args, given = _by_name(doors.names, args, kwargs)
+                graphs.count_as_given(reason, given.get("hidden_states"))
+            return out
+
+        return call
+
+    def block_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps Megatron's forward of blocks: pads the input, replays if so decided, cuts the output."""
         graphs_of_block = self._plugin.graphs_of_block
 
         def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
             graphs = graphs_of_block(key_of(block))
             if graphs is None or graphs.running is None:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            entries = graphs.entries
-            if entries.block.acting is not level and not entries.block.takes(level):
+            entries, batch = graphs.entries, graphs.running
+            if entries.block.is_own is False:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
+            entries.block.is_own = True
             entries.block.reached += 1
-            batch = graphs.running
             is_first = getattr(block, "pre_process", True)
             entered = hidden_states if is_first else block.input_tensor
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, entered)
                 graphs.look_at_table(kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), entered)
+                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            if not entries.are_megatrons and kwargs.get("packed_seq_params") is not batch.constant_params():
+                graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
             table = kwargs.get("rotary_pos_emb")
             if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
@@ -252,80 +313,45 @@ class ForwardWrappers:
 
         return forward
 
-    def stack_forward(self, level: Level) -> Callable[..., Any]:
+    def stack_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `HybridStack.forward` as `block_forward()` does; its loop takes the layers' place alike.
 
         The stack hands rotary tables to a `TransformerLayer` only, which the loop is not. It gets them here.
         """
-        original = level.function
-        places = places_of(original)
+        names = names_of(original)[1:]
 
         def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
                 (loop,) = stack.__dict__["layers"]
-                given = Arguments(places, args, kwargs)
-                stack.__dict__["layers"] = (_StackLoop(loop, given),)
+                args, kwargs = _by_name(names, args, kwargs)
+                stack.__dict__["layers"] = (_StackLoop(loop, kwargs),)
             return original(stack, *args, **kwargs)
 
-        return self.block_forward(level, run)
+        return self.block_forward(run)
 
 
-def _seeing(
-    graphs: ModelGraphs, given: Any, pack: Any, original: Callable[..., Any], places: Mapping[str, int]
-) -> Callable[..., Any]:
+def _seeing(graphs: ModelGraphs, given: Any, pack: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """A model's forward with the ranks of a pack all around. It gets the pack, without them, for `given`."""
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments(places, args, kwargs)
-        if pack is not None and arguments.get("packed_seq_params") is given:
-            arguments.put("packed_seq_params", graphs.view.of_layers(pack))
+        if pack is not None and kwargs.get("packed_seq_params") is given:
+            kwargs["packed_seq_params"] = graphs.view.of_layers(pack)
         with graphs.view.of_pack(pack):
-            return original(model, *arguments.args, **arguments.kwargs)
+            return original(model, *args, **kwargs)
 
     return run
 
 
-def decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:
+def _decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:
     """Why a micro-batch runs as it was given; None where it was decided to run on a canonical pack."""
     return batch if isinstance(batch, EagerReason) else None
 
 
-def places_of(method: Callable[..., Any]) -> Mapping[str, int]:
-    """Where each argument of a method stands that may be given by position, `self` not counted."""
-    _self, *parameters = inspect.signature(method).parameters.values()
-    return {
-        parameter.name: place
-        for place, parameter in enumerate(parameters)
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    }
-
-
-class Arguments:
-    """The arguments of one call, by name, without the work of binding them in each micro-batch.
-
-    Args:
-        places: of the names among positional arguments.
-        args: by position, without `self`.
-        kwargs: by keyword.
-    """
-
-    def __init__(self, places: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._places = places
-        self.args = args
-        self.kwargs = kwargs
-
-    def get(self, name: str) -> Any:
-        """An argument; None if it was not given."""
-        place = self._places.get(name, len(self.args))
-        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
-
-    def put(self, name: str, value: Any) -> None:
-        """Replaces an argument if it was given, otherwise passes it by keyword."""
-        place = self._places.get(name, len(self.args))
-        if place < len(self.args):
-            self.args = (*self.args[:place], value, *self.args[place + 1 :])
-        else:
-            self.kwargs[name] = value
+def _by_name(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, those by position by their names, as far as they have any."""
+    return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class _StackLoop:
@@ -338,7 +364,7 @@ class _StackLoop:
 
     layer_number = 1  # read for the context of fp8, which is refused
 
-    def __init__(self, loop: LayerLoop, given: Arguments) -> None:
+    def __init__(self, loop: LayerLoop, given: Mapping[str, Any]) -> None:
         self._loop = loop
         self._further = {name: given.get(name) for name in ("rotary_pos_emb", "padding_mask")}
 
@@ -355,51 +381,31 @@ def _has_expected(
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
 
-# Of a model's arguments those that its wrapper reads in every call.
-_READ = (
-    *("input_ids", "decoder_input", "packed_seq_params", "padding_mask"),
-    *("inference_context", "inference_params", "output_processor", "attention_mask", "extra_block_kwargs"),
-)
-
-
-def _with_positional(
-    kwargs: Mapping[str, Any], args: Sequence[Any], places: Mapping[str, int]
-) -> Mapping[str, Any]:
-    """Arguments by keyword, and of those by position the ones in `places`, which is in their order."""
-    given = {**kwargs}
-    for name, place in places.items():
-        if place >= len(args):
-            break
-        given[name] = args[place]
-    return given
-
-
-def _padded(batch: MicroBatch, given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments with the capacity's constants in its pack, and rows added to each row list.
+def _pad(batch: MicroBatch, given: dict[str, Any]) -> None:
+    """Puts the capacity's constants into the pack that a model is given, and adds rows to each row list.
 
     Those hold zeros. Their losses are cut off, so that no gradient comes from them. The offsets stay as
     given: what lies behind the layers tells documents apart by them.
 
     Args:
         batch: the decision.
-        given: the arguments.
+        given: the model's arguments.
     """
-    given.put("packed_seq_params", batch.constant_params())
+    given["packed_seq_params"] = batch.constant_params()
     if batch.variant.has_mask:
-        given.put("padding_mask", batch.mask_at_entry(given.get("padding_mask")))
+        given["padding_mask"] = batch.mask_at_entry(given.get("padding_mask"))
     if batch.entry_padding:
         for name in ROW_LISTS:
             rows: Tensor | None = given.get(name)
             if rows is not None:
-                given.put(name, functional.pad(rows, (0, batch.entry_padding)))
-    return given.args, given.kwargs
+                given[name] = functional.pad(rows, (0, batch.entry_padding))
 
 
 # What an output processor gets as the caller passed it; its hidden states are cut.
 _HANDED_ON = (*ROW_LISTS, "decoder_input", "packed_seq_params")
 
 
-def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> OnGivenRows:
+def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> OnGivenRows:
     """Before a model's arguments are padded: lets its output processor see what it would see without us.
 
     Args:
@@ -409,23 +415,51 @@ def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: Arguments)
     """
     as_given = {name: given.get(name) for name in _HANDED_ON}
     cut = functools.partial(ranks.share_anew, tokens=batch.tokens) if batch.entry_padding else None
-    shown = OnGivenRows(given.get("output_processor"), as_given, batch.tokens, cut)
-    given.put("output_processor", shown)
+    shown = OnGivenRows(given["output_processor"], as_given, batch.tokens, cut)
+    given["output_processor"] = shown
     return shown
 
 
-def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: Arguments) -> None:
+def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> None:
     """Gives the capacity's rows to the decoder's input, of which each rank has its share."""
-    rows: Tensor = given.get("decoder_input")
+    rows: Tensor = given["decoder_input"]
     if not rows.requires_grad:
         # The way back is a collective, and another rank may have a use for it.
         rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-    given.put("decoder_input", ranks.share_anew(rows, batch.capacity.tokens))
+    given["decoder_input"] = ranks.share_anew(rows, batch.capacity.tokens)
 
 
 def _cut_rows(out: Tensor, tokens: int) -> Tensor:
     """The first rows of losses [1, T] or logits [1, T, V]."""
     return out[:, :tokens]
+
+
+def _one_by_one(
+    graphs: ModelGraphs, batch: MicroBatch, original: Callable[..., Any], given: dict[str, Any]
+) -> Any:
+    """Runs a block of layers, each of which replays or runs eager by itself.
+
+    What comes without the pack that was handed on, or with another one, runs as it is.
+    """
+    hidden_states = given.get("hidden_states")
+    if hidden_states is None or given.get("packed_seq_params") is not batch.constant_params():
+        graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, hidden_states)
+        return original(**given)
+    loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
+    given["packed_seq_params"] = batch.params
+    block = graphs.block
+    count_site = functools.partial(block.count_eager, sites=1)
+    constants = block.constants[batch.key]
+    layers = LayersOneByOne(batch, block.layers.plan, block.bank, constants, loop, count_site)
+    try:
+        with layers.shadowing():
+            out = original(**given)
+    finally:
+        if loop is not None:
+            graphs.end(batch, loop)
+    if loop is not None and layers.num_called == 0:
+        graphs.count_as_given(graphs.entries.block_missed(None))
+    return out
 
 
 def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -435,17 +469,17 @@ def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..
         plugin: knows what each model runs just now.
         original: the forward.
     """
-    places = places_of(original)
+    names = names_of(original)[1:]
     graphs_of_block = plugin.graphs_of_block
 
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = graphs_of_block(key_of(block))
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
-            given = Arguments(places, args, kwargs)
-            is_own = batch.is_own(given.get("rotary_pos_emb"), given.get("hidden_states"))
-            given.put("packed_seq_params", batch.given_params(is_own_table=is_own))
-            args, kwargs = given.args, given.kwargs
+            args, kwargs = _by_name(names, args, kwargs)
+            hidden_states: Any = kwargs.get("hidden_states")
+            is_own = batch.is_own(kwargs.get("rotary_pos_emb"), hidden_states)
+            kwargs["packed_seq_params"] = batch.given_params(is_own_table=is_own)
         return original(block, *args, **kwargs)
 
     return forward

@@ -23,12 +23,14 @@ from megagraph.megatron.patch.inside_layers import (
     wrap_query_rope,
     wrap_rope,
 )
-from megagraph.megatron.patch.overrides import Overrides
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
 from megagraph.report import check_target, path_of_stage, report_text, write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
+
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Installation:
@@ -39,22 +41,20 @@ class _Installation:
         report = plugin.config.report
         # As seen from the folder that `install()` was called in.
         self._report = None if report is None else report.absolute()
-        self._originals: list[tuple[seams.Seam, Any]] = []
+        # Where it stood, its name, and what it was there; None if a class above had it.
+        self._originals: list[tuple[Any, str, Any]] = []
         wrappers = ForwardWrappers(plugin)
-        self._overrides = overrides = Overrides(plugin, wrappers)
-        plugin.finder = overrides
         for schedule in seams.SCHEDULES:
             self._wrap(schedule, plugin.schedule)
-        self._wrap(seams.GPT_FORWARD, overrides.model_seam(seams.GPT_FORWARD))
-        self._wrap(seams.BLOCK_FORWARD, overrides.block_seam(seams.BLOCK_FORWARD, wrappers.block_forward))
+        self._wrap(seams.GPT_FORWARD, wrappers.model_forward, wrappers.model_call)
+        self._wrap(seams.BLOCK_FORWARD, wrappers.block_forward, wrappers.block_call)
         hybrid = seams.hybrid_seams()
         if hybrid is not None:
             model, stack = hybrid
-            self._wrap(model, overrides.model_seam(model))
-            self._wrap(stack, overrides.block_seam(stack, wrappers.stack_forward))
+            self._wrap(model, wrappers.model_forward, wrappers.model_call)
+            self._wrap(stack, wrappers.stack_forward, wrappers.block_call)
             if not seams.packs_say_documents():
                 self._wrap(seams.MIXER_DOCUMENTS, wrap_documents)
-        overrides.wrap_known_classes()
         self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
         self._wrap(seams.LATENT_ROPE, wrap_rope)
@@ -72,17 +72,25 @@ class _Installation:
         self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
         self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
 
-    def _wrap(self, seam: seams.Seam, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = seam.function()
-        wrapped = functools.wraps(original)(wrapper(original))
-        self._originals.append((seam, original))
-        setattr(seam.owner(), seam.name, wrapped)
+    def _wrap(self, seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
+        """Wraps what is at a seam; with `call` the call of its class, too."""
+        owner = seam.owner()
+        self._put(owner, seam.name, wrapper)
+        if call is not None:
+            self._put(owner, "__call__", call)
+
+    def _put(self, owner: Any, name: str, wrapper: _Wrapper) -> None:
+        original = getattr(owner, name)
+        self._originals.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, functools.wraps(original)(wrapper(original)))
 
     def remove(self) -> None:
         """Puts every original back."""
-        self._overrides.restore()
-        for seam, original in reversed(self._originals):
-            setattr(seam.owner(), seam.name, original)
+        for owner, name, original in reversed(self._originals):
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
         self._originals.clear()
         try:
             self._write_report()

@@ -57,7 +57,7 @@ from megagraph.megatron.seams.models import (
     static_group,
 )
 from megagraph.megatron.seams.release import SUPPORTED, check_core
-from megagraph.megatron.seams.seam import Seam, is_replaced
+from megagraph.megatron.seams.seam import Seam, called_name, is_replaced, made_in
 
 __all__ = [
     "ATTENTION_ROPE",
@@ -94,6 +94,7 @@ __all__ = [
     "STAGE_GROUP",
     "SUPPORTED",
     "Seam",
+    "called_name",
     "check_core",
     "engine_seams",
     "has_latent_attention",
@@ -101,6 +102,7 @@ __all__ = [
     "hybrid_seams",
     "is_engine_attention",
     "is_replaced",
+    "made_in",
     "metric_group",
     "moe_metrics",
     "packs_say_documents",
