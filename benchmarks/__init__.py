@@ -2,7 +2,7 @@
 """Benchmarks, most on a GPU: `python -m benchmarks [NAME ...]` prints a table, writes results/NAME.json.
 
 - `bench_NAME.py` is benchmark NAME: what it compares, with its bars. `__main__.py` lists the names.
-- `plot.py` draws the results, `table.py` prints them for the docs.
+- `plot.py` draws the results.
 - `measuring/`: clocks, bare launches, timelines, processes, figures, the written file.
 - `subjects/`: models and packs, steps, layers, ours and others'. Only `subjects/inside.py` knows the plugin's
   insides.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [NAME ...] [--out FOLDER]`: runs benchmarks, prints and writes FOLDER/NAME.json."""
+"""`python -m benchmarks [NAME ...] [--out FOLDER]`: runs benchmarks, prints and writes FOLDER/NAME.json.
+
+With `--show` it prints what FOLDER/NAME.json holds, and runs nothing.
+"""
 
 import argparse
 import importlib
@@ -10,15 +13,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measuring.figures import RESULTS, Measurement
+from benchmarks.measuring.figures import RESULTS, Measurement, show
+from benchmarks.measuring.results import read_result
 
 # Benchmark NAME is the module bench_NAME. Together these take a few minutes on one GPU:
 DEFAULT = ("replay", "rope", "attention", "staging", "capture", "memory", "step")
 # These take longer.
-FURTHER = (
-    *("training", "megatron_graphs", "bits", "guards", "halves", "scopes", "experts", "schedule"),
-    *("rope_mla", "dynamic_cp", "pipeline", "chunk"),
-)
+FURTHER = ("training", "bits", "guards", "scopes", "experts", "schedule", "dynamic_cp", "pipeline")
 NAMES = DEFAULT + FURTHER
 WITHOUT_GPU = {"schedule"}  # counts, and no times
 
@@ -30,8 +31,13 @@ def main() -> int:
     )
     folder = Path(os.environ.get("OUT", RESULTS))
     parser.add_argument("--out", type=Path, default=folder, help=f"folder, {folder} by default")
+    parser.add_argument("--show", action="store_true", help="print the results of earlier runs as Markdown")
     options = parser.parse_args()
     names = options.names or DEFAULT
+    if options.show:
+        for name in names:
+            show(name, read_result(options.out / f"{name}.json").figures)
+        return 0
     for name in names:
         if name not in NAMES:
             parser.error(f"expected one of {', '.join(NAMES)}, got {name!r}")

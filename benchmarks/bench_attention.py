@@ -5,7 +5,7 @@ GPU time is that of a graph of the call, as it runs in training: no host in betw
 turns, and the medians over all turns are compared.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring import clocks
 from benchmarks.measuring.children import Answer, caught, tell, told, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
 from benchmarks.measuring.figures import Measurement, beside, timed
@@ -32,13 +31,9 @@ ROUNDS = 9
 TAIL = 100  # rows past the last document
 ATEN = "ATen's flash attention"
 TRANSFORMER_ENGINE = "Transformer Engine's DotProductAttention, kernels only"
-RIVAL_SECONDS = 100
 BAR, PADDING_BAR = 1.02, 1.03
 CAPACITY, USED = 256, 10
 DIRECTIONS = ("forward", "backward")
-
-# GPU or host times of each call, in turns.
-Measure = Callable[[Sequence[Call]], list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ SHAPES = (
     *(Shape(8192, 16, 16, 64), Shape(8192, 16, 16, 128, torch.float16), Shape(8192, 32, 8, 128)),
     *(Shape(16384, 16, 4, 64), Shape(16384, 32, 32, 64, torch.float16), Shape(16384, 32, 8, 128)),
 )
-HOST_SHAPES, PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[2]), (SHAPES[0], SHAPES[-1]), SHAPES[-1]
+PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[-1]), SHAPES[-1]
 
 
 def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
@@ -145,34 +140,29 @@ class Captured:
         self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))
 
 
-def _in_turns(measure: Callable[[Call], Sequence[float]], calls: Sequence[Call]) -> list[list[float]]:
-    """The median of each turn, for each call."""
-    rounds = [[median(measure(call)) for call in calls] for _ in range(ROUNDS)]
+def device_medians(calls: Sequence[Call]) -> list[list[float]]:
+    """GPU time of what each call enqueues: the median of each turn."""
+    rounds = [[median(device_us([call], repeats=5, warm_up=1)[0]) for call in calls] for _ in range(ROUNDS)]
     return [list(times) for times in zip(*rounds, strict=True)]
-
-
-# GPU time of what each call enqueues, and its host time.
-_device_us: Measure = partial(_in_turns, lambda call: device_us([call], repeats=5, warm_up=1)[0])
-host_us: Measure = partial(_in_turns, partial(clocks.host_us, repeats=20, warm_up=2))
 
 
 def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
     """GPU time of each call in a graph, in turns."""
-    return _device_us([recorded(call) for call in calls])
+    return device_medians([recorded(call) for call in calls])
 
 
-def _compare(shape: Shape, what: str, measure: Measure) -> list[Figure]:
+def _compare(shape: Shape) -> list[Figure]:
     (cu_seqlens, longest), inputs = shape.pack(), shape.inputs()
     mine, figures = ours(inputs, cu_seqlens, longest), []
 
     def both(direction: str) -> Answer:
-        return {"us": measure((mine[direction], atens(inputs, cu_seqlens, longest)[direction]))}
+        return {"us": gpu_us((mine[direction], atens(inputs, cu_seqlens, longest)[direction]))}
 
     for direction, call in mine.items():
         answer = caught(partial(both, direction))
-        us, *other = answer.get("us") or measure((call,))  # where the rival failed, ours alone
+        us, *other = answer.get("us") or gpu_us((call,))  # where the rival failed, ours alone
         bar = BAR * median(other[0]) if other else None
-        figure = timed(f"{shape}, {direction}: {what}", us, "us", bar=bar)
+        figure = timed(f"{shape}, {direction}: GPU time", us, "us", bar=bar)
         figures.append(beside(figure, ATEN, answer, lambda of: median(of["us"][1])))
     return figures
 
@@ -193,7 +183,7 @@ def _compare_padded(shape: Shape) -> list[Figure]:
     for max_seqlen in (longest, shape.tokens):
         many = Captured(inputs, tight, CAPACITY, max_seqlen)
         for direction in many.calls:
-            us, tight_us = _device_us((many.calls[direction], alone.calls[direction]))
+            us, tight_us = device_medians((many.calls[direction], alone.calls[direction]))
             title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
             rival, its = f"{USED} document slots, max_seqlen {longest}", median(tight_us)
             figure = timed(f"{shape}, {direction}: {title}", us, "us", bar=PADDING_BAR * its)
@@ -209,7 +199,7 @@ def _us_of(answer: Answer) -> float:
 
 
 def _beside_transformer_engine() -> list[Figure]:
-    answer = try_part(__name__, timeout=RIVAL_SECONDS)
+    answer = try_part(__name__)
     mine = ours(RIVAL_SHAPE.inputs(), *RIVAL_SHAPE.pack())
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
@@ -224,9 +214,7 @@ def measure(measurement: Measurement) -> None:
     """Measures every shape beside ATen, and one beside Transformer Engine."""
     with torch.no_grad():
         for shape in SHAPES:
-            measurement.take(f"{shape}, GPU time", partial(_compare, shape, "GPU time", gpu_us))
-        for shape in HOST_SHAPES:
-            measurement.take(f"{shape}, host time", partial(_compare, shape, "host time", host_us))
+            measurement.take(f"{shape}, GPU time", partial(_compare, shape))
         for shape in PADDED_SHAPES:
             measurement.take(f"{shape}, padded", partial(_compare_padded, shape))
         measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)

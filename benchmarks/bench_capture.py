@@ -21,7 +21,7 @@ from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.clocks import outside_bytes
 from benchmarks.measuring.figures import Measurement, beside_each, plain
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival, install_for
+from benchmarks.subjects.hosts import Parts, answering, install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import a_pack, model_options
@@ -134,6 +134,9 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
 
 def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
+    os.environ.update(
+        FORCE_COLOR="1", TERM="xterm"
+    )  # else a standard error that is no terminal gets no progress
     options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
     trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
@@ -151,6 +154,12 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
     "torch.cuda.make_graphed_callables": torchs_graphs,
     "Megatron's graphs, local": megatrons_graphs,
 }
+_OPTIONS = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
+PARTS: Parts = {
+    "own": measure_own,
+    **{name: partial(rival, _OPTIONS) for name, rival in RIVALS.items()},
+}
+answer = answering(PARTS)
 
 
 def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
@@ -191,13 +200,3 @@ def measure(measurement: Measurement) -> None:
         return figures_of(own, {name: try_part(__name__, name) for name in RIVALS})
 
     measurement.take("capture", everything)
-
-
-def answer(part: str) -> None:
-    """Ours, or a rival."""
-    if part == "own":
-        # Without these no progress is drawn where standard error is no terminal.
-        os.environ.update(FORCE_COLOR="1", TERM="xterm")
-        answer_ours(measure_own)
-    else:
-        answer_rival(partial(RIVALS[part], model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)))

@@ -1,94 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of grouped experts beside Megatron's with Transformer Engine's grouped experts and `SequentialMLP`.
 
-Each kind runs in a process of its own. Walls are of a forward and a backward pass until the device is done;
-kernels are all that the profiler saw on the device, without gaps.
+Each kind runs in a process of its own. Walls are of a forward and a backward pass until the device is done,
+ours in a graph. Megatron's own wait for counts from the device in each pass, and are eager. All layers have
+the same router, which balances nothing. Gradients go to autograd's caller, not to `main_grad`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import Measurement, beside, timed
+from benchmarks.measuring.clocks import wall_ms
+from benchmarks.measuring.figures import Measurement, beside_each, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.experts import KINDS, ExpertCase, measure_kind, measure_roundings
-from benchmarks.subjects.hosts import answer_ours, answer_rival
+from benchmarks.subjects.hosts import Parts, answering, on_side_stream
+from benchmarks.subjects.packs import hidden_states, model_options
+from megagraph.demo.trainer import transformer_config
+from megagraph.megatron.specs import with_grouped_experts
 
-TIMEOUT_SECONDS = 240
-OURS, ROUNDINGS = "grouped", "roundings"
-RIVALS = tuple(kind for kind in KINDS if kind != OURS)
-# Of the time of Transformer Engine's, the first of the rivals; and of the norm of what `SequentialMLP` gives.
-BAR, ROUNDINGS_BAR = 1.3, 1e-2
-CASES = {
-    case.name: case
-    for case in (
-        ExpertCase(tokens=4096, hidden=2048, inner=1408, experts=64, topk=6),
-        ExpertCase(tokens=16384, hidden=2048, inner=1408, experts=64, topk=6),
-        ExpertCase(tokens=8192, hidden=4096, inner=2048, experts=64, topk=8),
-    )
-}
+ROUNDS, WARM_UP = 30, 5
+OURS, ENGINES, SEQUENTIAL = "grouped", "Transformer Engine's grouped experts", "SequentialMLP"
+BAR = 1.3  # of the time of Transformer Engine's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCase:
+    """One shape: SwiGLU experts of `inner` columns on rows of `hidden`, `topk` for each row."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    topk: int
+
+    def __str__(self) -> str:
+        sizes = f"hidden {self.hidden}, {self.experts} experts of {self.inner}, top {self.topk}"
+        return f"{self.tokens} tokens, {sizes}"
+
+    def layer(self, kind: str) -> Any:
+        """One with random weights; Megatron's groups must be there."""
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+        from megatron.core.transformer.spec_utils import build_module
+
+        is_engine = kind == ENGINES
+        config = transformer_config(
+            model_options(self.hidden, layers=1, tokens=self.tokens),
+            num_moe_experts=self.experts,
+            moe_router_topk=self.topk,
+            moe_ffn_hidden_size=self.inner,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+            moe_router_dtype="fp32",
+            moe_grouped_gemm=is_engine,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            bias_activation_fusion=True,
+            use_cpu_initialization=False,
+            perform_initialization=False,
+        )
+        spec = get_moe_module_spec(use_te=is_engine, num_experts=self.experts, moe_grouped_gemm=is_engine)
+        spec = with_grouped_experts(spec) if kind == OURS else spec
+        layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
+        layer.set_layer_number(1)
+        layer.cuda()
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.normal_(0.0, 0.02)
+        return layer
+
+
+CASES = (
+    ExpertCase(tokens=4096, hidden=2048, inner=1408, experts=64, topk=6),
+    ExpertCase(tokens=16384, hidden=2048, inner=1408, experts=64, topk=6),
+    ExpertCase(tokens=8192, hidden=4096, inner=2048, experts=64, topk=8),
+)
+
+
+def measure_kind(case: ExpertCase, kind: str) -> Answer:
+    """Walls of a pass in ms."""
+    layer = case.layer(kind)
+    torch.manual_seed(3)
+    rows = hidden_states(case.tokens, case.hidden)
+    grad = torch.randn_like(rows)
+
+    def run() -> tuple[Tensor, ...]:
+        out, _bias = layer(rows)
+        return torch.autograd.grad(out, [rows, *layer.parameters()], grad)
+
+    with on_side_stream():
+        for _ in range(WARM_UP):
+            run()
+    call: Callable[[], object] = run
+    if kind == OURS:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        call = graph.replay
+    return {"walls": [wall_ms(call) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]}
+
+
+KINDS = (OURS, ENGINES, SEQUENTIAL)
+PARTS: Parts = {f"{case}: {kind}": partial(measure_kind, case, kind) for case in CASES for kind in KINDS}
+answer = answering(PARTS)
 
 
 def _wall(answer: Answer) -> float:
     return float(median(answer["walls"]))
 
 
-def _kernels(answer: Answer) -> float:
-    return float(answer["kernels"])
-
-
-def figures_of(name: str, ours: Answer, rivals: Sequence[Answer]) -> list[Figure]:
-    """The figures of one case; bars stand beside the first rival."""
-    figures: list[Figure] = []
-    walls = {"in a graph": ours, "eager": ours["eager"]}
-    for rival, answer in zip(RIVALS, rivals, strict=True):
-        has_bar = rival == RIVALS[0] and "error" not in answer
-        for how, mine in walls.items():
-            bar = BAR * _wall(answer) if has_bar and how == "in a graph" else None
-            wall = timed(f"{name}: forward and backward, {how}, median", mine["walls"], "ms", bar=bar)
-            figures.append(beside(wall, rival, answer, _wall))
-        bar = BAR * _kernels(answer) if has_bar else None
-        kernels = Figure(name=f"{name}: kernels", value=_kernels(ours), unit="ms", bar=bar)
-        figures.append(beside(kernels, rival, answer, _kernels))
-    copies = Figure(
-        name=f"{name}: copies to the host in 10 passes", value=ours["copies"], unit="copies", bar=0
-    )
-    copies = beside(copies, RIVALS[0], rivals[0], lambda answer: float(answer["copies"]))
-    same = Figure(
-        name=f"{name}: bits that differ from eager", value=float(not ours["same"]), unit="passes", bar=0
-    )
-    return [*figures, copies, same]
-
-
-def _roundings(name: str) -> list[Figure]:
-    told = f"{name}: difference from SequentialMLP / norm"
-    answer = measure_part(__name__, name, ROUNDINGS, timeout=TIMEOUT_SECONDS)
-    return [
-        Figure(name=f"{told}, {what}", value=value, unit="ratio", bar=ROUNDINGS_BAR)
-        for what, value in answer.items()
-    ]
+def _figures_of(case: ExpertCase) -> list[Figure]:
+    ours = measure_part(__name__, f"{case}: {OURS}")
+    rivals = {kind: try_part(__name__, f"{case}: {kind}") for kind in (ENGINES, SEQUENTIAL)}
+    bar = None if "error" in rivals[ENGINES] else BAR * _wall(rivals[ENGINES])
+    title = f"{case}: forward and backward, in a graph, median"
+    return beside_each(timed(title, ours["walls"], "ms", bar=bar), rivals, _wall)
 
 
 def measure(measurement: Measurement) -> None:
     """Measures every case."""
-
-    def measured(name: str) -> list[Figure]:
-        ours = measure_part(__name__, name, OURS, timeout=TIMEOUT_SECONDS)
-        rivals = [try_part(__name__, name, kind, timeout=TIMEOUT_SECONDS) for kind in RIVALS]
-        return figures_of(name, ours, rivals)
-
-    for name in CASES:
-        measurement.take(name, partial(measured, name))
-        measurement.take(f"{name}, {ROUNDINGS}", partial(_roundings, name))
-
-
-def answer(name: str, kind: str) -> None:
-    """A kind of layer, or the roundings of grouped ones."""
-    case = CASES[name]
-    if kind == OURS:
-        answer_ours(partial(measure_kind, case, kind), seeded=True)
-    elif kind == ROUNDINGS:
-        answer_ours(partial(measure_roundings, case), seeded=True)
-    else:
-        answer_rival(partial(measure_kind, case, kind))
+    for case in CASES:
+        measurement.take(str(case), partial(_figures_of, case))

@@ -8,40 +8,49 @@ train a small model for 1,000 steps. Each part runs in a process of its own.
 from functools import partial
 
 from benchmarks.measuring.children import Answer, measure_part
+from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.figures import Measurement, plain, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects import guards, layers
-from benchmarks.subjects.bits import LAYER_KINDS
-from benchmarks.subjects.hosts import answer_ours
-from benchmarks.subjects.packs import model_options
+from benchmarks.subjects import layers
+from benchmarks.subjects.guards import HOSTS, measure_guards, measure_host
+from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.subjects.packs import LAYER_KINDS, model_options
 
-HIDDEN = 1024
-TIMEOUT_SECONDS = 400
 BARS = {"call": 1.0, "step": 8.0}  # us a layer
-COSTS = {f"costs, {name}": name for name in LAYER_KINDS}
+COSTS = {
+    name: partial(
+        measure_guards,
+        model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS),
+        transformer_engine=is_engine,
+    )
+    for name, is_engine in LAYER_KINDS.items()
+}
+ALARMS = {
+    f"{host}, 1000 steps, {kind}": partial(measure_host, HOSTS[host], transformer_engine=is_engine)
+    for host in HOSTS
+    for kind, is_engine in LAYER_KINDS.items()
+}
+PARTS: Parts = COSTS | ALARMS
+answer = answering(PARTS)
 
 
 def cost_figures(name: str, answer: Answer) -> list[Figure]:
     """Guards before a call and before a step, and a verification beside an eager micro-batch."""
-    figures = []
-    for what, bar in BARS.items():
-        title = f"guards before a {what}, {name}, of a layer"
-        for how in ("hot", "idle"):
-            figures.append(timed(f"{title}, {how}, median", answer["times"][f"{what}, {how}"], "us", bar=bar))
-    verification = answer["verification"]
-    each = verification["seconds"] / verification["verified"]
-    title = f"verification of a variant, {name}, {layers.LAYERS} layers"
-    return [
-        *figures,
-        Figure(
-            name=title,
-            value=each * 1e3,
-            unit="ms",
-            rival="an eager micro-batch",
-            rival_value=answer["eager"] * 1e3,
-        ),
-        *plain(title, {"memory beside the graphs": (verification["bytes"] / 2**20, "MiB")}),
+    figures = [
+        timed(
+            f"guards before a {what}, {name}, of a layer, {how}, median",
+            answer["times"][f"{what}, {how}"],
+            "us",
+            bar=bar,
+        )
+        for what, bar in BARS.items()
+        for how in ("hot", "idle")
     ]
+    verification, title = answer["verification"], f"verification of a variant, {name}, {layers.LAYERS} layers"
+    each = verification["seconds"] / verification["verified"]
+    rival = {"rival": "an eager micro-batch", "rival_value": answer["eager"] * 1e3}
+    figures.append(Figure(name=title, value=each * 1e3, unit="ms", **rival))
+    return [*figures, *plain(title, {"memory beside the graphs": (verification["bytes"] / MIB, "MiB")})]
 
 
 def alarm_figures(name: str, report: Answer) -> list[Figure]:
@@ -57,17 +66,7 @@ def alarm_figures(name: str, report: Answer) -> list[Figure]:
 
 def measure(measurement: Measurement) -> None:
     """Measures guards, a verification, and long trainings."""
-    ask = partial(measure_part, __name__, timeout=TIMEOUT_SECONDS)
-    for part, name in COSTS.items():
-        measurement.take(part, lambda part=part, name=name: cost_figures(name, ask(part)))  # type: ignore[misc]
-    measurement.take_side_by_side(dict.fromkeys(guards.ALARMS, alarm_figures), ask)
-
-
-def answer(name: str) -> None:
-    """Costs, or a host."""
-    if name in guards.ALARMS:
-        answer_ours(partial(guards.measure_alarms, guards.ALARMS[name]))
-        return
-    options = model_options(HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
-    is_engine = LAYER_KINDS[COSTS[name]]
-    answer_ours(partial(guards.measure_guards, options, transformer_engine=is_engine))
+    ask = partial(measure_part, __name__)
+    for name in COSTS:
+        measurement.take(f"costs, {name}", lambda name=name: cost_figures(name, ask(name)))  # type: ignore[misc]
+    measurement.take_side_by_side(dict.fromkeys(ALARMS, alarm_figures), ask)

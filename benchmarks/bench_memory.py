@@ -10,60 +10,52 @@ that, so that nothing else may run beside it.
 from collections.abc import Mapping
 from functools import partial
 
-import torch
-
 from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.clocks import outside_bytes
+from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.figures import Measurement, plain
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, check_replays, install
-from benchmarks.subjects.steps import NUM_SEQS, StepCase, StepTrainer, batch_of, step_case
-from megagraph import megatron
+from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.subjects.steps import (
+    FURTHER_STEPS,
+    NUM_SEQS,
+    WARM_UP_STEPS,
+    StepCase,
+    measure_steps,
+    step_case,
+)
 from megagraph.decide.dispatch import Capacity
 
-WARM_UP_STEPS = 3
-FURTHER_STEPS = 3  # the first of them captures
-MIB = 2**20
 FOUR = "four capacities"
-PARTS = ("attn", "mlp")  # of each layer, the other half eager
-# By name; whether also measured with three smaller capacities beside the large one.
+HALVES = ("attn", "mlp")  # of each layer, the other half eager
+# By name; what is measured beside eager and graphed steps.
 CASES = {
-    f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), has_four)
-    for hidden, has_four in {1024: True, 4096: False}.items()
+    f"hidden {hidden}, 24 layers, packs of 8192": (step_case(hidden, layers=24, tokens=8192), beside)
+    for hidden, beside in {1024: (FOUR, *HALVES), 4096: ()}.items()
 }
 
 
-def capacities(case: StepCase, what: str) -> tuple[Capacity, ...]:
-    """The largest; for `FOUR` also one of fewer documents and two of fewer tokens."""
-    tokens = case.tokens
-    further = ((tokens, 8), (tokens // 2, NUM_SEQS // 2), (tokens // 4, NUM_SEQS // 4))
-    smaller = (Capacity(tokens=rows, num_seqs=count, max_seqlen=rows) for rows, count in further)
-    return (case.capacity, *(smaller if what == FOUR else ()))
-
-
 def measure_memory(case: StepCase, what: str) -> Answer:
-    """Memory of a few steps: `graphed`, with `FOUR`, one of `PARTS`; of `eager` only `reserved`."""
-    modules = (what,) if what in PARTS else ()
-    install(
-        capacities=capacities(case, what),
-        cuda_graph_warmup_steps=WARM_UP_STEPS,
-        cuda_graph_modules=modules,
+    """Memory of a few steps: `eager`, `graphed`, with `FOUR` further capacities, or of one of `HALVES`."""
+    tokens = case.tokens
+    # One of fewer documents and two of fewer tokens.
+    further = ((tokens, 8), (tokens // 2, NUM_SEQS // 2), (tokens // 4, NUM_SEQS // 4))
+    smaller = [Capacity(tokens=rows, num_seqs=count, max_seqlen=rows) for rows, count in further]
+    return measure_steps(
+        case,
+        "eager" if what == "eager" else "graphed",
+        packs=case.steps(WARM_UP_STEPS + FURTHER_STEPS),
+        trainer={},
+        capacities=(case.capacity, *(smaller if what == FOUR else ())),
+        cuda_graph_modules=(what,) if what in HALVES else (),
     )
-    graphs = what != "eager"
-    trainer = StepTrainer(case.model, beside=False)
-    packs = case.steps(WARM_UP_STEPS + FURTHER_STEPS)
-    steps = [[batch_of(pack, trainer.device) for pack in step] for step in packs]
-    for index, batches in enumerate(steps):
-        if index == WARM_UP_STEPS:
-            outside_before = outside_bytes()
-        trainer.wall_ms(batches, graphs=graphs)
-    reserved = torch.cuda.max_memory_reserved()
-    if not graphs:
-        return {"reserved": reserved}
-    report = megatron.reports()[-1]
-    check_replays(report)
-    outside = {"outside_before": outside_before, "outside": outside_bytes()}
-    return {"reserved": reserved, **outside, "graphs": report["graphs"], "pools": report["pool_bytes"]}
+
+
+PARTS: Parts = {
+    f"{name}: {what}": partial(measure_memory, case, what)
+    for name, (case, beside) in CASES.items()
+    for what in ("eager", "graphed", *beside)
+}
+answer = answering(PARTS)
 
 
 def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
@@ -79,40 +71,40 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
         return Figure(name=title, value=value, unit="MiB", bar=bar, rival=rival, rival_value=its)
 
     same, peak = "eager, the same physical tokens", "peak memory reserved"
-    outside = "executables, outside the allocator"
+    outside, pools = "executables, outside the allocator", "pools of the graphs"
     whole = "device memory in all, executables and CUDA's own included"
+    report = graphed["report"]
+    values = {
+        "graphs": (report["graphs"], "graphs"),
+        outside: (executables(graphed) / MIB, "MiB"),
+        "executables, for each graph": (executables(graphed) / report["graphs"] / 1024, "KiB"),
+        pools: (report["pool_bytes"] / MIB, "MiB"),
+    }
     figures = [
         beside(peak, graphed["reserved"], same, of_eager, 1.05),
         beside(whole, graphed["reserved"] + graphed["outside"], same, of_eager + graphed["outside_before"]),
+        *plain(name, values),
     ]
-    values = {
-        "graphs": (graphed["graphs"], "graphs"),
-        outside: (executables(graphed) / MIB, "MiB"),
-        "executables, for each graph": (executables(graphed) / graphed["graphs"] / 1024, "KiB"),
-        "pools of the graphs": (graphed["pools"] / MIB, "MiB"),
-    }
-    figures += plain(name, values)
     if FOUR in answers:
         four, one = answers[FOUR], "the largest capacity alone"
         figures += [
             beside(f"{FOUR}, {peak}", four["reserved"], one, graphed["reserved"], 1.10),
-            beside(f"{FOUR}, pools of the graphs", four["pools"], one, graphed["pools"], 1.10),
+            beside(f"{FOUR}, {pools}", four["report"]["pool_bytes"], one, report["pool_bytes"], 1.10),
             beside(f"{FOUR}, {outside}", executables(four), one, executables(graphed)),
         ]
+    figures += [
+        beside(f"{part} alone, {peak}", answers[part]["reserved"], same, of_eager, 1.05)
+        for part in HALVES
+        if part in answers
+    ]
     return figures
 
 
 def measure(measurement: Measurement) -> None:
     """Measures every model."""
 
-    def measured(name: str, has_four: bool) -> list[Figure]:
-        parts = ("eager", "graphed", *([FOUR] if has_four else []))
-        return figures_of(name, {what: measure_part(__name__, name, what) for what in parts})
+    def measured(name: str, *parts: str) -> list[Figure]:
+        return figures_of(name, {what: measure_part(__name__, f"{name}: {what}") for what in parts})
 
-    for name, (_, has_four) in CASES.items():
-        measurement.take(name, partial(measured, name, has_four))
-
-
-def answer(name: str, what: str) -> None:
-    """A model, graphed or eager."""
-    answer_ours(lambda: measure_memory(CASES[name][0], what), seeded=True)
+    for name, (_, beside) in CASES.items():
+        measurement.take(name, partial(measured, name, "eager", "graphed", *beside))

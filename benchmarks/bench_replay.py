@@ -3,8 +3,7 @@
 
 A stack of 24 layers of 12 parameters, hidden 1024, on packs of 256 tokens: the host is always the limit.
 Times are for each layer of the whole stack, the device idle before each pass, so that no launch waits
-for a full queue. Each part runs in a process of its own: a
-capture that fails may leave its process useless.
+for a full queue. Each part runs in a process of its own: a capture that fails may leave its process useless.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +15,15 @@ from benchmarks.measuring.children import Answer, measure_part, try_part
 from benchmarks.measuring.figures import Measurement, beside_each, differences, timed, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects import costs, eager_calls, flat_banks, layers
-from benchmarks.subjects.hosts import answer_ours, answer_rival
+from benchmarks.subjects.hosts import Parts, answering
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
 
-HIDDEN = 1024
 BARS = {"forward": 4.0, "backward": 5.0}
 OWN_SHARE_BAR = 3.0
 FLAT_BAR = 1.1
 AROUND_BAR = 15.0  # us a micro-batch
-EAGER_BARS = {"mode eager": 25.0}  # us more, of a model call
-EAGER_BAR = 3.0  # of others
-LAST_BAR, BARE_CALL_BAR = 10.0, 20.0  # us a layer of ours; us a call of a model of 24 layers
+LAST_BAR = 10.0  # us a layer
 ENGINE_BAR, PACE_BAR = 0.6, 0.5  # of autograd's own call; of a thread's free pace
 NO_ENGINE, WITHOUT_ENGINE = "backward without engine", "backward without autograd's own call"
 # The rows of these are one unpacked document.
@@ -38,12 +34,15 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
     "Transformer Engine's make_graphed_callables": layers.transformer_engines_graphs,
     "Transformer Engine's layers, eager": layers.transformer_engines_eager,
 }
-PARTS: dict[str, Callable[[ModelOptions], dict[str, Any]]] = {
-    "own": layers.measure_stacks,
-    "banks": lambda _: flat_banks.measure_banks(),
-    "calls": lambda _: eager_calls.measure_calls(),
-    "costs": costs.measure_costs,
+OPTIONS = model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS)
+PARTS: Parts = {
+    "own": partial(layers.measure_stacks, OPTIONS),
+    "banks": flat_banks.measure_banks,
+    "calls": eager_calls.measure_calls,
+    "costs": partial(costs.measure_costs, OPTIONS),
+    **{name: partial(rival, OPTIONS) for name, rival in RIVALS.items()},
 }
+answer = answering(PARTS)
 
 
 def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
@@ -125,18 +124,16 @@ def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
     figures = []
     for name, answer in calls.items():
         patched, unpatched = answer["patched"], answer["unpatched"]
-        title = f"eager through the patch, {name}: a call of a model that does nothing"
         rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
-        bar = EAGER_BARS.get(name.partition(",")[0], EAGER_BAR)
         figures += [
-            timed(title, differences(patched, unpatched), "us more", bar=bar),
-            timed(f"{title}, median", patched, "us", **rival),
+            timed(name, differences(patched, unpatched), "us more", bar=eager_calls.CASES[name].bar),
+            timed(f"{name}, median", patched, "us", **rival),
         ]
     return figures
 
 
 def cost_figures(measured: Answer) -> list[Figure]:
-    """The last micro-batch, autograd's own call in a schedule, calls outside of any, other threads."""
+    """The last micro-batch, autograd's own call in a schedule, other threads."""
     last, engine, thread = measured["last"], measured["engine"], measured["thread"]
     title = "last micro-batch with overlap_grad_reduce, backward of a layer"
     figures = [
@@ -151,14 +148,6 @@ def cost_figures(measured: Answer) -> list[Figure]:
         figures += [
             timed(f"{title}: inside of a schedule, median", inside, "us", **rival),
             timed_ratio(f"{title}: inside of a schedule / outside", inside, outside, "ratio", bar=ENGINE_BAR),
-        ]
-    for case, times in measured["calls"].items():
-        patched, unpatched = times["patched"], times["unpatched"]
-        title = f"call outside of any schedule, {layers.LAYERS} layers captured, {case}"
-        rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
-        figures += [
-            timed(title, differences(patched, unpatched), "us more", bar=BARE_CALL_BAR),
-            timed(f"{title}, median", patched, "us", **rival),
         ]
     title = "Python thread while a forward waits for the launch queue"
     pace = Figure(
@@ -179,15 +168,5 @@ def measure(measurement: Measurement) -> None:
         return layer_figures(ask("own"), {name: try_part(__name__, name) for name in RIVALS})
 
     measurement.take("layers", beside_rivals)
-    measurement.take("banks", lambda: bank_figures(ask("banks")))
-    measurement.take("calls", lambda: call_figures(ask("calls")))
-    measurement.take("costs", lambda: cost_figures(ask("costs")))
-
-
-def answer(part: str) -> None:
-    """A part of ours, or a rival."""
-    options = model_options(HIDDEN, layers=layers.LAYERS, tokens=layers.TOKENS)
-    if part in PARTS:
-        answer_ours(partial(PARTS[part], options))
-    else:
-        answer_rival(partial(RIVALS[part], options))
+    for part, figures_of in {"banks": bank_figures, "calls": call_figures, "costs": cost_figures}.items():
+        measurement.take(part, lambda part=part, figures_of=figures_of: figures_of(ask(part)))  # type: ignore[misc]

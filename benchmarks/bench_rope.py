@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rope_thd` against a device copy of the same bytes, and against other ways to rotate a pack.
+"""RoPE of packs against a device copy of as many bytes, and against other ways to rotate a pack.
 
-Ours and the copy are timed alike, in turns, between events. Of a rival only the kernels count, without the
-gaps between them: its host may be slower than the GPU.
+`rope_thd` rotates q and k; multi-latent attention has queries, keys and values in one launch. Ours and the
+copy are timed alike, in turns, between events. Bytes are those that the work has to read and write, without
+tables. Of a rival only the kernels count, without the gaps between them: its host may be slower than the GPU.
 """
 
 import itertools
@@ -11,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.measuring.children import Answer, tell, told, try_part
 from benchmarks.measuring.clocks import copy_of, device_us, kernel_us
-from benchmarks.measuring.figures import Measurement, beside_each, timed_ratio
+from benchmarks.measuring.figures import Measurement, beside, beside_each, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
@@ -30,15 +32,28 @@ LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleave
 DIRECTIONS = ("forward", "backward")
 # Rivals rotate these, NeoX; the last of the sizes is compiled for.
 RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)
-RIVAL_SECONDS = 120  # imports and a compilation among them
-MEGATRON = "Megatron's unfused function, kernels only"
-COMPILED = "torch.compile of Megatron's function on gathered angles, kernels only"
-TRANSFORMER_ENGINE = "Transformer Engine's fused kernel, one launch each for q and k, kernels only"
+CONTENT, ROTARY, VALUE = 128, 64, 128  # of multi-latent attention: DeepSeek's heads
+LATENT_HEADS, LATENT_MIB, LATENT_BAR = (16, 128), (64, 256, 1024), 0.85  # of a copy's bandwidth
+LATENT_RIVAL = "Megatron's fused kernels, kernels only"
+
+# Rotates, what it rotates, and gradients of what comes out.
+Rotation = tuple[Callable[[], Sequence[Tensor]], list[Tensor], list[Tensor]]
+
+
+def _random(tokens: int, heads: int, *dims: int) -> list[Tensor]:
+    """One tensor for each dimension, [T, heads, dim]."""
+    return [torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.bfloat16) for dim in dims]
+
+
+def _angles(positions: int, dim: int) -> Tensor:
+    """Of each position, [positions, dim / 2] in float32."""
+    inverse = 10_000.0 ** (-torch.arange(0, dim, 2, device=DEVICE) / dim)
+    return torch.outer(torch.arange(positions, device=DEVICE, dtype=torch.float32), inverse)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and gradients of a pack."""
+    """q, k and gradients of a pack, of about a document for each 1,024 rows."""
 
     heads: tuple[int, int]  # of q and of k
     mib: int  # bytes of q and k together, at least, in MiB
@@ -53,32 +68,167 @@ class Inputs:
         return -(-(self.mib << 20) // row_bytes // 16) * 16
 
     def offsets(self) -> Tensor:
-        """About a document for each 1,024 rows, which fill the pack."""
         return lognormal_offsets(self.tokens, device=DEVICE)
 
     def pair(self) -> list[Tensor]:
         """Random q and k, [T, heads, 128]."""
-        random = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
-        return [random(self.tokens, heads, HEAD_DIM) for heads in self.heads]
+        return [tensor for heads in self.heads for tensor in _random(self.tokens, heads, HEAD_DIM)]
 
     def angles(self, *, interleaved: bool) -> Tensor:
         """Of each position of the longest document and one more, [positions, 1, 1, 128] in float32.
 
         One more, since Megatron takes as many positions as rows for an angle of each row.
         """
-        positions = int(self.offsets().diff().max()) + 1
-        inverse = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
-        half = torch.outer(torch.arange(positions, device=DEVICE, dtype=torch.float32), inverse)
+        half = _angles(int(self.offsets().diff().max()) + 1, HEAD_DIM)
         wide = half.repeat_interleave(2, 1) if interleaved else torch.cat((half, half), -1)
         return wide[:, None, None, :]
 
 
+def _megatrons(inputs: Inputs) -> Rotation:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # context-parallel, of one process
+    rotate, pair = rope_utils._apply_rotary_pos_emb_thd, inputs.pair()
+    return lambda: [rotate(t, cu_seqlens, angles, cp_group=group) for t in pair], pair, inputs.pair()
+
+
+def _transformer_engines(inputs: Inputs) -> Rotation:
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    angles, pack = inputs.angles(interleaved=False), {"tensor_format": "thd", "cu_seqlens": inputs.offsets()}
+    rotate, pair = partial(apply_rotary_pos_emb, fused=True, **pack, cp_size=1, cp_rank=0), inputs.pair()
+    return lambda: [rotate(t, angles) for t in pair], pair, inputs.pair()
+
+
+def _compiled(inputs: Inputs) -> Rotation:
+    """The rotation itself, once each row has its angle; the lookup is not timed."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    cu_seqlens = inputs.offsets().long()
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    positions = torch.arange(inputs.tokens, device=DEVICE) - starts
+    angles = inputs.angles(interleaved=False)[positions]
+    rotate, pair = rope_utils._apply_rotary_pos_emb_bshd, inputs.pair()
+
+    def both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q[:, None], angles)[:, 0], rotate(k[:, None], angles)[:, 0]
+
+    compiled = torch.compile(both, dynamic=False)
+    return lambda: compiled(*pair), pair, inputs.pair()
+
+
+def _rivals_at(mib: int) -> dict[str, Callable[[Inputs], Rotation]]:
+    rivals: dict[str, Callable[[Inputs], Rotation]] = {
+        "Megatron's unfused function, kernels only": _megatrons,
+        "Transformer Engine's fused kernel, one launch each for q and k, kernels only": _transformer_engines,
+        "torch.compile of Megatron's function on gathered angles, kernels only": _compiled,
+    }
+    return rivals if mib == RIVAL_MIB[-1] else dict(itertools.islice(rivals.items(), 2))
+
+
+@dataclass(frozen=True)
+class LatentInputs:
+    """A pack of some heads of multi-latent attention."""
+
+    heads: int
+    mib: int  # that the forward reads and writes together, at least, in MiB
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, {self.tokens} tokens"
+
+    @property
+    def tokens(self) -> int:
+        """Rows; a multiple of 16."""
+        return -(-(self.mib << 20) // self._row_bytes("forward") // 16) * 16
+
+    def _row_bytes(self, direction: str) -> int:
+        of_queries = ROTARY if direction == "forward" else CONTENT + ROTARY  # forward in place
+        of_keys = 2 * (CONTENT + VALUE) + ROTARY
+        return 2 * (self.heads * (2 * of_queries + of_keys) + ROTARY)
+
+    def num_bytes(self, direction: str) -> int:
+        """What a direction has to read and write."""
+        return self.tokens * self._row_bytes(direction)
+
+    def offsets(self) -> Tensor:
+        return lognormal_offsets(self.tokens, device=DEVICE)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Of each position of the longest document, [positions, 64]."""
+        angles = _angles(int(self.offsets().diff().max()), ROTARY).repeat(1, 2)
+        return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def given(self) -> list[Tensor]:
+        """Queries, keys without a position with their values, and rotary keys."""
+        of_heads = _random(self.tokens, self.heads, CONTENT + ROTARY, CONTENT + VALUE)
+        return [*of_heads, *_random(self.tokens, 1, ROTARY)]
+
+    def grads(self) -> list[Tensor]:
+        """Of queries, keys and values."""
+        return _random(self.tokens, self.heads, CONTENT + ROTARY, CONTENT + ROTARY, VALUE)
+
+
+def _megatrons_latent(inputs: LatentInputs) -> Rotation:
+    from megatron.core.fusions import fused_mla_yarn_rope_apply as theirs
+
+    given, tables, cu_seqlens = inputs.given(), [t[:, None, None] for t in inputs.tables()], inputs.offsets()
+    q, kv, k_pe = given
+
+    def rotate() -> list[Tensor]:
+        query = theirs.fused_apply_mla_rope_for_q(q, *tables, CONTENT, ROTARY, cu_seqlens)
+        keys = theirs.fused_apply_mla_rope_for_kv(kv, k_pe, *tables, ROTARY, CONTENT, VALUE, cu_seqlens)
+        return [query, *keys]
+
+    return rotate, given, inputs.grads()
+
+
+SIZES = [Inputs(*size) for size in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB))]
+LATENT_SIZES = [LatentInputs(*size) for size in itertools.product(LATENT_HEADS, LATENT_MIB)]
+
+
+def answer() -> None:
+    """Tells of each rival, forward and backward."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # One process compiles, and a backward pass runs more than once.
+    torch._inductor.config.compile_threads = 1
+    torch._functorch.config.donated_buffer = False
+    for mib in RIVAL_MIB:
+        for rival, make in _rivals_at(mib).items():
+            _tell(f"{rival}; {mib}", partial(make, Inputs(RIVAL_HEADS, mib)))
+    for inputs in LATENT_SIZES:
+        _tell(str(inputs), partial(_megatrons_latent, inputs))
+
+
+def _tell(key: str, make: Callable[[], Rotation]) -> None:
+    made: list[Any] = []
+
+    def forward() -> float:
+        rotate, leaves, grads = make()
+        for leaf in leaves:
+            leaf.requires_grad_()
+        made[:] = rotate(), leaves, grads
+        return kernel_us(rotate)
+
+    def backward() -> float:
+        if not made:
+            raise RuntimeError("its forward failed")
+        rotated, leaves, grads = made
+        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
+
+    tell(f"{key}; forward", forward)
+    tell(f"{key}; backward", backward)
+
+
 def measure(measurement: Measurement) -> None:
-    """Measures every size of both models, and the rivals at two of them."""
-    answer = try_part(__name__, timeout=RIVAL_SECONDS)
-    for heads, mib in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB)):
-        inputs = Inputs(heads, mib)
+    """Measures every size, and the rivals at some of them."""
+    answer = try_part(__name__)
+    for inputs in SIZES:
         measurement.take(str(inputs), partial(_figures_of, inputs, answer))
+    for latent in LATENT_SIZES:
+        measurement.take(str(latent), partial(_latent_figures, latent, answer))
 
 
 def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
@@ -100,88 +250,31 @@ def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
         title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
         figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
         if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
-            rivals = {who: told(answer, _key(who, inputs.mib, direction)) for who in _rivals_at(inputs.mib)}
+            mib = inputs.mib
+            rivals = {who: told(answer, f"{who}; {mib}; {direction}") for who in _rivals_at(mib)}
             figure = replace(figures[-1], name=f"{title}, beside a rival")
             figures += beside_each(figure, rivals, partial(_share_of, median(copy)))
     return figures
 
 
+def _latent_figures(inputs: LatentInputs, answer: Answer) -> list[Figure]:
+    figures: list[Figure] = []
+    how = (*inputs.tables(), inputs.offsets())
+    calls: dict[str, Callable[[], object]] = {
+        "forward": partial(torch.ops.megagraph.rope_mla_, *inputs.given(), *how, v_dim=VALUE, fused=True),
+        "backward": partial(torch.ops.megagraph.rope_mla_backward, *inputs.grads(), *how, fused=True),
+    }
+    for direction, cold in itertools.product(DIRECTIONS, (False, True)):
+        copying = copy_of(inputs.num_bytes(direction) // 2)  # read once and written once
+        ours, copy = device_us((calls[direction], copying), cold=cold)
+        name = f"{inputs}, {direction}, {'cold' if cold else 'warm'}: share of a copy's bandwidth"
+        figure = timed_ratio(name, copy, ours, "share", bar=LATENT_BAR, better="higher", floor=1.0)
+        if not cold:
+            theirs = told(answer, f"{inputs}; {direction}")
+            figure = beside(figure, LATENT_RIVAL, theirs, partial(_share_of, median(copy)))
+        figures.append(figure)
+    return figures
+
+
 def _share_of(copy_us: float, answer: Answer) -> float:
     return copy_us / float(answer["us"])
-
-
-def _key(rival: str, mib: int, direction: str) -> str:
-    return f"{rival}; {mib}; {direction}"
-
-
-# Rotates q and k.
-Rotation = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _megatrons(inputs: Inputs) -> Rotation:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
-    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # context-parallel, of one process
-    rotate = rope_utils._apply_rotary_pos_emb_thd
-    return lambda tensors: [rotate(t, cu_seqlens, angles, cp_group=group) for t in tensors]
-
-
-def _transformer_engines(inputs: Inputs) -> Rotation:
-    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
-
-    angles, pack = inputs.angles(interleaved=False), {"tensor_format": "thd", "cu_seqlens": inputs.offsets()}
-    rotate = partial(apply_rotary_pos_emb, fused=True, **pack, cp_size=1, cp_rank=0)
-    return lambda tensors: [rotate(t, angles) for t in tensors]
-
-
-def _compiled(inputs: Inputs) -> Rotation:
-    """The rotation itself, once each row has its angle; the lookup is not timed."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    cu_seqlens = inputs.offsets().long()
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-    positions = torch.arange(inputs.tokens, device=DEVICE) - starts
-    angles = inputs.angles(interleaved=False)[positions]
-    rotate = rope_utils._apply_rotary_pos_emb_bshd
-
-    def both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q[:, None], angles)[:, 0], rotate(k[:, None], angles)[:, 0]
-
-    compiled = torch.compile(both, dynamic=False)
-    return lambda tensors: compiled(*tensors)
-
-
-def _rivals_at(mib: int) -> dict[str, Callable[[Inputs], Rotation]]:
-    further = {COMPILED: _compiled} if mib == RIVAL_MIB[-1] else {}
-    return {MEGATRON: _megatrons, TRANSFORMER_ENGINE: _transformer_engines, **further}
-
-
-def answer() -> None:
-    """Tells of each rival, forward and backward of q and k."""
-    import torch._functorch.config
-    import torch._inductor.config
-
-    # One process compiles, and a backward pass runs more than once.
-    torch._inductor.config.compile_threads = 1
-    torch._functorch.config.donated_buffer = False
-    for mib in RIVAL_MIB:
-        for rival, make in _rivals_at(mib).items():
-            _tell_rival(rival, Inputs(RIVAL_HEADS, mib), make)
-
-
-def _tell_rival(rival: str, inputs: Inputs, make: Callable[[Inputs], Rotation]) -> None:
-    leaves, grads, rotated = [t.requires_grad_() for t in inputs.pair()], inputs.pair(), list[Tensor]()
-
-    def forward() -> float:
-        rotate = make(inputs)
-        rotated[:] = rotate(leaves)
-        return kernel_us(lambda: rotate(leaves))
-
-    def backward() -> float:
-        if not rotated:
-            raise RuntimeError("its forward failed")
-        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
-
-    tell(_key(rival, inputs.mib, "forward"), forward)
-    tell(_key(rival, inputs.mib, "backward"), backward)

@@ -1,75 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts with more and more of their layers in graphs: whose kernels are inside, time of a step, peaks.
+"""More or less of a model in graphs: experts with more and more of their layers, and all layers in one graph.
 
-Everything runs on the canonical packs of mode `eager`, which is what it stands beside. Transformer Engine's
-layers stand beside Megatron's own graphs of the same parts, too, on unpacked batches of the same tokens. Each
-part runs in a process of its own, one after another.
+Experts stand beside mode `eager`, on whose canonical packs everything runs; Transformer Engine's layers also
+beside Megatron's own graphs of the same parts, which take no packs: on unpacked batches of as many tokens.
+Graphs of all neighbouring layers stand beside a graph for each layer and beside eager, graphs disabled, in a
+step that the host limits and in one that the GPU limits. Each part runs in a process of its own.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
+from typing import Any
 
-from benchmarks.bench_memory import MIB
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import Measurement, beside, counts_of_calls, plain, timed
+from benchmarks.measuring.clocks import MIB
+from benchmarks.measuring.figures import Measurement, beside, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.bits import LAYER_KINDS
-from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.scopes import EAGER, PARTS, RIVALS, SCOPES, measure_megatrons, measure_scopes
+from benchmarks.subjects.hosts import Parts, answering, engines_spec
+from benchmarks.subjects.packs import LAYER_KINDS
+from benchmarks.subjects.steps import measure_rival, measure_steps, step_case
+from megagraph.megatron.specs import get_gpt_layer_varlen_spec
 
-PEAK_BAR = 1.05
-RIVAL = "Megatron's graphs"
+EAGER, RIVAL = "mode eager", "Megatron's graphs"
+SCOPES: Mapping[str, tuple[str, ...]] = {
+    EAGER: (),
+    "attn": ("attn",),
+    "attn, moe_router": ("attn", "moe_router"),
+    "attn, moe_router, moe_preprocess": ("attn", "moe_router", "moe_preprocess"),
+}
+PEAK_BAR, EXPERTS, ROUNDS = 1.05, 8, 9
+CASE = step_case(1024, layers=8, tokens=4096)
+GRANULARITIES = ("layer", "chunk")
+CHUNKS = {
+    "limited by the host, hidden 512, 24 layers, packs of 2048": step_case(512, layers=24, tokens=2048),
+    "limited by the GPU, hidden 4096, 4 layers, packs of 8192": step_case(4096, layers=4, tokens=8192),
+}
+CHUNK_ROUNDS = 10  # of each distinct step
 
 
-def figures_of(name: str, answer: Answer, eager: Answer) -> list[Figure]:
-    """What one training came to, beside mode `eager`."""
-    wall, its = median(answer["walls_ms"]), median(eager["walls_ms"])
-    reserved, its_reserved = answer["reserved"] / MIB, eager["reserved"] / MIB
-    is_eager = name.endswith(EAGER)
-    rival = {} if is_eager else {"rival": EAGER, "rival_value": its, "bar": its}
-    figures = [timed(f"{name}: a step of four micro-batches", answer["walls_ms"], "ms", value=wall, **rival)]
-    rival = {} if is_eager else {"rival": EAGER, "rival_value": its_reserved, "bar": PEAK_BAR * its_reserved}
-    figures.append(Figure(name=f"{name}: peak memory reserved", value=reserved, unit="MiB", **rival))
-    counts: dict[str, tuple[float, str]] = {
-        f"kernels of {part}, {where} of graphs": (count, "kernels")
-        for part, of_part in answer["kernels"].items()
-        for where, count in of_part.items()
+def _experts(is_engine: bool) -> dict[str, Any]:
+    """Of a trainer: dropless, as most are trained."""
+    kind = {"num_experts": EXPERTS, "moe_grouped_gemm": is_engine}
+    return {
+        "spec": (engines_spec if is_engine else get_gpt_layer_varlen_spec)(**kind),
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 1024,
+        "moe_grouped_gemm": is_engine,
+        "add_bias_linear": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
     }
-    counts["work that graphs launch"] = (100 * answer["graphed_share"], "%")
-    counts["host for a layer and micro-batch, profiled, without its waits"] = (answer["host_us"], "us")
-    calls = [] if is_eager else counts_of_calls(name, answer["report"])
-    return [*figures, *plain(name, counts), *calls]
 
 
-def beside_megatrons(name: str, answer: Answer) -> list[Figure]:
-    """A step beside one with Megatron's graphs of the same parts; none where there are no such graphs."""
-    if name not in RIVALS:
-        return []
-    rival = try_part(__name__, f"{RIVAL}, {RIVALS[name]}")
-    bar = None if "error" in rival else median(rival["walls_ms"])
-    figure = timed(f"{name}: a step beside unpacked batches", answer["walls_ms"], "ms", bar=bar)
-    return [beside(figure, RIVAL, rival, lambda answer: median(answer["walls_ms"]))]
+def _scopes(is_engine: bool, scopes: str) -> Answer:
+    return measure_steps(
+        CASE,
+        "graphed",
+        rounds=ROUNDS,
+        trainer=_experts(is_engine),
+        cuda_graph_modules=SCOPES[scopes],
+        mode="eager" if scopes == EAGER else "graph",
+    )
+
+
+def _megatrons(scopes: str) -> Answer:
+    modules = SCOPES[scopes]
+    return measure_rival(
+        CASE, "transformer_engine", modules=modules, rounds=ROUNDS, packed=False, **_experts(True)
+    )
+
+
+def _parts() -> dict[str, Callable[[], Answer]]:
+    parts: dict[str, Callable[[], Answer]] = {}
+    for scopes in SCOPES:
+        parts |= {f"{kind}: {scopes}": partial(_scopes, of, scopes) for kind, of in LAYER_KINDS.items()}
+        parts[f"{RIVAL}: {scopes}"] = partial(_megatrons, scopes)
+    for name, case in CHUNKS.items():
+        for granularity in GRANULARITIES:
+            rounds = CHUNK_ROUNDS * case.distinct_steps
+            measured = partial(
+                measure_steps, case, "graphed", "eager", rounds=rounds, trainer={"beside": True}
+            )
+            parts[f"{name}, {granularity}"] = partial(measured, cuda_graph_granularity=granularity)
+    return parts
+
+
+PARTS: Parts = _parts()
+answer = answering(PARTS)
+
+
+def figures_of(name: str, answer: Answer, eager: Answer | None) -> list[Figure]:
+    """What one training came to, beside mode `eager`."""
+    wall, reserved = (f"{name}: a step of four micro-batches", f"{name}: peak memory reserved")
+    walls: dict[str, Any] = {}
+    peaks: dict[str, Any] = {}
+    if eager is not None:
+        its, peak = median(eager["graphed"]), eager["reserved"] / MIB
+        walls = {"rival": EAGER, "rival_value": its, "bar": its}
+        peaks = {"rival": EAGER, "rival_value": peak, "bar": PEAK_BAR * peak}
+    return [
+        timed(wall, answer["graphed"], "ms", **walls),
+        Figure(name=reserved, value=answer["reserved"] / MIB, unit="MiB", **peaks),
+    ]
+
+
+def _layer_figures(kind: str) -> list[Figure]:
+    answers = {scopes: measure_part(__name__, f"{kind}: {scopes}") for scopes in SCOPES}
+    figures: list[Figure] = []
+    for scopes, answer in answers.items():
+        eager = None if scopes == EAGER else answers[EAGER]
+        figures += figures_of(f"{kind}: {scopes}", answer, eager)
+        if LAYER_KINDS[kind] and eager is not None:
+            rival = try_part(__name__, f"{RIVAL}: {scopes}")
+            bar = None if "error" in rival else median(rival["walls"])
+            figure = timed(
+                f"{kind}: {scopes}: a step beside unpacked batches", answer["graphed"], "ms", bar=bar
+            )
+            figures.append(beside(figure, RIVAL, rival, lambda answer: median(answer["walls"])))
+    return figures
+
+
+def _chunk_figures(name: str) -> list[Figure]:
+    figures = []
+    for granularity in GRANULARITIES:
+        title = f"{name}, {granularity}"
+        found = measure_part(__name__, title)
+        peak = Figure(name=f"{title}: peak memory reserved", value=found["reserved"] / MIB, unit="MiB")
+        steps = {"a step": "graphed", "a step eager": "eager"}
+        figures += [timed(f"{title}: {what}, median", found[of], "ms") for what, of in steps.items()]
+        figures.append(peak)
+    return figures
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures each kind of layers, first eager."""
-
-    def measured(layers: str) -> list[Figure]:
-        names = [f"{layers}: {scopes}" for scopes in SCOPES]
-        answers = {name: measure_part(__name__, name) for name in names}
-        eager = answers[f"{layers}: {EAGER}"]
-        figures = [figure for name, answer in answers.items() for figure in figures_of(name, answer, eager)]
-        for name, answer in answers.items():
-            figures += beside_megatrons(name, answer)
-        return figures
-
-    for layers in LAYER_KINDS:
-        measurement.take(layers, partial(measured, layers))
-
-
-def answer(name: str) -> None:
-    """A training."""
-    if name.startswith(RIVAL):
-        answer_rival(partial(measure_megatrons, name.partition(", ")[2]))
-    else:
-        answer_ours(partial(measure_scopes, *PARTS[name]), seeded=True)
+    """Measures each kind of layers, then each granularity."""
+    for kind in LAYER_KINDS:
+        measurement.take(kind, partial(_layer_figures, kind))
+    for name in CHUNKS:
+        measurement.take(name, partial(_chunk_figures, name))

@@ -14,30 +14,29 @@ with our attention and RoPE, which Megatron's local layers need.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import Measurement, beside_each, plain, publish, ratios, timed
+from benchmarks.measuring.figures import Measurement, beside_each, plain, ratios, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import answer_ours, answer_rival
-from benchmarks.subjects.steps import RIVALS, StepCase, measure_ours, measure_rival, step_case
+from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.subjects.steps import StepCase, measure_ours, measure_rival, step_case
 
-TIMEOUT_SECONDS = 240
-TIMELINE = "hidden 1024, packs of 4096"
 SAME_PACKS = "eager with the plugin, graphs disabled"
 UNPATCHED = "unpatched eager, packs as they come, our attention and RoPE"
-CASES = {
-    case.name: case
-    for case in (
-        step_case(512, layers=24, tokens=2048),
-        step_case(1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
-        step_case(1024, layers=24, tokens=8192),
-        step_case(2048, layers=8, tokens=16384),
-        step_case(4096, layers=4, tokens=8192),
-    )
+RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
+CASES = (
+    step_case(512, layers=24, tokens=2048),
+    step_case(1024, layers=24, tokens=4096, rivals=tuple(RIVALS)),
+    step_case(1024, layers=24, tokens=8192),
+    step_case(2048, layers=8, tokens=16384),
+    step_case(4096, layers=4, tokens=8192),
+)
+PARTS: Parts = {f"{case.name}: ours": partial(measure_ours, case) for case in CASES} | {
+    f"{case.name}: {kind}": partial(measure_rival, case, kind) for case in CASES for kind in case.rivals
 }
+answer = answering(PARTS)
 
 
 def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
@@ -107,25 +106,13 @@ def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures every case; writes step_timeline.json beside step.json."""
+    """Measures every case."""
 
-    def measured(name: str, case: StepCase) -> list[Figure]:
-        ours = measure_part(__name__, name, "ours", timeout=TIMEOUT_SECONDS)
-        if name == TIMELINE:
-            traced_us = by_step(ours["graphed"], ours["order"])[0] * 1e3  # of the traced packs
-            wall, *others = (Figure(name=row, value=us, unit="us") for row, us in ours["timeline"].items())
-            wall = replace(wall, rival="without the profiler", rival_value=traced_us)
-            publish(measurement.path.with_name("step_timeline.json"), [wall, *others])
-        rivals = {kind: try_part(__name__, name, kind, timeout=TIMEOUT_SECONDS) for kind in case.rivals}
-        return figures_of(case, ours, rivals)
+    def measured(case: StepCase) -> list[Figure]:
+        ours = measure_part(__name__, f"{case.name}: ours")
+        return figures_of(
+            case, ours, {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals}
+        )
 
-    for name, case in CASES.items():
-        measurement.take(name, partial(measured, name, case))
-
-
-def answer(name: str, kind: str) -> None:
-    """Ours of a case, or a rival of it."""
-    if kind == "ours":
-        answer_ours(partial(measure_ours, CASES[name]), seeded=True)
-    else:
-        answer_rival(partial(measure_rival, CASES[name], kind))
+    for case in CASES:
+        measurement.take(case.name, partial(measured, case))

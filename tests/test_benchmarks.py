@@ -20,11 +20,11 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks import plot  # noqa: E402
 from benchmarks.measuring import children, figures  # noqa: E402
-from benchmarks.measuring.clocks import Work  # noqa: E402
+from benchmarks.measuring.clocks import MIB, Work  # noqa: E402
 from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
 from benchmarks.measuring.results import Figure, read_result  # noqa: E402
-from benchmarks.measuring.timeline import read_timeline  # noqa: E402
-from benchmarks.subjects import bits, costs, eager_calls, flat_banks, guards, halves, scopes  # noqa: E402
+from benchmarks.measuring.timeline import STEP, read_timeline  # noqa: E402
+from benchmarks.subjects import eager_calls, flat_banks  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -33,111 +33,79 @@ from megagraph.demo.packs import Pack  # noqa: E402
 from megagraph.demo.trainer import ModelOptions, process_groups  # noqa: E402
 
 command = importlib.import_module("benchmarks.__main__")
-NAMES = ("attention", "capture", "dynamic_cp", "pipeline", "rope", "rope_mla", "staging", "step")
-bench_attention, bench_capture, bench_dynamic_cp, bench_pipeline, *others = (
-    importlib.import_module(f"benchmarks.bench_{name}") for name in NAMES
-)
-bench_rope, bench_rope_mla, bench_staging, bench_step = others
+BENCHMARKS: dict[str, Any] = {
+    name: importlib.import_module(f"benchmarks.bench_{name}") for name in command.NAMES
+}
 REFUSED = {"error": "RuntimeError: no"}
 FIGURE = Figure(name="f", value=2, unit="us", bar=3)
 
 # -- every published figure ------------------------------------------------------------------------
 
-MIB = 2**20
-PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
-LAYER = {phase: [3.0, 4.0, 5.0] for phase in (*PHASES, "bare forward", "bare backward")}
-REPORT = {"layers": 24, "calls": 100, "replays": 70, "eager": {"WARMING_UP": 30}, "graphs": 10}
 # Of `training`; a soak test measures these.
 _COSTS = ("allocations in 4032 replays", "synchronisations in 4032 replays")
 SOAKED = ("packs over the capacity, run eager", *_COSTS)
-REPORT |= {"capture_seconds": 0.3, "padding_share": 0.25}
-STEP: dict[str, Any] = {
-    **{"graphed": [9.0, 11.0, 10.0], "eager": [12.0, 13.0, 14.0], "bare": [8.0, 10.0, 9.0]},
-    **{"order": [0, 1, 2], "outside_ms": [1.0, 1.0, 1.0], "busy_ms": 7.5, "kernels_ms": 6.0},
-    "unpatched": {"walls": [8.0, 9.0, 10.0], "order": [0, 1, 2], "kernels_ms": 5.0},
-    "timeline": {"wall of the profiled step": 9.0, "busy: graphs": 8.0, "busy: eager parts": 0.5},
-}
-CAPTURE = {"graphs": 48, "capture_seconds": 0.48, "seconds": dict.fromkeys(bench_capture.PHASES, 0.01)}
-CAPTURE |= {"nodes": [1, 2], "all_nodes": 72, "own_bytes": 2**20}
-TIMES = {"walls_ms": [20.0, 21.0], "reserved_bytes": 1000 * MIB, "reserved_with_eager_bytes": 1100 * MIB}
-TIMES |= {"kernel_ms": 10.0, "busy_share": 0.5, "report": REPORT}
-MEMORY = {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "graphs": 48, "pools": MIB}
-ANSWERS: dict[str, Any] = {  # of the last argument of a process of ours
-    **{"calls": {key: {"patched": [3.0] * 45, "unpatched": [2.0] * 45} for key in eager_calls.CASES}},
-    **{"banks": dict.fromkeys(flat_banks.BANKS, LAYER), "ours": STEP},
-    **{"eager": TIMES | MEMORY, "graphed": TIMES | MEMORY, "four capacities": MEMORY},
-    **{"megagraph": TIMES, "megagraph, canonical packs": TIMES, "eager, canonical packs": TIMES},
-}
-TIMED = {"inside": [40.0, 41.0, 42.0], "outside": [80.0, 81.0, 82.0]}
-ANSWERS["costs"] = {
-    "last": {key: [3.0, 4.0] for key in ("backward", "engine", "megatron", "bare", "own")},
-    "engine": {f"{where}, {how}": times for where, times in TIMED.items() for how in ("hot", "idle")},
-    "calls": {case: {"patched": [9.0, 8.0], "unpatched": [7.0, 6.0]} for case in costs.BARE_CALLS},
-    "thread": {"share": 0.9, "waited": 1.5},
-}
-SAME = {"losses": 0, "gradients": 0, "report": REPORT}
-ANSWERS |= {name: {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME} for name in bits.BITS}
+
+TIMES = [3.0, 4.0, 5.0]
+PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
+LAYER = dict.fromkeys((*PHASES, "bare forward", "bare backward"), TIMES)
+VERIFICATION = {"verified": 4, "unverified": 0, "seconds": 0.2, "bytes": 3 * MIB}
+REPORT: dict[str, Any] = {"layers": 24, "calls": 100, "replays": 70, "graphs": 48, "pool_bytes": MIB}
 # Every reason, so that whatever a run has found is a name here too.
-ANSWERS |= {name: REPORT | {"eager": {reason.name: 1 for reason in EagerReason}} for name in bits.HOSTS}
-VERIFICATION = {"verified": 4, "unverified": 0, "seconds": 0.2, "bytes": 3 * MIB, "within_spread": []}
-ANSWERS |= {name: ANSWERS["verl-like"] | {"verification": VERIFICATION} for name in guards.ALARMS}
-GUARDS = {f"{what}, {how}": [0.5, 0.6] for what in ("call", "step") for how in ("hot", "idle")}
+REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}, "verification": VERIFICATION}
+REPORT |= {"capture_seconds": 0.3, "padding_share": 0.25}
+WAYS = ("graphed", "eager", "walls", "walls_ms", "graphed waits", "eager waits", "bare")
+STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"order": [0, 1, 2], "outside_ms": TIMES}
+STEPS |= {"report": REPORT, "busy_ms": 7.5, "kernels_ms": 6.0, "kernel_ms": 6.0, "busy_share": 0.5}
+STEPS |= {"unpatched": {"walls": TIMES, "order": [0, 1, 2], "kernels_ms": 5.0}, "differing": 0}
+STEPS |= {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "pools": MIB, "slots": 4}
+STEPS |= {"reserved_bytes": MIB, "reserved_with_eager_bytes": MIB, "graphs": 8, "tokens": [60, 70]}
+SAME = {"losses": 0, "gradients": 0, "report": REPORT}
+GUARDS = {f"{what}, {how}": TIMES for what in ("call", "step") for how in ("hot", "idle")}
+INSIDE = {f"{where}, {how}": TIMES for where in ("inside", "outside") for how in ("hot", "idle")}
+LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
+CAPTURE = {
+    **{"graphs": 48, "capture_seconds": 0.48, "nodes": [1, 2], "all_nodes": 72, "own_bytes": MIB},
+    "seconds": dict.fromkeys(BENCHMARKS["capture"].PHASES, 0.01),
+}
+# What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
+ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
+    "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
+    "guards": REPORT,
+}
+PARTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("replay", "own"): {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
+    ("replay", "banks"): dict.fromkeys(flat_banks.BANKS, LAYER),
+    ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in eager_calls.CASES},
+    ("replay", "costs"): {"last": LAST, "engine": INSIDE, "thread": {"share": 0.9, "waited": 1.5}},
+    ("capture", "own"): dict.fromkeys(
+        map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
+    ),
+    ("pipeline", "slots"): dict.fromkeys(map(str, BENCHMARKS["pipeline"].SLOTS), TIMES),
+    ("dynamic_cp", BENCHMARKS["dynamic_cp"].LONG_NAME): {
+        f"{ranks} {how}": TIMES for ranks in (1, 2) for how in ("eager", "graphed")
+    },
+}
 COSTS = {"times": GUARDS, "verification": VERIFICATION, "eager": 0.1}
-ANSWERS |= {f"costs, {name}": COSTS for name in ("our attention", "Transformer Engine")}
-ANSWERS |= {name: ANSWERS[next(iter(bits.BITS))] for name in halves.BITS}
-KERNELS = {half: {"inside": 16, "outside": 0} for half in halves.KERNELS}
-ANSWERS |= {**dict.fromkeys(halves.PROFILED, KERNELS), "attn": MEMORY, "mlp": MEMORY}
-EXPERT_KERNELS = {part: {"inside": 16, "outside": 0} for part in scopes.KERNELS}
-SCOPES = {"walls_ms": [2.0, 3.0], "reserved": 104 * MIB, "kernels": EXPERT_KERNELS, "report": REPORT}
-SCOPES |= {"graphed_share": 0.5, "host_us": 80.0}
-ANSWERS |= dict.fromkeys(scopes.PARTS, SCOPES)
-ANSWERS |= {
-    bench_dynamic_cp.describe(sizes): MEMORY
-    for every in bench_dynamic_cp.SETS
-    for sizes in (every, every[-1:])
-}
-WORK = {"eager": 9.0, "graphed": 8.0, "pairs": 100}
-CHUNK_STEPS = {"graphed": [2.0, 2.5], "eager": [3.0, 4.0], "host": [900.0, 950.0], "launches": 48}
-CHUNK_STEPS |= {"reserved": 104 * MIB, "graphs": 48, "sites": 24, "pools": MIB, "executables": MIB}
-ANSWERS |= {kind: {**CHUNK_STEPS, "capture_seconds": 0.3} for kind in ("layer", "chunk")}
-SHARED_STEPS = {"eager": [3.0, 4.0], "graphed": [2.0, 2.5]}
-TRAINED = {**SHARED_STEPS, "tokens": [60, 70], "rows": [80, 80], "capture_seconds": 0.3}
-ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.TRAININGS, TRAINED)}
-ANSWERS |= {"document of two ranks": {"1": SHARED_STEPS, "2": SHARED_STEPS}}
-ANSWERS |= {**dict.fromkeys(bench_dynamic_cp.DOCUMENT, WORK), "communicators": {"2": 3.0, "4": 5.0}}
-MEMORY_OF_STAGE = {"reserved": 104 * MIB, "kept": MIB, "pools": [8 * MIB, 8 * MIB], "slots": 4, "graphs": 8}
-ANSWERS |= {f"{name}: {how}": MEMORY_OF_STAGE for name in bench_pipeline.MEMORY for how in bench_pipeline.HOW}
-CHECKED = {"differing": 0, "eager": 0, "unfit": 0, "replays": 900, "steps": 9}
-STAGES = {**SHARED_STEPS, "graphed waits": [1.0, 1.5], "eager waits": [1.0, 2.0]}
-STAGES |= dict.fromkeys(("differing", "allocations", "late", "unfit"), 0)
-ANSWERS["slots"] = {str(slots): {"host": [3.0, 4.0], "launches": 8} for slots in bench_pipeline.SLOTS}
-for layers in bench_pipeline.LAYERS:
-    ANSWERS |= {f"{cut}, {layers} layers": STAGES for cut in bench_pipeline.CUTS}
-    for order, (stages, _) in bench_pipeline.ORDERS.items():
-        ANSWERS |= {f"{order}, {layers} layers, stage {stage}": CHECKED for stage in range(stages)}
-ROUNDINGS = ("output", *(f"gradient of the {of}" for of in ("rows", "router")))
-ROUNDINGS += tuple(f"gradient of the {of} projections" for of in ("first", "second"))
-PASS = {"walls": [3.0, 4.0, 5.0], "kernels": 2.5, "copies": 0}
-ANSWERS |= {"grouped": {**PASS, "eager": PASS, "same": True}}
-ANSWERS |= {"roundings": dict.fromkeys(ROUNDINGS, 0.003)}
-OWN = {
-    "replay": {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
-    "capture": {str(h): dict.fromkeys(bench_capture.CAPACITIES, CAPTURE) for h in bench_capture.HIDDEN},
-}
+PARTS |= {("guards", name): COSTS for name in BENCHMARKS["guards"].COSTS}
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Measurement]:
     """Runs a benchmark whose processes and clocks answer at once; rivals refuse."""
 
-    def answer(module: str, *arguments: str, **how: Any) -> Any:
+    def answer(module: str, part: str, **how: Any) -> Any:
         name = module.removeprefix("benchmarks.bench_")
-        return OWN[name] if arguments[-1] == "own" else ANSWERS[arguments[-1]]
+        assert part in BENCHMARKS[name].PARTS
+        return PARTS.get((name, part), ANSWERS[name])
+
+    def refuse(module: str, *parts: str, **how: Any) -> Any:
+        assert {*parts} <= {*getattr(importlib.import_module(module), "PARTS", ())}
+        return REFUSED
 
     def run(name: str) -> Measurement:
-        module = importlib.import_module(f"benchmarks.bench_{name}")
+        module = BENCHMARKS[name]
         monkeypatch.setattr(module, "measure_part", answer, raising=False)
-        monkeypatch.setattr(module, "try_part", lambda *args, **how: REFUSED, raising=False)
+        monkeypatch.setattr(module, "try_part", refuse, raising=False)
         measurement = Measurement(tmp_path / f"{name}.json")
         module.measure(measurement)
         measurement.publish()
@@ -145,23 +113,23 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
     calls = {"forward": lambda: None, "backward": lambda: None}
     timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: bench_dynamic_cp.RANKS)
-    for module in (bench_rope, bench_rope_mla, bench_attention, bench_staging):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: BENCHMARKS["dynamic_cp"].RANKS)
+    attention, rope, staging = (BENCHMARKS[name] for name in ("attention", "rope", "staging"))
+    for module in (attention, rope, staging):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    for module, made in ((bench_rope, ("pair",)), (bench_rope_mla, ("given", "grads"))):
-        for name in made:
-            monkeypatch.setattr(module.Inputs, name, lambda self: [])
-        monkeypatch.setattr(module, "copy_of", lambda num_bytes: lambda: None)
-        monkeypatch.setattr(module, "device_us", timed)
-    for name in ("gpu_us", "host_us", "_device_us"):
-        monkeypatch.setattr(bench_attention, name, timed)
+    monkeypatch.setattr(rope, "_random", lambda *shape: [])
+    monkeypatch.setattr(rope, "copy_of", lambda num_bytes: lambda: None)
+    monkeypatch.setattr(rope, "device_us", timed)
+    for name in ("gpu_us", "device_medians"):
+        monkeypatch.setattr(attention, name, timed)
     for name in ("ours", "atens"):
-        monkeypatch.setattr(bench_attention, name, lambda *arguments: calls)
-    monkeypatch.setattr(bench_attention.Shape, "inputs", lambda self: [])
-    monkeypatch.setattr(bench_attention, "Captured", lambda *arguments: SimpleNamespace(calls=calls))
-    work = [Work(bench_staging.KERNEL, 1.0), Work(bench_staging.COPY, 2.0), Work("add", 1.0)]
+        monkeypatch.setattr(attention, name, lambda *arguments: calls)
+    monkeypatch.setattr(attention.Shape, "inputs", lambda self: [])
+    monkeypatch.setattr(attention, "Captured", lambda *arguments: SimpleNamespace(calls=calls))
+    work = [Work(staging.KERNEL, 1.0), Work(staging.COPY, 2.0), Work("add", 1.0)]
+    monkeypatch.setattr(staging, "_hidden", lambda *shape: torch.empty(1))
     for name in ("device_work", "device_work_of"):
-        monkeypatch.setattr(bench_staging, name, lambda *arguments, **how: work)
+        monkeypatch.setattr(staging, name, lambda *arguments, **how: work)
     return run
 
 
@@ -179,14 +147,6 @@ def test_every_committed_figure_is_still_measured_under_its_name(
     assert all(f.p10 is not None for f in wall_clock if not f.name.endswith("fastest"))
     bars = Counter(f.name for f in result.figures if f.bar is not None)
     assert set(bars.values()) <= {1}, "of several rivals' rows one carries the bar"
-
-
-def test_the_timeline_is_written_beside_the_steps(measured: Callable[[str], Measurement]) -> None:
-    path = measured("step").path.with_name("step_timeline.json")
-    wall, *others = read_result(path).figures
-    assert (wall.rival, wall.rival_value) == ("without the profiler", 9000.0)
-    committed = {figure.name for figure in read_result(RESULTS / "step_timeline.json").figures}
-    assert {figure.name for figure in others} <= committed
 
 
 def test_figures_of_soak_tests_and_of_a_whole_job_are_there() -> None:
@@ -216,8 +176,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`python -m benchmarks` with some arguments, on a machine with a GPU; each benchmark has one figure."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("benchmarks.measuring.figures.describe_environment", lambda: {})
-    for name in command.NAMES:
-        module = importlib.import_module(f"benchmarks.bench_{name}")
+    for module in BENCHMARKS.values():
         monkeypatch.setattr(module, "measure", lambda measurement: measurement.take("all", lambda: [FIGURE]))
 
     def main(*arguments: str) -> int:
@@ -244,10 +203,19 @@ def test_whatever_a_benchmark_raises_the_others_run(
         measurement.take("first", lambda: [FIGURE])
         measurement.take("second", lambda: [{}["median"]])
 
-    monkeypatch.setattr(bench_rope, "measure", measure)
+    monkeypatch.setattr(BENCHMARKS["rope"], "measure", measure)
     assert call("rope", "staging", "--out", str(tmp_path)) == 1
     assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
     assert {path.stem for path in tmp_path.iterdir()} == {"rope", "staging"}, "what was measured stays"
+
+
+def test_results_are_shown_without_being_measured(
+    call: Callable[..., int], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert call("memory", "--show", "--out", str(RESULTS)) == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert rows[2:] == [figure.name for figure in read_result(RESULTS / "memory.json").figures]
 
 
 def test_an_unknown_name_ends_with_2(call: Callable[..., int], capsys: Any) -> None:
@@ -338,7 +306,7 @@ def test_the_packs_of_a_case_are_the_same_every_time_and_some_are_over_its_capac
     assert 3 <= len(over) < len(flat(steps)) / 2
 
 
-@pytest.mark.parametrize("case", bench_step.CASES.values(), ids=bench_step.CASES.keys())
+@pytest.mark.parametrize("case", BENCHMARKS["step"].CASES, ids=lambda case: case.name)
 def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase) -> None:
     """Bug: eager was timed on two of four steps."""
     distinct, steps = case.distinct_steps, case.packs()
@@ -353,7 +321,8 @@ def test_every_way_to_run_a_step_has_each_distinct_step_as_often(case: StepCase)
 
 
 def test_steps_of_different_packs_are_not_one_median() -> None:
-    assert bench_step.by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], [0, 1, 0, 1, 0, 1]) == [12.0, 32.0]
+    by_step = BENCHMARKS["step"].by_step
+    assert by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], [0, 1, 0, 1, 0, 1]) == [12.0, 32.0]
 
 
 @pytest.mark.parametrize(("variants", "slots"), flat_banks.BANKS.values())
@@ -365,27 +334,25 @@ def test_every_bank_runs_as_many_micro_batches_of_each_variant(variants: int, sl
     assert len(counts) == variants and len(set(counts.values())) == 1
 
 
-def test_a_timeline_tells_work_from_gaps() -> None:
+def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
     def event(cat: str, name: str, start: float, end: float, number: int = 0) -> dict[str, Any]:
         times = {"ts": start, "dur": end - start, "args": {"correlation": number}}
         return {"ph": "X", "cat": cat, "name": name, **times}
 
-    events = [event("user_annotation", f"phase: {name}", 0, 30) for name in ("schedule", "layers")]
+    events = [event("user_annotation", STEP, *span) for span in ((-9, -1), (0, 30))]
     events += [event("cuda_runtime", "cudaGraphLaunch", 1, 2, 1), event("cuda_runtime", "launch", 20, 21, 2)]
+    events += [event("cuda_runtime", "cudaGraphLaunch", -3, -2, 3), event("kernel", "of the first", 3, 4, 3)]
     events += [
-        event("kernel", "a", 5, 9, 1),
-        event("kernel", "b", 14, 16, 1),
-        event("kernel", "c", 24, 25, 2),
-        event("cuda_runtime", "cudaStreamSynchronize", 3, 7, 3),
-        event("cuda_runtime", "cudaDeviceSynchronize", 22, 30, 4),
+        event("kernel", "a", 5000, 9000, 1),
+        event("kernel", "b", 14000, 16000, 1),
+        event("kernel", "beside b", 15000, 17000, 1),
+        event("kernel", "c", 24000, 25000, 2),
     ]
     timeline = read_timeline({"traceEvents": events})
-    assert timeline.host_us() == 18 and timeline.graphed_share() == 2 / 3
-    assert timeline.rows_us() == {
-        **{"wall of the profiled step": 30, "busy: graphs": 6, "busy: eager parts": 1},
-        **{"idle: host: final norm": 8, "idle: before the first kernel": 5},
-        **{"idle: between nodes of a graph": 5, "idle: after the last kernel": 5},
-    }
+    assert [work.is_graphed for work in timeline.work] == [True, True, True, False]
+    assert (timeline.kernels_ms(), timeline.busy_ms(), timeline.eager_ms()) == (9, 8, 1)
+    with pytest.raises(ValueError, match="found none"):
+        read_timeline({"traceEvents": events[2:]})
 
 
 @pytest.mark.megatron

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -31,10 +32,11 @@ def described(error: BaseException) -> str:
 
 
 def caught(measure: Callable[[], Answer]) -> Answer:
-    """What a rival's measurement answers; where it raises, `{"error": ...}`."""
+    """What a measurement answers; if it raises, `{"error": ...}`, and the traceback in the log."""
     try:
         return measure()
     except Exception as error:
+        traceback.print_exc(file=sys.stderr)
         return {"error": described(error)}
     finally:
         gc.collect()
@@ -46,7 +48,7 @@ def tell(key: str, measure: Callable[[], float]) -> None:
 
 
 def try_part(
-    module: str, *arguments: str, timeout: float = 300, environment: Mapping[str, str] | None = None
+    module: str, *arguments: str, timeout: float = 400, environment: Mapping[str, str] | None = None
 ) -> Answer:
     """Calls `MODULE.answer(ARGUMENTS)` elsewhere; out of time, it is killed with all that it started.
 
@@ -76,6 +78,8 @@ def try_part(
         answer, logged = _objects_of(out.read()), log.read()
     if process.returncode == 0 and answer:
         print(f"{what}: {str(answer)[:250]}", flush=True)
+        if "error" in answer:
+            print(logged[-6000:], file=sys.stderr, flush=True)
         return answer
     last = " ".join([line for line in logged.splitlines() if line.strip()][-1:])
     why = "printed no answer" if process.returncode == 0 else f"{how}: {last}"[:200]

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 _CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU today
 _FIRST_SLEEP, _LONGEST_SLEEP = 400_000, 1 << 27  # cycles; the latter takes less than a tenth of a second
 
+MIB = 2**20
 ACTIVITIES = (ProfilerActivity.CUDA, ProfilerActivity.CPU)
 Call = Callable[[], object]
 
@@ -27,13 +28,6 @@ def host_seconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def host_us(call: Call, *, repeats: int = 50, warm_up: int = 5) -> list[float]:
-    """`host_seconds()` of each of `repeats` calls, in microseconds."""
-    times = [host_seconds(call) * 1e6 for _ in range(warm_up + repeats)]
-    torch.cuda.synchronize()
-    return times[warm_up:]
 
 
 def wall_ms(call: Call) -> float:
@@ -144,15 +138,6 @@ def device_work(call: Call, *, repeats: int, warm_up: int = 3, cold: bool = Fals
         for event in trace.events()
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
-
-
-def graph_launches(call: Call) -> int:
-    """How many graphs a call launches."""
-    _start_profiler()
-    with profile(activities=ACTIVITIES, acc_events=True) as trace:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.name == "cudaGraphLaunch" for event in trace.events())
 
 
 def kernel_us(call: Call, *, repeats: int = 10) -> float:

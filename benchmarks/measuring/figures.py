@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes figures of timings, beside rivals that may have failed, and shows and writes those of a benchmark."""
 
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from operator import sub, truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -29,11 +29,9 @@ _AT_ONCE = 8
 
 def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
     """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
-    middle, low, high = (
-        median(times) if value is None else value,
-        percentile(times, 10),
-        percentile(times, 90),
-    )
+    ends = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    low, high = torch.tensor(times, dtype=torch.float64).quantile(ends).tolist()
+    middle = median(times) if value is None else value
     return Figure(name=name, value=middle, unit=unit, p10=low, p90=high, **more)
 
 
@@ -46,20 +44,6 @@ def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -
 def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
     """Figures of values and their units, by what they are of."""
     return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
-
-
-def counts_of_calls(title: str, report: Mapping[str, Any]) -> list[Figure]:
-    """Layer calls of a report: all, replayed, and eager by reason."""
-    counts = {"all": report["calls"], "replayed": report["replays"]}
-    counts |= {f"eager, {reason}": count for reason, count in report["eager"].items()}
-    return plain(f"{title}: layer calls", {what: (count, "calls") for what, count in counts.items()})
-
-
-def percentile(times: Times, percent: float) -> float:
-    """Between the two samples around it, linearly."""
-    ordered, place = sorted(times), (len(times) - 1) * percent / 100
-    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return below + (above - below) * (place % 1)
 
 
 def ratios(above: Times, below: Times) -> list[float]:
@@ -88,9 +72,9 @@ def beside_each(
 
 
 def show(title: str, figures: Sequence[Figure]) -> None:
-    """Prints ours, its spread, the rival, their ratio and the floor, a line for each figure."""
+    """Prints ours, its spread, the rival, their ratio and the floor as Markdown, a line for each figure."""
     columns = ("figure", "ours", "10 - 90 %", "unit", "bar", "rival", "its", "ours / its", "floor")
-    table = Table(*columns, title=title)
+    table = Table(*columns, title=title, box=MARKDOWN)
     for figure in figures:
         rival = figure.rival_value
         table.add_row(
@@ -120,12 +104,6 @@ def publish(path: Path, figures: Sequence[Figure], comparison: Comparison | None
     print(f"wrote {path}{said}", flush=True)
 
 
-def _figures_of(
-    figures_of: Callable[[str, Answer], Iterable[Figure]], name: str, answer: Future[Answer]
-) -> Iterable[Figure]:
-    return figures_of(name, answer.result())
-
-
 class Measurement:
     """The figures of one benchmark, part by part: each is written at once, however the rest fares.
 
@@ -151,16 +129,11 @@ class Measurement:
         parts: Mapping[str, Callable[[str, Answer], Iterable[Figure]]],
         ask: Callable[[str], Answer],
     ) -> None:
-        """Measures parts that time nothing, several at once.
-
-        Args:
-            parts: by name, what makes figures of the name and the answer.
-            ask: answers for a name, from a process of its own.
-        """
+        """Measures parts that time nothing, several at once: `ask` answers for a name in its own process."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             answers = {name: pool.submit(ask, name) for name in parts}
             for name, figures_of in parts.items():
-                self.take(name, partial(_figures_of, figures_of, name, answers[name]))
+                self.take(name, lambda name=name, of=figures_of: of(name, answers[name].result()))  # type: ignore[misc]
 
     def publish(self) -> None:
         """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""

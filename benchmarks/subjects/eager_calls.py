@@ -9,120 +9,152 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds
-from benchmarks.subjects.hosts import install_for
-from benchmarks.subjects.layers import TOKENS, made_quickly
+from benchmarks.subjects.hosts import check_replays, install_for
+from benchmarks.subjects.inside import graphs_of
+from benchmarks.subjects.layers import LAYERS, TOKENS, made_quickly
 from benchmarks.subjects.packs import a_pack, model_options
 from megagraph import megatron
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer, packed_seq_params
 
-LAYERS, HIDDEN = 2, 256
+HIDDEN = 256
 ROUNDS, SAMPLES, CALLS = 15, 3, 100  # samples of each round, calls of each sample
 
 
 class _Case(NamedTuple):
-    """One way to call the model; its one capacity has room for `num_seqs` documents, the pack has three."""
+    """One way to call the model, whose one capacity has room for `num_seqs` documents."""
 
     mode: str = "off"  # patches nothing
     num_seqs: int = 8
-    packed: bool = True
+    documents: int = 3  # of the pack; none for a call without one
     scheduled: bool = True  # inside Megatron's schedule, or each call for itself
+    layers: int = 2
+    is_captured: bool = False
+    bar: float = 3.0  # us more
 
 
+_EAGER = "eager through the patch, {}: a call of a model that does nothing"
+_MISFIT, _PADDED = "pack that fits no capacity", "mode eager, padding of the pack to its capacity included"
+_OUTSIDE = f"call outside of any schedule, {LAYERS} layers captured"
+_CAPTURED = _Case(mode="graph", scheduled=False, layers=LAYERS, is_captured=True, bar=20.0)
 CASES = {
-    "no pack": _Case(mode="graph", packed=False),
-    "pack that fits no capacity": _Case(mode="graph", num_seqs=2),
-    "pack that fits no capacity, outside of a schedule": _Case(mode="graph", num_seqs=2, scheduled=False),
-    "mode eager, padding of the pack to its capacity included": _Case(mode="eager"),
+    _EAGER.format("no pack"): _Case(mode="graph", documents=0),
+    _EAGER.format(_MISFIT): _Case(mode="graph", num_seqs=2),
+    _EAGER.format(f"{_MISFIT}, outside of a schedule"): _Case(mode="graph", num_seqs=2, scheduled=False),
+    _EAGER.format(_PADDED): _Case(mode="eager", bar=25.0),
+    f"{_OUTSIDE}, no pack": _CAPTURED._replace(documents=0),
+    f"{_OUTSIDE}, a {_MISFIT}": _CAPTURED._replace(documents=16),
 }
 
 
 @contextlib.contextmanager
-def _idle_models() -> Iterator[None]:
-    """Models do nothing meanwhile: the block is called, and returns its input."""
+def _models(is_idle: list[bool]) -> Iterator[None]:
+    """Under whatever wraps the forwards, models do nothing while they are idle: the block returns its input.
+
+    What is given as positions are the hidden states then.
+    """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    @functools.wraps(GPTModel.forward)
-    def call_block(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        # What is given as positions are the hidden states.
-        states = kwargs["position_ids"]
-        return self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packed_seq_params)
+    model_forward, block_forward = GPTModel.forward, TransformerBlock.forward
 
-    @functools.wraps(TransformerBlock.forward)
-    def return_input(self: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+    @functools.wraps(model_forward)
+    def call_block(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_idle[0]:
+            return model_forward(model, *args, **kwargs)
+        states, params = kwargs["position_ids"], kwargs.get("packed_seq_params")
+        return model.decoder(hidden_states=states, attention_mask=None, packed_seq_params=params)
 
-    block = mock.patch.object(TransformerBlock, "forward", return_input)
-    with mock.patch.object(GPTModel, "forward", call_block), block:
+    @functools.wraps(block_forward)
+    def return_input(block: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states if is_idle[0] else block_forward(block, hidden_states, *args, **kwargs)
+
+    with (
+        mock.patch.object(TransformerBlock, "forward", return_input),
+        mock.patch.object(GPTModel, "forward", call_block),
+    ):
         yield
 
 
 class _TimedTrainer(Trainer):
-    """Times rounds of calls of its model."""
+    """Times rounds of calls of its model while that is idle."""
 
+    is_idle: ClassVar = [False]
     times_us: list[float]
-    packed = True
+    documents = 3
 
     def call(self, pack: Pack, model: nn.Module) -> Tensor:
         """One sample: `CALLS` calls, the device idle before."""
         tokens = pack.tokens.unsqueeze(0).to(self.device)
-        hidden = torch.zeros(pack.num_tokens, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
-        params = packed_seq_params(pack.cu_seqlens.to(self.device), pack.max_seqlen)
-        given = params if self.packed else None
+        hidden = torch.zeros(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
+        given = {"input_ids": tokens, "position_ids": hidden, "attention_mask": None, "labels": tokens}
+        ends = torch.linspace(0, TOKENS, self.documents + 1, device=self.device).int()
+        params = packed_seq_params(ends, TOKENS // 2) if self.documents else None
 
         def calls() -> None:
             for _ in range(CALLS):
-                model(
-                    input_ids=tokens,
-                    position_ids=hidden,
-                    attention_mask=None,
-                    labels=tokens,
-                    packed_seq_params=given,
-                )
+                model(**given, packed_seq_params=params)
 
         self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
         return tokens.float()
 
     def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
+        if not self.is_idle[0]:
+            return super()._forward_step(packs, model)
         return self.call(next(packs), self.chunk), lambda losses: (losses.mean(), {"loss": losses.mean()})
 
     def one_round(self, case: _Case) -> list[float]:
         """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
-        self.times_us, self.packed = [], case.packed
+        self.times_us, self.documents = [], case.documents
         if case.mode != "off":
-            install_for(TOKENS, case.num_seqs, mode=case.mode)
+            install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
         packs = [a_pack(TOKENS)] * (1 + SAMPLES)
+        before = 0
         try:
+            if case.is_captured:
+                for _ in range(3):
+                    self.forward_backward(packs[:2])
+                check_replays(graphs_of(self).report())
+                before = graphs_of(self).report()["replays"]
+            self.is_idle[0] = True
             with torch.no_grad():
                 if case.scheduled:
                     self.forward_backward(packs, forward_only=True)
                 for pack in () if case.scheduled else packs:
                     self.call(pack, self.chunk)
-            if replays := sum(report["replays"] for report in megatron.reports()):
-                raise RuntimeError(f"expected eager calls only, got {replays} replays")
+            if sum(report["replays"] for report in megatron.reports()) != before:
+                raise RuntimeError("expected eager calls only, got replays")
         finally:
+            self.is_idle[0] = False
             megatron.uninstall()
         return self.times_us[1:]
 
 
-def measure_calls() -> dict[str, dict[str, list[float]]]:
+def measure_calls() -> Answer:
     """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
-    trainer = made_quickly(_TimedTrainer, model_options(HIDDEN, layers=LAYERS, tokens=TOKENS))
-    assert isinstance(trainer, _TimedTrainer)
-    unpatched = {name: _Case(packed=of.packed, scheduled=of.scheduled) for name, of in CASES.items()}
+    unpatched = {
+        name: _Case(documents=case.documents, scheduled=case.scheduled, layers=case.layers)
+        for name, case in CASES.items()
+    }
     kinds = [*CASES.values(), *dict.fromkeys(unpatched.values())]
     times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
-    with _idle_models():
+    trainers = {
+        layers: made_quickly(_TimedTrainer, model_options(HIDDEN, layers=layers, tokens=TOKENS))
+        for layers in {kind.layers for kind in kinds}
+    }
+    with _models(_TimedTrainer.is_idle):
         for index, offset in itertools.product(range(ROUNDS), range(len(kinds))):
             kind = kinds[(index + offset) % len(kinds)]
+            trainer = trainers[kind.layers]
+            assert isinstance(trainer, _TimedTrainer)
             times[kind] += trainer.one_round(kind)
     return {
         name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares what Megatron's parts ask for, and runs a part of a benchmark among them."""
+"""Runs parts of benchmarks as hosts do: with Megatron's groups and random streams, on one or more ranks."""
 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import distributed, multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.measuring.children import Answer, caught
 from megagraph import megatron
@@ -17,23 +19,24 @@ from megagraph.demo.compare import time_steps
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer, process_groups
 
+# What runs in processes of their own, by name.
+Parts = Mapping[str, Callable[[], Answer]]
 
-def answer_ours(measure: Callable[[], Answer], *, seeded: bool = False) -> None:
-    """In a process of its own: measures among Megatron's groups, and prints the answer."""
-    quiet_megatron()
-    with process_groups():
-        if seeded:
+# Read when cuBLAS starts, and when Transformer Engine makes an attention module.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+def answering(parts: Parts) -> Callable[[str], None]:
+    """What a process of its own calls with a part's name: measures among Megatron's groups, and prints."""
+
+    def answer(name: str) -> None:
+        quiet_megatron()
+        with process_groups():
             seed_streams()
-        print(json.dumps(measure()), flush=True)
-        megatron.uninstall()
+            print(json.dumps(caught(parts[name])), flush=True)
+            os._exit(0)  # the group may wait for ever for what a rival's graph holds of it
 
-
-def answer_rival(measure: Callable[[], Answer]) -> None:
-    """As `answer_ours()`, of a rival that may fail. Ends the process."""
-    quiet_megatron()
-    with process_groups():
-        print(json.dumps(caught(measure)), flush=True)
-        os._exit(0)  # the group may wait for ever for what a rival's graph holds of it
+    return answer
 
 
 def install(**options: Any) -> None:
@@ -68,12 +71,36 @@ def seed_streams(*, for_graphs: bool = False) -> None:
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=for_graphs, force_reset_rng=True)
 
 
+def be_deterministic() -> None:
+    """Runs deterministic kernels from here on, without filling what nobody has written yet."""
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+
+
+def engines_spec(**kind: Any) -> Any:
+    """Of layers of Transformer Engine's modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec(**kind)
+
+
 def prepare_megatrons_graphs(micro_batches: int) -> None:
     """Before a model with Megatron's own graphs is built: they also ask how many micro-batches there are."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     seed_streams(for_graphs=True)
     init_num_microbatches_calculator(0, None, micro_batches, 1, 1)
+
+
+def create_engines_graphs(trainer: Trainer) -> Any:
+    """Makes the graphs of `cuda_graph_impl="transformer_engine"`, for a model that has run some steps."""
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    of = {"model": [trainer.model], "config": trainer.chunk.config, "optimizers": [trainer.optimizer]}
+    helper = TECudaGraphHelper(**of, seq_length=trainer.options.max_tokens, micro_batch_size=1)
+    helper.create_cudagraphs()
+    return helper
 
 
 @contextlib.contextmanager
@@ -84,3 +111,36 @@ def on_side_stream() -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def on_ranks(number: int, function: Callable[..., Answer], *arguments: Any) -> Sequence[Answer]:
+    """What a function answers on each of several ranks, over NCCL, in processes of their own.
+
+    The ranks share the GPUs that there are; where they are too few, NCCL takes each rank for a host, and what
+    they send goes over sockets.
+    """
+    # Listens from here on, at a port that nobody else on this machine can be given meanwhile.
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with multiprocessing.Manager() as manager:
+        found = manager.dict()
+        spawn(_rank, args=(number, store.port, found, function, arguments), nprocs=number)
+        return [found[rank] for rank in range(number)]
+
+
+def _rank(
+    rank: int, number: int, port: int, found: Any, function: Callable[..., Answer], arguments: Sequence[Any]
+) -> None:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < number:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.cuda.set_device(rank % num_gpus)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    distributed.init_process_group("nccl", store=store, rank=rank, world_size=number)
+    found[rank] = function(*arguments)
+    distributed.destroy_process_group()
+
+
+def of_slowest(ranks: Sequence[Answer], *walls: str) -> Answer:
+    """What the first rank answers, with the longest of all ranks in each of these lists of walls."""
+    return {**ranks[0], **{name: [*map(max, *(rank[name] for rank in ranks))] for name in walls}}

@@ -95,15 +95,15 @@ def our_rope() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pretended_ranks(cp_sizes: Sequence[int], rank: int = 0) -> Iterator[context.ContextGroups]:
-    """Groups of `PRETENDED_RANKS` data-parallel ranks, this one among them, and those that share packs.
-
-    This one is among the first ranks, as many as the smallest such group has.
-    """
+def pretended_ranks(cp_sizes: Sequence[int]) -> Iterator[context.ContextGroups]:
+    """Groups of `PRETENDED_RANKS` data-parallel ranks, this one the first, and those that share packs."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=PRETENDED_RANKS)
+    parallel_state.destroy_model_parallel()
+    if distributed.is_initialized():  # this process's own
+        distributed.destroy_process_group()
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED_RANKS)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     seed_streams()
     parent = parallel_state.get_data_parallel_group(with_context_parallel=True)

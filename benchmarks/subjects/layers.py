@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, phases_us, wall_ms
 from benchmarks.subjects.flat_banks import Layer
-from benchmarks.subjects.hosts import install_for, on_side_stream, prepare_megatrons_graphs
+from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states
 from megagraph import megatron
@@ -217,19 +217,22 @@ def transformer_engines_graphs(options: ModelOptions) -> Answer:
     return _graphed(te.make_graphed_callables, _transformer_engines_layers(options), options)
 
 
-def _capture(trainer: Trainer) -> None:
-    """Trains until every layer replays. Raises `RuntimeError` where one was not captured."""
-    packs = [a_pack(trainer.options.max_tokens)] * 2
+def captured(options: ModelOptions, **further: Any) -> Trainer:
+    """A trainer whose every layer replays. Raises `RuntimeError` where one was not captured."""
+    trainer = made_quickly(Trainer, options, **further)
+    packs = [a_pack(options.max_tokens)] * _MICRO_BATCHES
     for _ in range(3):  # one to warm up; before the second is the capture
         trainer.forward_backward(packs)
     report = graphs_of(trainer).report()
-    if report["failures"] or report["graphs"] != 2 * report["layers"] or not report["replays"]:
-        raise RuntimeError(f"the stack does not replay: {report}")
+    check_replays(report)
+    if report["graphs"] != 2 * report["layers"]:
+        raise RuntimeError(f"not every layer was captured: {report}")
+    return trainer
 
 
-def _let_reduce_again(ddp: Any) -> None:
-    """Ends the reductions of a DDP's last micro-batch, so that the next one is a last one again."""
-    for group in ddp.bucket_groups if ddp else ():
+def end_reductions(ddp: Any) -> None:
+    """Ends those of a DDP's last micro-batch, and lets it count anew; the next one is a last one again."""
+    for group in ddp.bucket_groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
@@ -291,9 +294,8 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
 
 
 def _measure_stack(options: ModelOptions, ddp: dict[str, Any] | None) -> Answer:
-    trainer = made_quickly(Trainer, options, ddp=ddp)
-    _capture(trainer)
-    before = partial(_let_reduce_again, trainer.model if ddp else None)
+    trainer = captured(options, ddp=ddp)
+    before: Callable[[], None] = partial(end_reductions, trainer.model) if ddp else lambda: None
     graphed = _time_replays(trainer, before)
     before()  # whole steps follow
     with disable_cuda_graphs_this_step():

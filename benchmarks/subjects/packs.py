@@ -16,6 +16,7 @@ from megagraph.demo.packs import Pack, stream_packs
 from megagraph.demo.trainer import ModelOptions
 
 MICRO_BATCHES = 4
+LAYER_KINDS = {"our attention": False, "Transformer Engine": True}  # whether they are of its modules
 
 
 def model_options(hidden: int, *, layers: int, tokens: int, head_dim: int = 64) -> ModelOptions:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from benchmarks.measuring.children import Answer
-from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
-from benchmarks.subjects.orders import unfit
-from benchmarks.subjects.stages import DOCUMENTS, LAYERS, BlockSpec, be_deterministic, differing, drawn_packs
+from benchmarks.measuring.clocks import wall_ms
+from benchmarks.subjects.hosts import be_deterministic, check_replays, install_for, seed_streams
+from benchmarks.subjects.stages import DOCUMENTS, LAYERS, BlockSpec, differing, drawn_packs
 from benchmarks.subjects.steps import Batch, batch_of, mean_loss, rows_of
 from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
@@ -246,30 +246,18 @@ class _Timed:
         self.trainer, self._shapes, self._eager = trainer, shapes, eager
         self.walls: list[float] = []
         self.waits: list[float] = []
-        self.allocations = 0  # calls of cudaMalloc
 
     def step(self, batches: Sequence[Batch], *, counts: bool) -> list[Tensor]:
         """A step that all ranks begin at once. Returns losses and gradients."""
         distributed.all_reduce(torch.zeros(1, device=self.trainer.device))
-        torch.cuda.synchronize()
         self._shapes.take_ms()
-        before, start = _device_allocations(), time.perf_counter()
-        results = self.trainer.step(batches, eager=self._eager)
-        torch.cuda.synchronize()
+        results: list[dict[str, Any]] = []
+        wall = wall_ms(lambda: results.extend(self.trainer.step(batches, eager=self._eager)))
         if counts:
-            self.walls.append((time.perf_counter() - start) * 1e3)
+            self.walls.append(wall)
             self.waits.append(self._shapes.take_ms())
-            self.allocations += _device_allocations() - before
         gradients = [param.main_grad for _name, param in self.trainer.named_parameters()]
         return [*(result["loss"] for result in results), *gradients]
-
-
-def _device_allocations() -> int:
-    return int(torch.cuda.memory_stats()["num_device_alloc"])
-
-
-def _num_graphs() -> int:
-    return sum(report["graphs"] for report in megatron.reports())
 
 
 def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
@@ -285,8 +273,7 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     Returns:
         `graphed` and `eager`, walls in ms of the settled steps, and `graphed waits` and `eager waits`, the
         part of them in which the host exchanged shapes; how many values of losses and gradients were
-        `differing` in all steps; `allocations`, calls of cudaMalloc in settled graphed steps; `late`, graphs
-        captured in settled steps; `unfit`, chunks with other slots than their schedule needs.
+        `differing` in all steps.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -303,7 +290,7 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     )
     schedule = schedule_of(eager.trainer.models[0])
     numbers = [number for number in range(1, MOST_MICRO_BATCHES + 1) if schedule.is_legal(number)]
-    draw, num_differing, early = random.Random(5), 0, 0
+    draw, num_differing = random.Random(5), 0
     with mock.patch.object(P2PCommunicator, "_communicate_shapes", shapes.timed(exchange)):
         for step in range(STEPS):
             count = max(numbers) if step < SETTLED // 2 else draw.choice(numbers)
@@ -313,17 +300,13 @@ def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
             num_differing += differing(*left)
             for it in (eager, graphed):
                 it.trainer.update()
-            if step == SETTLED - 1:
-                early = _num_graphs()
         for _ in range(ALONE):
             graphed.step(batches, counts=False)
-    late, reports = _num_graphs() - early, megatron.reports()[cut.chunks :]
-    for report in reports:
+    for report in megatron.reports()[cut.chunks :]:
         check_replays(report)
     megatron.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return {
-        **{"graphed": graphed.walls, "graphed waits": graphed.waits, "allocations": graphed.allocations},
+        **{"graphed": graphed.walls, "graphed waits": graphed.waits},
         **{"eager": eager.walls, "eager waits": eager.waits, "differing": num_differing},
-        **{"late": late, "unfit": unfit(reports, schedule)},
     }

@@ -1,60 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on packs that ranks share in groups of several sizes, on one GPU: every other rank is a pretence.
+"""Models on packs that ranks share in groups of several sizes.
 
-torch's fake process groups do nothing. So shapes, kernels and pools are those of one rank of many, what comes
-from other ranks is whatever the memory held, and NCCL has no memory of its own. Times are those of a rank's
-own work, and what it sends and waits for takes none.
+Pools are measured on one GPU, where every other rank is a pretence: torch's fake process groups do nothing.
+So shapes, kernels and pools are those of one rank of many, what comes from other ranks is whatever the memory
+held, and NCCL has no memory of its own. The steps are those of real ranks.
 """
 
-import statistics
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from benchmarks.measuring.children import Answer
-from benchmarks.subjects.hosts import check_replays, install
+from benchmarks.subjects.hosts import check_replays, install, seed_streams
 from benchmarks.subjects.inside import pretended_ranks
-from benchmarks.subjects.steps import Batch, StepTrainer, mean_loss, rows_of
+from benchmarks.subjects.steps import Batch, StepTrainer, rows_of, without_collection
 from megagraph import megatron
-from megagraph.demo.trainer import ModelOptions, packed_seq_params
+from megagraph.cli.demo import quiet_megatron
+from megagraph.decide.dispatch import Capacity
+from megagraph.demo.lengths import lognormal_lengths
+from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.context import ContextGroups
-from megagraph.packs.ops import thd_partition_indices
+from megagraph.megatron.scheduled_steps import MicroBatch, ScheduledSteps
+from megagraph.packs.schedule import ScheduleLimits
 
-NUM_SEQS = 32
-STEPS = 3  # the last two replay
-ROUNDS = 5  # after them, of which the median counts
-
-
-def batches_of(groups: ContextGroups, rows: int, device: torch.device) -> list[Batch]:
-    """A pack of each size, all of whose ranks have `rows` rows."""
-    batches = []
-    for size in groups.cp_sizes:
-        documents = NUM_SEQS // 2
-        length = rows * size // documents // (2 * size) * 2 * size
-        offsets = torch.arange(0, (documents + 1) * length, length, dtype=torch.int32, device=device)
-        tokens = torch.randint(256, (1, documents * length // size), device=device)
-        batches.append(
-            {
-                **{"tokens": tokens, "labels": tokens, "mask": torch.ones_like(tokens)},
-                **{"positions": torch.zeros_like(tokens), "offsets": offsets, "longest": length},
-                **{"cp_size": size, "cp_group": groups.of_size(size)},
-            }
-        )
-    return batches
+NUM_SEQS = 32  # of the packs of simulated ranks
+REPLAYED_STEPS = 2
+MAX_SEQS = 64
+DOCUMENTS = 32  # of a rank and step
+WARM_UP_STEPS, STEPS = 4, 8
+ROUNDS = 10  # of a long document, after the warm-up
 
 
 class SharingTrainer(StepTrainer):
     """A model whose batches say by how many ranks they are shared."""
 
-    def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-        batch: Batch = next(packs)
-        params = packed_seq_params(batch["offsets"], batch["longest"])
+    def params_of(self, batch: Batch) -> Any:
+        params = super().params_of(batch)
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = batch["offsets"].clone()
         params.local_cp_size, params.cp_group = batch["cp_size"], batch["cp_group"]
-        losses = model(**rows_of(batch), packed_seq_params=params)
-        return losses, lambda losses: mean_loss(losses, batch["mask"])
+        return params
+
+
+def batch_of(groups: ContextGroups, size: int, documents: int, length: int, device: torch.device) -> Batch:
+    """Documents of one length, shared by so many ranks."""
+    tokens = torch.randint(256, (1, documents * length // size), device=device)
+    offsets = torch.arange(0, (documents + 1) * length, length, dtype=torch.int32, device=device)
+    return {
+        **{"tokens": tokens, "labels": tokens, "mask": torch.ones_like(tokens)},
+        **{"positions": torch.zeros_like(tokens), "offsets": offsets, "longest": length},
+        **{"cp_size": size, "cp_group": groups.of_size(size)},
+    }
 
 
 def measure_pools(model: ModelOptions, cp_sizes: Sequence[int]) -> Answer:
@@ -62,66 +61,158 @@ def measure_pools(model: ModelOptions, cp_sizes: Sequence[int]) -> Answer:
 
     Nothing is verified: eager and graphs would read different remains of other memory.
     """
+    rows, documents = model.max_tokens, NUM_SEQS // 2
     with pretended_ranks(cp_sizes) as groups:
         install(
             cuda_graph_max_packed_seqs=(NUM_SEQS,),
-            max_seqlen_per_dp_cp_rank=model.max_tokens,
+            max_seqlen_per_dp_cp_rank=rows,
             cp_sizes=cp_sizes,
             cuda_graph_warmup_steps=1,
             verify="off",
         )
-        trainer = SharingTrainer(model, beside=False, calculate_per_token_loss=True)
-        batches = batches_of(groups, model.max_tokens, trainer.device)
-        for _ in range(STEPS):
+        trainer = SharingTrainer(model, calculate_per_token_loss=True)
+        lengths = {size: rows * size // documents // (2 * size) * 2 * size for size in groups.cp_sizes}
+        batches = [
+            batch_of(groups, size, documents, length, trainer.device) for size, length in lengths.items()
+        ]
+        for _ in range(1 + REPLAYED_STEPS):
             trainer.wall_ms(batches, graphs=True)
         report = megatron.reports()[-1]
         check_replays(report)
         replayed = {size: counts.get("replayed", 0) for size, counts in report["cp_sizes"].items()}
-        if set(replayed.values()) != {STEPS - 1}:
-            raise RuntimeError(f"expected {STEPS - 1} replayed micro-batches of each size, got {replayed}")
+        if set(replayed.values()) != {REPLAYED_STEPS}:
+            raise RuntimeError(f"expected {REPLAYED_STEPS} replays of each size, got {replayed}")
         return {"graphs": report["graphs"], "pools": report["pool_bytes"]}
 
 
-def measure_document(model: ModelOptions, cp_size: int, rank: int) -> Answer:
-    """A step of one document that fills all rows of its ranks: a rank's own work.
+class ScheduledTrainer(StepTrainer):
+    """A model on scheduled packs. Losses are per token.
 
     Args:
-        model: its packs have that rank's rows.
-        cp_size: ranks that share the document.
-        rank: which of them this one is.
+        names_ranks: packs say by how many ranks they are shared; else the model's own share all.
+    """
+
+    def __init__(self, options: ModelOptions, *, names_ranks: bool, **transformer: Any) -> None:
+        self._names_ranks = names_ranks
+        super().__init__(options, calculate_per_token_loss=True, **transformer)
+
+    def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        batch: MicroBatch = next(packs)
+        params = batch.packed_seq_params
+        if not self._names_ranks:
+            params = copy.copy(params)
+            params.local_cp_size = params.cp_group = None
+        rows = rows_of({**batch.tensors, "positions": batch.position_ids})
+        return model(**rows, packed_seq_params=params), partial(_sums, mask=batch.tensors["mask"])
+
+
+def _sums(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss = (losses.float() * mask).sum()
+    return loss, mask.sum().int(), {"loss": loss.detach().clone()}
+
+
+def _lengths(step: int, rank: int) -> list[int]:
+    """Of a rank's documents, those of `mlm-dcp`; the same at every call."""
+    seed = 1000 * step + rank
+    drawn = lognormal_lengths(DOCUMENTS, mean=1024, sigma=1.5, minimum=128, maximum=8192, seed=seed)
+    lengths: list[int] = drawn.tolist()
+    return lengths
+
+
+def _document(length: int) -> dict[str, Tensor]:
+    tokens = torch.arange(length) % 256
+    mask = torch.ones(length)
+    mask[-1] = 0  # its last token has no label
+    return {"tokens": tokens, "labels": tokens.roll(-1), "mask": mask}
+
+
+def _in_step(run: Callable[[], float]) -> float:
+    """What it answers, begun on all ranks at once."""
+    distributed.all_reduce(torch.zeros(1, device="cuda"))
+    return run()
+
+
+def _start(context_parallel_size: int = 1) -> None:
+    """Makes Megatron's groups."""
+    from megatron.core import parallel_state
+
+    quiet_megatron()
+    parallel_state.initialize_model_parallel(context_parallel_size=context_parallel_size)
+    seed_streams()
+
+
+def _end() -> None:
+    """Graphs go before their groups."""
+    from megatron.core import parallel_state
+
+    megatron.uninstall()
+    parallel_state.destroy_model_parallel()
+
+
+def train(model: ModelOptions, *, is_static: bool) -> Answer:
+    """Trains on lognormal documents; this rank's part.
+
+    Args:
+        model: `max_tokens` are the rows of one rank.
+        is_static: all ranks share every pack, as the model's own context parallelism; else each pack has as
+            many as it needs.
 
     Returns:
-        `eager` and `graphed`, milliseconds of a step, forward and backward; `pairs`, of queries with the
-        keys that they attend to, on this rank.
+        `graphed` and `eager`, walls in ms of the same steps, eager on canonical packs; of each of them the
+        `tokens` of all ranks.
     """
-    with pretended_ranks((cp_size,), rank) as groups:
-        install(
-            cuda_graph_max_packed_seqs=(1,),
-            max_seqlen_per_dp_cp_rank=model.max_tokens,
-            cp_sizes=(cp_size,),
-            cuda_graph_warmup_steps=1,
-            verify="off",
-        )
-        trainer = SharingTrainer(model, beside=False, calculate_per_token_loss=True)
-        batch = document_of(groups, cp_size, model.max_tokens, trainer.device)
-        found: Answer = {}
-        for name, graphs in (("graphed", True), ("eager", False)):
-            times = [trainer.wall_ms([batch], graphs=graphs) for _ in range(STEPS + ROUNDS)]
-            found[name] = statistics.median(times[STEPS:])
-            if graphs:
-                check_replays(megatron.reports()[-1])
-    tokens = model.max_tokens * cp_size
-    offsets = torch.tensor([0, tokens], dtype=torch.int32)
-    mine = thd_partition_indices(offsets, tokens, cp_size, rank)
-    return {**found, "pairs": int((mine.long() + 1).sum())}
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    _start(ranks if is_static else 1)
+    sizes = (ranks,) if is_static else tuple(2**power for power in range(ranks.bit_length()))
+    groups = megatron.context_groups(sizes)
+    rows = model.max_tokens
+    limits = ScheduleLimits(
+        ranks=ranks, cp_sizes=sizes, max_seqlen_per_dp_cp_rank=rows, max_packed_seqs=MAX_SEQS
+    )
+    capacity = {"cuda_graph_max_packed_seqs": (MAX_SEQS,), "max_seqlen_per_dp_cp_rank": rows}
+    install(cp_sizes=() if is_static else sizes, cuda_graph_warmup_steps=1, **capacity)
+    own = {"context_parallel_size": ranks} if is_static else {}
+    trainer = ScheduledTrainer(model, names_ranks=not is_static, **own)
+    documents = [[*map(_document, _lengths(step, rank))] for step in range(WARM_UP_STEPS + STEPS)]
+    config, device = trainer.chunk.config, trainer.device
+    steps = [*ScheduledSteps(documents, limits=limits, groups=groups, config=config, device=device)]
+    found: Answer = {"graphed": [], "eager": []}
+    for step in steps[:WARM_UP_STEPS]:
+        trainer.wall_ms(step, graphs=True)
+    with without_collection():
+        for step in steps[WARM_UP_STEPS:]:
+            for name, walls in found.items():
+                walls.append(_in_step(partial(trainer.wall_ms, step, graphs=name == "graphed")))
+    check_replays(megatron.reports()[-1], "DISABLED")
+    _end()
+    every = range(WARM_UP_STEPS, WARM_UP_STEPS + STEPS)
+    return {**found, "tokens": [sum(sum(_lengths(step, each)) for each in range(ranks)) for step in every]}
 
 
-def document_of(groups: ContextGroups, cp_size: int, rows: int, device: torch.device) -> Batch:
-    """One document, of which each of its ranks has as many rows."""
-    tokens = torch.randint(256, (1, rows), device=device)
-    return {
-        **{"tokens": tokens, "labels": tokens, "mask": torch.ones_like(tokens)},
-        **{"positions": torch.zeros_like(tokens), "longest": rows * cp_size},
-        "offsets": torch.tensor([0, rows * cp_size], dtype=torch.int32, device=device),
-        **{"cp_size": cp_size, "cp_group": groups.of_size(cp_size)},
-    }
+def run_document(model: ModelOptions) -> Answer:
+    """A step of one document, on every rank alone and on all of them; this rank's part.
+
+    Args:
+        model: `max_tokens` are those of the document.
+
+    Returns:
+        Walls in ms, `eager` and `graphed`, of each number of ranks: `1 eager` and so on.
+    """
+    _start()
+    ranks, length = distributed.get_world_size(), model.max_tokens
+    sizes = (1, ranks)
+    groups = megatron.context_groups(sizes)
+    rows = [length // size for size in sizes]
+    capacities = tuple(Capacity(tokens=each, num_seqs=1, max_seqlen=each) for each in rows)
+    install(capacities=capacities, cp_sizes=sizes, cuda_graph_warmup_steps=1, verify="off")
+    trainer = SharingTrainer(model, calculate_per_token_loss=True)
+    batches = {size: batch_of(groups, size, 1, length, trainer.device) for size in sizes}
+    found: Answer = {}
+    for size, batch in batches.items():
+        for name in ("graphed", "eager"):
+            run = partial(trainer.wall_ms, [batch], graphs=name == "graphed")
+            walls = [_in_step(run) for _ in range(WARM_UP_STEPS + ROUNDS)]
+            found[f"{size} {name}"] = walls[WARM_UP_STEPS:]
+    check_replays(megatron.reports()[-1], "DISABLED")
+    _end()
+    return found

@@ -6,15 +6,22 @@ activations and gradients stand for what would be received, and any stage of any
 for pipelines that no machine here holds; nothing is sent, and nobody waits for another stage.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.subjects.hosts import seed_streams
-from benchmarks.subjects.packs import filled
+from benchmarks.measuring.children import Answer
+from benchmarks.measuring.clocks import host_seconds, phases_us
+from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
+from benchmarks.subjects.packs import a_pack, filled
+from benchmarks.subjects.steps import Batch, batch_of, rows_of, without_collection
+from megagraph import megatron
 from megagraph.decide.in_flight import Pass, StageSchedule
 from megagraph.demo.documents import Document
 from megagraph.demo.lengths import lognormal_lengths
@@ -29,19 +36,13 @@ from megagraph.demo.trainer import (
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
-Batch = dict[str, Any]
 # The spec of a chunk's layers, from Megatron's config; its keywords say which chunk of which stage it is.
 BlockSpec = Callable[..., Any]
 DOCUMENTS = 8  # of a pack, at most
-# Read by cuBLAS, and by Transformer Engine when an attention module is made.
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-
-
-def be_deterministic() -> None:
-    """Runs deterministic kernels from here on, without filling what nobody has written yet."""
-    torch.use_deterministic_algorithms(True)
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False
+WARM_UP, SAMPLES = 10, 150
+MICRO_BATCHES = 8  # of a timed step: the launch queue has room for it
+MANY = 48  # micro-batches of a step whose memory is measured
+IN_THE_MIDDLE = StageSchedule(stages=18, stage=1)  # needs 17 slots, of which it gets as many as it is told
 
 
 def transformer_engines_spec(config: Any, **place: Any) -> Any:
@@ -252,10 +253,7 @@ class StageTrainer:
             given = self._recorded(it, (rows, 1, self.options.hidden), next(model.parameters()).dtype)
             model.set_input_tensor(given.requires_grad_())  # as what Megatron receives, in no_grad too
         out: Tensor = chunk(
-            input_ids=batch["tokens"],
-            position_ids=batch["positions"],
-            attention_mask=None,
-            labels=batch["labels"] if model.post_process else None,
+            **(rows_of(batch) | ({} if model.post_process else {"labels": None})),
             packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"]),
         )
         return given, out
@@ -265,3 +263,60 @@ class StageTrainer:
         seed = 1000 * it.micro_batch + 10 * it.chunk + it.is_forward
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.device, dtype=dtype)
+
+
+# -- what is measured of a stage that runs without the others ---------------------------------------
+
+
+def measure_slots(model: ModelOptions, numbers: Sequence[int]) -> Answer:
+    """One micro-batch after another, in slots that they take in turns; all numbers of slots in turns, too.
+
+    The stage is one in the middle of a pipeline, which has nothing eager but what the driver itself does.
+
+    Returns:
+        By number of slots, host time of a micro-batch in us.
+    """
+    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
+    steps = {str(slots): _step_in(slots, model) for slots in numbers}
+    with without_collection():
+        found = phases_us(
+            lambda: {slots: host_seconds(step) for slots, step in steps.items()},
+            **{"repeats": SAMPLES, "warm_up": WARM_UP, "divisor": MICRO_BATCHES},
+        )
+    for slots, report in zip(numbers, megatron.reports(), strict=True):
+        check_replays(report)
+        if report["slots"] != slots or report["most_in_flight"] != 1:
+            raise RuntimeError(f"expected one micro-batch at a time in {slots} slots, got {report}")
+    return dict(found)
+
+
+def _step_in(slots: int, model: ModelOptions) -> Callable[[], object]:
+    """A step of a model that has so many slots, which has captured."""
+    plugin = installed_plugin()
+    assert plugin is not None
+    config = dataclasses.replace(plugin.config, cuda_graph_slots=slots)
+    trainer = StageTrainer(model, IN_THE_MIDDLE)
+    batches = [batch_of(a_pack(model.max_tokens), trainer.device)] * MICRO_BATCHES
+    passes = [Pass(is_forward, 0, index) for index in range(MICRO_BATCHES) for is_forward in (True, False)]
+    step = partial(trainer.step, batches, passes=passes, keeps=False)
+    with mock.patch.object(plugin, "config", config):  # which is asked when a model is first seen
+        step()
+        step()
+    return step
+
+
+def measure_memory(model: ModelOptions, schedule: StageSchedule, *, graphs: bool) -> Answer:
+    """Of steps of full packs: the most that torch `reserved`, and `slots` of all chunks."""
+    install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1, mode="graph" if graphs else "eager")
+    trainer = StageTrainer(model, schedule)
+    batch = batch_of(a_pack(model.max_tokens), trainer.device)
+    for _ in range(3):
+        trainer.step([batch] * MANY, keeps=False)
+    torch.cuda.synchronize()
+    reports = megatron.reports() if graphs else []
+    for report in reports:
+        check_replays(report)
+    return {
+        "reserved": torch.cuda.max_memory_reserved(),
+        "slots": sum(report["slots"] for report in reports),
+    }

@@ -24,9 +24,15 @@ from torch.nn import functional
 from torch.profiler import profile, record_function
 
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import ACTIVITIES, wall_ms
-from benchmarks.measuring.timeline import Timeline, read_timeline
-from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
+from benchmarks.measuring.clocks import ACTIVITIES, outside_bytes, wall_ms
+from benchmarks.measuring.timeline import STEP, Timeline, read_timeline
+from benchmarks.subjects.hosts import (
+    check_replays,
+    create_engines_graphs,
+    install,
+    on_side_stream,
+    prepare_megatrons_graphs,
+)
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph import megatron
@@ -36,10 +42,9 @@ from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 from megagraph.megatron import disable_cuda_graphs_this_step
 
 NUM_SEQS = 64  # as many documents as the shortest ones make in a pack: every pack fits
-WARM_UP_STEPS = 3
+WARM_UP_STEPS, FURTHER_STEPS = 3, 3  # the first of the further ones captures
 ROUNDS, LARGE_ROUNDS = 5, 2  # of each distinct step of a small model, of a large one
 UNPATCHED_ROUNDS = 2  # before ours, and as many after it; of a large model half
-RIVALS = {"local": "Megatron's local graphs", "full_iteration": "Megatron's full iteration graph"}
 RIVAL_WARM_UP_STEPS, RIVAL_ROUNDS = 6, 12
 
 Batch = dict[str, Any]
@@ -66,19 +71,20 @@ class StepTrainer(Trainer):
 
     With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
     `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `spec` is that of
-    its layers.
+    its layers. Unless it is `packed`, each batch is one document without a pack.
     """
 
     def __init__(
         self,
         options: ModelOptions,
         *,
-        beside: bool,
+        beside: bool = False,
+        packed: bool = True,
         wrap: Callable[[Schedule], Schedule] | None = None,
         spec: Any = None,
         **transformer: Any,
     ) -> None:
-        self._wrap = wrap
+        self._wrap, self._packed = wrap, packed
         self._wrapped: Schedule | None = None
         self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
@@ -87,7 +93,7 @@ class StepTrainer(Trainer):
     def make_optimizer(self) -> Any:
         return SimpleNamespace(zero_grad=lambda: None)  # there is nothing beside the DDP's buffer
 
-    def wall_ms(self, batches: Sequence[Batch], *, graphs: bool) -> float:
+    def wall_ms(self, batches: Sequence[Any], *, graphs: bool) -> float:
         """Runs a step; the time from the start of the schedule until the device has done it all."""
         from megatron.core import pipeline_parallel
 
@@ -99,7 +105,7 @@ class StepTrainer(Trainer):
             results: list[Any] = []
 
             def step() -> None:
-                with record_function("phase: schedule"):
+                with record_function(STEP):
                     results.append(schedule(**arguments))
                     torch.cuda.synchronize()
 
@@ -110,15 +116,21 @@ class StepTrainer(Trainer):
             mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: timed),
             contextlib.nullcontext() if graphs else disable_cuda_graphs_this_step(),
         ):
-            self.forward_backward(batches)  # type: ignore[arg-type]  # hands each on as it is
+            self.forward_backward(batches)  # hands each on as it is
         return self._wall_ms
+
+    def walls_ms(self, steps: Steps, order: Sequence[int], *, graphs: bool = True) -> list[float]:
+        """Runs some of the steps, one after another."""
+        return [self.wall_ms(steps[index % len(steps)], graphs=graphs) for index in order]
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
-        losses = model(
-            **rows_of(batch), packed_seq_params=packed_seq_params(batch["offsets"], batch["longest"])
-        )
-        return losses, partial(mean_loss, mask=batch["mask"])
+        given = {"packed_seq_params": self.params_of(batch)} if self._packed else {}
+        return model(**rows_of(batch), **given), partial(mean_loss, mask=batch["mask"])
+
+    def params_of(self, batch: Batch) -> Any:
+        """What the model is told of a pack."""
+        return packed_seq_params(batch["offsets"], batch["longest"])
 
 
 def rows_of(batch: Batch) -> dict[str, Any]:
@@ -144,38 +156,11 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def named_phases(trainer: StepTrainer) -> Iterator[None]:
-    """Names the host's phases for a profiler: `phase: embedding` and so on."""
-    from megatron.core.pipeline_parallel import schedules
-
-    chunk, config = trainer.chunk, trainer.model.config
-    places = (
-        (schedules, "forward_step", "forward step"),
-        (chunk.embedding, "forward", "embedding"),
-        (chunk.decoder, "forward", "layers"),
-        (chunk.output_layer, "forward", "output layer"),
-        (chunk, "compute_language_model_loss", "loss"),
-        (schedules, "backward_step", "backward"),
-        (config, "finalize_model_grads_func", "finish gradients"),
-    )
-
-    def in_phase(call: Callable[..., Any], phase: str, /, *args: Any, **kwargs: Any) -> Any:
-        with record_function(f"phase: {phase}"):
-            return call(*args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, phase in places:
-            named = partial(in_phase, getattr(owner, name), phase)
-            stack.enter_context(mock.patch.object(owner, name, named))
-        yield
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepCase(Case):
     """A model on packs whose whole training steps are timed."""
 
-    rivals: tuple[str, ...] = ()  # of `RIVALS`, beside it
+    rivals: tuple[str, ...] = ()  # Megatron's graphs beside it, as its config calls them
 
     @property
     def tokens(self) -> int:
@@ -230,8 +215,8 @@ def measure_ours(case: StepCase) -> Answer:
 
     Returns:
         Walls in ms of each round, `graphed`, `eager` and of a small model also `bare`, and which distinct
-        step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; of one traced step
-        `busy_ms`, `kernels_ms` and the `timeline`; `unpatched`, its own walls, order and kernels.
+        step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; `busy_ms` and
+        `kernels_ms` of one traced step; `unpatched`, its own walls, order and kernels.
     """
     trainer = StepTrainer(case.model, beside=True)
     steps = case.batches(trainer.device)
@@ -251,17 +236,14 @@ def _unpatched(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
     """Eager steps with nothing installed but our RoPE; attention is ours by the model's spec."""
     rounds = UNPATCHED_ROUNDS if case.is_small else UNPATCHED_ROUNDS // 2
     with our_rope(), without_collection():
-        for index in range(WARM_UP_STEPS):
-            trainer.wall_ms(steps[index % len(steps)], graphs=True)
+        trainer.walls_ms(steps, range(WARM_UP_STEPS))
         order = case.rounds(rounds * len(steps))
-        walls = [trainer.wall_ms(steps[index], graphs=True) for index in order]
-        kernels = trace_of(trainer, steps[0]).kernels_us() / 1e3
-    return {"walls": walls, "order": order, "kernels_ms": kernels}
+        walls = trainer.walls_ms(steps, order)
+        return {"walls": walls, "order": order, "kernels_ms": trace_of(trainer, steps[0]).kernels_ms()}
 
 
 def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
-    for index in range(WARM_UP_STEPS + 3):
-        trainer.wall_ms(steps[index % len(steps)], graphs=True)
+    trainer.walls_ms(steps, range(WARM_UP_STEPS + FURTHER_STEPS))
     trainer.wall_ms(steps[0], graphs=False)
     launch = partial(bare_step(trainer), MICRO_BATCHES) if case.is_small else None
     order = case.rounds((ROUNDS if case.is_small else LARGE_ROUNDS) * len(steps))
@@ -273,19 +255,18 @@ def _in_turns(trainer: StepTrainer, case: StepCase, steps: Steps) -> Answer:
                 bare.append(wall_ms(launch))
             eager.append(trainer.wall_ms(steps[index], graphs=False))
     traced = [trace_of(trainer, batches) for batches in (steps if case.is_small else steps[:1])]
-    first = traced[0]
-    if all(work.graph is None for work in first.work):
+    if not any(work.is_graphed for work in traced[0].work):
         raise RuntimeError("the trace of a graphed step has no graphs")
     return {
-        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare, "timeline": first.rows_us()},
-        "outside_ms": [timeline.eager_span_us() / 1e3 for timeline in traced] if case.is_small else [],
-        **{"busy_ms": first.busy_us() / 1e3, "kernels_ms": first.kernels_us() / 1e3},
+        **{"order": order, "graphed": graphed, "eager": eager, "bare": bare},
+        "outside_ms": [timeline.eager_ms() for timeline in traced] if case.is_small else [],
+        **{"busy_ms": traced[0].busy_ms(), "kernels_ms": traced[0].kernels_ms()},
     }
 
 
 def trace_of(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
     """The second of two profiled steps; the first pays for the profiler's own start."""
-    with named_phases(trainer), profile(activities=ACTIVITIES) as trace:
+    with profile(activities=ACTIVITIES) as trace:
         for _ in range(2):
             trainer.wall_ms(batches, graphs=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -294,21 +275,75 @@ def trace_of(trainer: StepTrainer, batches: Sequence[Batch]) -> Timeline:
         return read_timeline(json.loads(path.read_text(encoding="utf-8")))
 
 
-def measure_rival(case: StepCase, kind: str) -> Answer:
-    """Walls of steps in ms, with our attention and RoPE kernels: Megatron's RoPE reads offsets on the host.
+def measure_steps(
+    case: StepCase,
+    *ways: str,
+    rounds: int = 0,
+    packs: Sequence[Sequence[Pack]] | None = None,
+    trainer: dict[str, Any],
+    **plugin: Any,
+) -> Answer:
+    """Memory of a model that warms up and captures, then its steps.
 
-    Packs are padded to one shape.
+    Args:
+        case: the model and its packs.
+        ways: to run it, in turns: `graphed`, `eager`, or both.
+        rounds: timed steps.
+        packs: of each step, if not the case's.
+        trainer: options of the trainer.
+        plugin: options of the plugin.
+
+    Returns:
+        Walls in ms by way; the `report`; the most that torch `reserved` before them, and device memory
+        outside of its allocator, `outside` and before a capture `outside_before`.
+    """
+    install(**{"capacities": (case.capacity,), "cuda_graph_warmup_steps": WARM_UP_STEPS, **plugin})
+    made, graphs = StepTrainer(case.model, **trainer), ways[0] == "graphed"
+    steps = [[batch_of(pack, made.device) for pack in step] for step in packs or case.packs()]
+    made.walls_ms(steps, range(WARM_UP_STEPS), graphs=graphs)
+    before = outside_bytes()
+    made.walls_ms(steps, range(WARM_UP_STEPS, WARM_UP_STEPS + FURTHER_STEPS), graphs=graphs)
+    memory = {
+        "reserved": torch.cuda.max_memory_reserved(),
+        "outside_before": before,
+        "outside": outside_bytes(),
+    }
+    walls: dict[str, list[float]] = {way: [] for way in ways}
+    with without_collection():
+        for index in case.rounds(rounds):
+            for way, of_way in walls.items():
+                of_way.append(made.wall_ms(steps[index], graphs=way == "graphed"))
+    report = megatron.reports()[-1]
+    if graphs and plugin.get("mode") != "eager":
+        check_replays(report, "DISABLED")
+    return {**walls, **memory, "report": report}
+
+
+def measure_rival(
+    case: StepCase,
+    impl: str,
+    *,
+    modules: Sequence[str] = (),
+    rounds: int = RIVAL_ROUNDS,
+    **trainer: Any,
+) -> Answer:
+    """Walls of steps in ms in Megatron's own graphs, on batches of one shape.
+
+    Megatron's layers have our RoPE, since its own reads offsets on the host.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     prepare_megatrons_graphs(MICRO_BATCHES)
-    is_full, wrap = kind == "full_iteration", partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2)
+    if impl == "full_iteration":
+        trainer["wrap"] = partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2)
     steps = case.batches(torch.device("cuda"), canonical=True)
-    with our_rope():
+    with our_rope() if "spec" not in trainer else contextlib.nullcontext():
         # Megatron's local graphs choose a stream themselves while the model is built.
-        config: dict[str, Any] = {"cuda_graph_impl": kind, "cuda_graph_modules": []}
-        trainer = StepTrainer(case.model, beside=is_full, wrap=wrap if is_full else None, **config)
-        for index in range(RIVAL_WARM_UP_STEPS):
-            trainer.wall_ms(steps[index % len(steps)], graphs=True)
+        config: dict[str, Any] = {"cuda_graph_impl": impl, "cuda_graph_modules": [*modules]}
+        made = StepTrainer(case.model, beside=impl != "local", **config, **trainer)
+        made.walls_ms(steps, range(RIVAL_WARM_UP_STEPS))
+        if impl == "transformer_engine":
+            create_engines_graphs(made)
+            made.walls_ms(steps, range(RIVAL_WARM_UP_STEPS))
         with without_collection():
-            return {"walls": [trainer.wall_ms(steps[i], graphs=True) for i in case.rounds(RIVAL_ROUNDS)]}
+            return {"walls": made.walls_ms(steps, case.rounds(rounds))}
