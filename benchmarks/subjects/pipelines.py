@@ -13,19 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import wall_ms
-from benchmarks.subjects.hosts import be_deterministic, check_replays, install_for, seed_streams
-from benchmarks.subjects.stages import DOCUMENTS, LAYERS, BlockSpec, differing, drawn_packs
+from benchmarks.subjects.hosts import be_deterministic, check_replays, install_for
+from benchmarks.subjects.stages import DOCUMENTS, LAYERS, BlockSpec, chunks_of, differing, drawn_packs
 from benchmarks.subjects.steps import Batch, batch_of, mean_loss, rows_of
 from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
+from megagraph.decide.in_flight import StageSchedule
 from megagraph.demo.trainer import (
     ModelOptions,
-    gpt_model,
-    in_half_precision,
     packed_seq_params,
     transformer_config,
 )
@@ -42,20 +41,11 @@ ALONE = 5  # graphed steps at the end, whose slots the report shows without the 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a model is cut into stages and chunks.
-
-    Args:
-        stages: ranks of the pipeline.
-        chunks: of each stage.
-        group_size: of interleaved schedules; None for Megatron's own default.
-        tensor_parallel: ranks that share each layer.
-        context_parallel: ranks that share every pack.
-        expert_parallel: ranks over which experts are spread.
-    """
+    """How a model is cut into stages and chunks, and how many ranks share layers, packs and experts."""
 
     stages: int = 2
-    chunks: int = 1
-    group_size: int | None = None
+    chunks: int = 1  # of each stage
+    group_size: int | None = None  # of interleaved schedules, if not Megatron's own default
     tensor_parallel: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
@@ -100,15 +90,8 @@ class Cut:
 class PipelineTrainer:
     """The chunks of one stage, and steps of plain gradient descent.
 
-    Args:
-        cut: how the model is cut.
-        options: of the whole model; `max_tokens` are the rows of a full pack.
-        forward: calls a chunk on a micro-batch.
-        transformer: further fields of Megatron's config.
-        ddp: further fields of its DDP config.
-        spec: of a chunk's layers.
-        shared_embeddings: the output layer has the embedding's weight.
-        aligned: chunks reduce gradients, and gather parameters, when the schedule says so on all stages.
+    `forward` calls a chunk on a micro-batch. With `aligned` chunks reduce gradients, and gather parameters,
+    when the schedule says so on all stages.
     """
 
     def __init__(
@@ -124,44 +107,20 @@ class PipelineTrainer:
         aligned: bool = False,
     ) -> None:
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
+        from megatron.core.distributed import finalize_model_grads
 
-        torch.manual_seed(options.seed)
-        seed_streams()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.options, self._forward = options, forward
         self.config = transformer_config(options, **{**cut.config(), **(transformer or {})})
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
         stage = parallel_state.get_pipeline_model_parallel_rank()
-
-        def chunk_of(index: int) -> nn.Module:
-            vp_stage = {"vp_stage": index} if cut.chunks > 1 else {}
-            return gpt_model(
-                options,
-                self.config,
-                spec(self.config, pp_rank=stage, **vp_stage),
-                pre_process=stage == 0 and index == 0,
-                post_process=stage == cut.stages - 1 and index == cut.chunks - 1,
-                share_embeddings_and_output_weights=shared_embeddings,
-                **vp_stage,
-            )
-
-        self.models = [chunk_of(index).to(self.device) for index in range(cut.chunks)]
-        self.chunks = [
-            DistributedDataParallel(
-                config=self.config, ddp_config=ddp_config, module=in_half_precision(model)
-            )
-            for model in self.models
-        ]
+        place = StageSchedule(stages=cut.stages, stage=stage, chunks=cut.chunks)
+        shared = {"share_embeddings_and_output_weights": shared_embeddings}
+        self.models, self.chunks = chunks_of(options, self.config, spec, place, ddp=ddp, **shared)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = self._each("no_sync")
         if aligned:
             self.config.grad_sync_func = self._each("start_grad_sync")
-            if ddp_config.overlap_param_gather:
+            if self.chunks[0].ddp_config.overlap_param_gather:
                 self.config.param_sync_func = self._each("start_param_sync")
 
     def _each(self, name: str) -> Any:
@@ -218,8 +177,7 @@ def _forward(chunk: Any, batch: Batch, _device: torch.device) -> tuple[Tensor, A
 class _Shapes:
     """Host time that Megatron spends on exchanging shapes, with which it waits for the device."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    ms = 0.0
 
     def timed(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
         """The exchange, timed."""
@@ -229,14 +187,9 @@ class _Shapes:
             try:
                 return exchange(*args, **kwargs)
             finally:
-                self._seconds += time.perf_counter() - start
+                self.ms += (time.perf_counter() - start) * 1e3
 
         return call
-
-    def take_ms(self) -> float:
-        """Of all calls since this was asked last."""
-        taken, self._seconds = self._seconds * 1e3, 0.0
-        return taken
 
 
 class _Timed:
@@ -250,12 +203,12 @@ class _Timed:
     def step(self, batches: Sequence[Batch], *, counts: bool) -> list[Tensor]:
         """A step that all ranks begin at once. Returns losses and gradients."""
         distributed.all_reduce(torch.zeros(1, device=self.trainer.device))
-        self._shapes.take_ms()
+        self._shapes.ms = 0.0
         results: list[dict[str, Any]] = []
         wall = wall_ms(lambda: results.extend(self.trainer.step(batches, eager=self._eager)))
         if counts:
             self.walls.append(wall)
-            self.waits.append(self._shapes.take_ms())
+            self.waits.append(self._shapes.ms)
         gradients = [param.main_grad for _name, param in self.trainer.named_parameters()]
         return [*(result["loss"] for result in results), *gradients]
 
@@ -263,17 +216,9 @@ class _Timed:
 def train(model: ModelOptions, cut: Cut, layers: str) -> Answer:
     """Trains eager and graphed on the same packs, another number in each step; this rank's part.
 
-    Leaves the report that `MEGAGRAPH_REPORT` names.
-
-    Args:
-        model: of the whole model.
-        cut: of it.
-        layers: of `LAYERS`.
-
-    Returns:
-        `graphed` and `eager`, walls in ms of the settled steps, and `graphed waits` and `eager waits`, the
-        part of them in which the host exchanged shapes; how many values of losses and gradients were
-        `differing` in all steps.
+    Leaves the report that `MEGAGRAPH_REPORT` names. Answers `graphed` and `eager`, walls in ms of the settled
+    steps, and the part of them in which the host exchanged shapes, `graphed waits` and `eager waits`; how
+    many values of losses and gradients were `differing` in all steps.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

@@ -77,12 +77,41 @@ def differing(ones: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     return sum(int((one != other).sum()) for one, other in zip(ones, others, strict=True))
 
 
-class PretendedStages:
-    """Stands for the process group of a pipeline, for what a model asks of it.
+def chunks_of(
+    options: ModelOptions,
+    config: Any,
+    spec: BlockSpec,
+    place: StageSchedule,
+    *,
+    ddp: dict[str, Any] | None = None,
+    **further: Any,
+) -> tuple[list[nn.Module], list[Any]]:
+    """The chunks of a stage, and their DDPs. `further` goes to each GPTModel."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    Args:
-        schedule: says which stage of how many this process is.
-    """
+    torch.manual_seed(options.seed)
+    seed_streams()
+    models = []
+    for index in range(place.chunks):
+        vp_stage = {"vp_stage": index} if place.chunks > 1 else {}
+        model = gpt_model(
+            options,
+            config,
+            spec(config, pp_rank=place.stage, **vp_stage),
+            pre_process=place.stage == 0 and index == 0,
+            post_process=place.stage == place.stages - 1 and index == place.chunks - 1,
+            **vp_stage,
+            **further,
+        )
+        models.append(model.cuda() if torch.cuda.is_available() else model)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
+    modules = map(in_half_precision, models)
+    made = partial(DistributedDataParallel, config=config, ddp_config=ddp_config)
+    return models, [made(module=module) for module in modules]
+
+
+class PretendedStages:
+    """Stands for the process group of a pipeline, for what a model asks of it."""
 
     def __init__(self, schedule: StageSchedule) -> None:
         self._schedule = schedule
@@ -92,81 +121,38 @@ class PretendedStages:
         return self._schedule.stages
 
     def rank(self) -> int:
-        """Which of them."""
+        """Which of them this process is."""
         return self._schedule.stage
 
 
 class StageStep(NamedTuple):
-    """What a step of a stage left.
+    """What a step of a stage left."""
 
-    Args:
-        outputs: of each chunk and micro-batch: hidden states, or losses of the last chunk.
-        gradients: of what each chunk and micro-batch was given.
-        main_grads: of every parameter, by chunk and name.
-    """
-
-    outputs: dict[tuple[int, int], Tensor]
-    gradients: dict[tuple[int, int], Tensor]
-    main_grads: dict[str, Tensor]
-
-    def tensors(self) -> list[Tensor]:
-        """All of it, in the order in which it came to be."""
-        return [*self.outputs.values(), *self.gradients.values(), *self.main_grads.values()]
+    outputs: dict[tuple[int, int], Tensor]  # of each chunk and micro-batch
+    gradients: dict[tuple[int, int], Tensor]  # of what each chunk and micro-batch was given
+    main_grads: dict[str, Tensor]  # of every parameter, by chunk and name
 
 
 class StageTrainer:
     """The chunks of one stage.
 
-    Args:
-        options: of the whole model; `max_tokens` are the rows of the largest pack.
-        schedule: which stage it is, and in which order it runs.
-        deallocates: outputs are emptied as soon as they would have been sent (`deallocate_pipeline_outputs`).
-        spec: of each chunk's layers.
+    With `deallocates` outputs are emptied once they would have been sent (`deallocate_pipeline_outputs`).
     """
 
-    def __init__(
-        self,
-        options: ModelOptions,
-        schedule: StageSchedule,
-        *,
-        deallocates: bool = False,
-        spec: BlockSpec = get_gpt_block_varlen_spec,
-    ) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    def __init__(self, options: ModelOptions, schedule: StageSchedule, *, deallocates: bool = False) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
 
-        seed_streams()
-        torch.manual_seed(options.seed)
-        self.options, self.schedule = options, schedule
-        self._deallocates, self._spec = deallocates, spec
+        self.options, self.schedule, self._deallocates = options, schedule, deallocates
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         virtual: dict[str, Any] = {}
         if schedule.chunks > 1:
             virtual["virtual_pipeline_model_parallel_size"] = schedule.chunks
             virtual["microbatch_group_size_per_vp_stage"] = schedule.group_size or schedule.stages
         config = transformer_config(options, pipeline_model_parallel_size=schedule.stages, **virtual)
-        self.models = [self._chunk(config, chunk).to(self.device) for chunk in range(schedule.chunks)]
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.chunks: list[Any] = [
-            DistributedDataParallel(config=config, ddp_config=ddp_config, module=in_half_precision(model))
-            for model in self.models
-        ]
-
-    def _chunk(self, config: Any, chunk: int) -> nn.Module:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        schedule = self.schedule
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.pp = PretendedStages(schedule)
-        vp_stage = chunk if schedule.chunks > 1 else None
-        return gpt_model(
-            self.options,
-            config,
-            self._spec(config, vp_stage=vp_stage, pp_rank=schedule.stage),
-            pre_process=schedule.stage == 0 and chunk == 0,
-            post_process=schedule.stage == schedule.stages - 1 and chunk == schedule.chunks - 1,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        spec = get_gpt_block_varlen_spec
+        self.models, self.chunks = chunks_of(options, config, spec, schedule, pg_collection=groups)
 
     def step(
         self,
@@ -272,9 +258,7 @@ def measure_slots(model: ModelOptions, numbers: Sequence[int]) -> Answer:
     """One micro-batch after another, in slots that they take in turns; all numbers of slots in turns, too.
 
     The stage is one in the middle of a pipeline, which has nothing eager but what the driver itself does.
-
-    Returns:
-        By number of slots, host time of a micro-batch in us.
+    Answers by number of slots the host time of a micro-batch in us.
     """
     install_for(model.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     steps = {str(slots): _step_in(slots, model) for slots in numbers}
