@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.measuring.children import Answer, tell, told, try_part
 from benchmarks.measuring.clocks import copy_of, device_us, kernel_us
-from benchmarks.measuring.figures import Measurement, beside, beside_each, timed_ratio
+from benchmarks.measuring.figures import Measurement, beside, timed_ratio
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
@@ -30,8 +29,8 @@ SMALL_MIB, LARGE_MIB = (8, 16, 32), (64, 160, 320)
 SMALL_BAR, LARGE_BAR = 1.3, 0.92  # times a copy's time; of its bandwidth
 LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleaved"}
 DIRECTIONS = ("forward", "backward")
-# Rivals rotate these, NeoX; the last of the sizes is compiled for.
-RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)
+RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)  # a rival rotates these, NeoX
+RIVAL = "Transformer Engine's fused kernel, one launch each for q and k, kernels only"
 CONTENT, ROTARY, VALUE = 128, 64, 128  # of multi-latent attention: DeepSeek's heads
 LATENT_HEADS, LATENT_MIB, LATENT_BAR = (16, 128), (64, 256, 1024), 0.85  # of a copy's bandwidth
 LATENT_RIVAL = "Megatron's fused kernels, kernels only"
@@ -75,22 +74,10 @@ class Inputs:
         return [tensor for heads in self.heads for tensor in _random(self.tokens, heads, HEAD_DIM)]
 
     def angles(self, *, interleaved: bool) -> Tensor:
-        """Of each position of the longest document and one more, [positions, 1, 1, 128] in float32.
-
-        One more, since Megatron takes as many positions as rows for an angle of each row.
-        """
-        half = _angles(int(self.offsets().diff().max()) + 1, HEAD_DIM)
+        """Of each position of the longest document, [positions, 1, 1, 128] in float32."""
+        half = _angles(int(self.offsets().diff().max()), HEAD_DIM)
         wide = half.repeat_interleave(2, 1) if interleaved else torch.cat((half, half), -1)
         return wide[:, None, None, :]
-
-
-def _megatrons(inputs: Inputs) -> Rotation:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    angles, cu_seqlens = inputs.angles(interleaved=False), inputs.offsets()
-    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # context-parallel, of one process
-    rotate, pair = rope_utils._apply_rotary_pos_emb_thd, inputs.pair()
-    return lambda: [rotate(t, cu_seqlens, angles, cp_group=group) for t in pair], pair, inputs.pair()
 
 
 def _transformer_engines(inputs: Inputs) -> Rotation:
@@ -99,32 +86,6 @@ def _transformer_engines(inputs: Inputs) -> Rotation:
     angles, pack = inputs.angles(interleaved=False), {"tensor_format": "thd", "cu_seqlens": inputs.offsets()}
     rotate, pair = partial(apply_rotary_pos_emb, fused=True, **pack, cp_size=1, cp_rank=0), inputs.pair()
     return lambda: [rotate(t, angles) for t in pair], pair, inputs.pair()
-
-
-def _compiled(inputs: Inputs) -> Rotation:
-    """The rotation itself, once each row has its angle; the lookup is not timed."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    cu_seqlens = inputs.offsets().long()
-    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-    positions = torch.arange(inputs.tokens, device=DEVICE) - starts
-    angles = inputs.angles(interleaved=False)[positions]
-    rotate, pair = rope_utils._apply_rotary_pos_emb_bshd, inputs.pair()
-
-    def both(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q[:, None], angles)[:, 0], rotate(k[:, None], angles)[:, 0]
-
-    compiled = torch.compile(both, dynamic=False)
-    return lambda: compiled(*pair), pair, inputs.pair()
-
-
-def _rivals_at(mib: int) -> dict[str, Callable[[Inputs], Rotation]]:
-    rivals: dict[str, Callable[[Inputs], Rotation]] = {
-        "Megatron's unfused function, kernels only": _megatrons,
-        "Transformer Engine's fused kernel, one launch each for q and k, kernels only": _transformer_engines,
-        "torch.compile of Megatron's function on gathered angles, kernels only": _compiled,
-    }
-    return rivals if mib == RIVAL_MIB[-1] else dict(itertools.islice(rivals.items(), 2))
 
 
 @dataclass(frozen=True)
@@ -189,17 +150,11 @@ LATENT_SIZES = [LatentInputs(*size) for size in itertools.product(LATENT_HEADS, 
 
 def answer() -> None:
     """Tells of each rival, forward and backward."""
-    import torch._functorch.config
-    import torch._inductor.config
-
-    # One process compiles, and a backward pass runs more than once.
-    torch._inductor.config.compile_threads = 1
-    torch._functorch.config.donated_buffer = False
     for mib in RIVAL_MIB:
-        for rival, make in _rivals_at(mib).items():
-            _tell(f"{rival}; {mib}", partial(make, Inputs(RIVAL_HEADS, mib)))
-    for inputs in LATENT_SIZES:
-        _tell(str(inputs), partial(_megatrons_latent, inputs))
+        inputs = Inputs(RIVAL_HEADS, mib)
+        _tell(str(inputs), partial(_transformer_engines, inputs))
+    for latent in LATENT_SIZES:
+        _tell(str(latent), partial(_megatrons_latent, latent))
 
 
 def _tell(key: str, make: Callable[[], Rotation]) -> None:
@@ -250,10 +205,9 @@ def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
         title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
         figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
         if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
-            mib = inputs.mib
-            rivals = {who: told(answer, f"{who}; {mib}; {direction}") for who in _rivals_at(mib)}
-            figure = replace(figures[-1], name=f"{title}, beside a rival")
-            figures += beside_each(figure, rivals, partial(_share_of, median(copy)))
+            figure = replace(figures[-1], name=f"{title}, beside a rival", bar=None)
+            theirs = told(answer, f"{inputs}; {direction}")
+            figures.append(beside(figure, RIVAL, theirs, partial(_share_of, median(copy))))
     return figures
 
 
