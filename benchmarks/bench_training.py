@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.clocks import MIB, device_work
+from benchmarks.measuring.clocks import MIB
 from benchmarks.measuring.figures import Measurement, beside_each, timed
 from benchmarks.measuring.results import Figure
 from benchmarks.subjects.hosts import (
@@ -55,7 +55,7 @@ CASE = Case(name="packs", model=MODEL, max_packed_seqs=(8, NUM_SEQS), mean_lengt
 
 
 def measure_time(case: Case, *, graphs: bool) -> Answer:
-    """Step times, memory and GPU time of one model."""
+    """Step times and MiB that torch reserved, for packs that are `fitting` and for `all`, of one model."""
     install_for(case.model.max_tokens, *case.max_packed_seqs, cuda_graph_warmup_steps=3)
     trainer = Trainer(case.model)
     steps = case.steps(WARM_UP_STEPS + TIMED_STEPS)
@@ -63,14 +63,7 @@ def measure_time(case: Case, *, graphs: bool) -> Answer:
     _, reserved = walls_ms(trainer, fitting[:WARM_UP_STEPS], graphs=graphs)
     walls, most = walls_ms(trainer, steps[WARM_UP_STEPS:], graphs=graphs)
     report = megatron.reports()[-1]
-    profiled = steps[-2:]  # the busy share is that of these steps, timed without the profiler first
-    wall_ms = median(walls_ms(trainer, profiled * 3, graphs=graphs)[0])
-    work = device_work(partial(walls_ms, trainer, profiled, graphs=graphs), repeats=1, warm_up=0)
-    kernel_ms = sum(item.us for item in work) / 1e3 / len(profiled)
-    return {
-        **{"walls_ms": walls, "reserved_bytes": reserved, "reserved_with_eager_bytes": most},
-        **{"report": report, "kernel_ms": kernel_ms, "busy_share": kernel_ms / wall_ms},
-    }
+    return {"walls_ms": walls, "fitting": reserved / MIB, "all": most / MIB, "report": report}
 
 
 def canonical(pack: Pack) -> Pack:
@@ -135,26 +128,19 @@ def _wall(answer: Answer) -> float:
 def _training_figures(name: str) -> list[Figure]:
     environment = {"CUBLAS_WORKSPACE_CONFIG": DETERMINISTIC["CUBLAS_WORKSPACE_CONFIG"]}
     eager, graphed = (measure_part(__name__, f"{name}: {how}", environment=environment) for how in HOW)
-    report = graphed["report"]
-
-    def figure(what: str, value: float, unit: str, **more: Any) -> Figure:
-        return Figure(name=f"{name}: {what}", value=value, unit=unit, **more)
-
-    def beside(what: str, key: str, unit: str, scale: float = 1, slack: float | None = None) -> Figure:
-        its = eager[key] / scale
-        bar = None if slack is None else slack * its
-        return figure(what, graphed[key] / scale, unit, bar=bar, rival="eager", rival_value=its)
-
-    peak = "peak memory reserved"
+    report, peak = graphed["report"], f"{name}: peak memory reserved"
     rival: dict[str, Any] = {"bar": _wall(eager), "rival": "eager", "rival_value": _wall(eager)}
+    capture = 1e3 * report["capture_seconds"] / report["graphs"]
+
+    def beside(what: str, key: str, bar: float | None) -> Figure:
+        of, its = graphed[key], eager[key]
+        return Figure(name=what, value=of, unit="MiB", bar=bar, rival="eager", rival_value=its)
+
     return [
         timed(f"{name}: forward and backward of a step, median", graphed["walls_ms"], "ms", **rival),
-        beside("GPU busy share", "busy_share", "1"),
-        beside("kernel time of a step", "kernel_ms", "ms", slack=1.01),
-        beside(peak, "reserved_bytes", "MiB", MIB, 1.05),
-        beside(f"{peak}, with packs over the capacity", "reserved_with_eager_bytes", "MiB", MIB),
-        figure("capture", 1e3 * report["capture_seconds"] / report["graphs"], "ms a graph", bar=40),
-        figure("padding share", report["padding_share"], "1"),
+        beside(peak, "fitting", 1.05 * eager["fitting"]),
+        beside(f"{peak}, with packs over the capacity", "all", None),
+        Figure(name=f"{name}: capture", value=capture, unit="ms a graph", bar=40),
     ]
 
 

@@ -12,7 +12,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
-from benchmarks.subjects import bits, costs, guards
+from benchmarks import bench_bits as bits
+from benchmarks import bench_guards as guards
+from benchmarks.subjects import costs
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
@@ -31,6 +33,13 @@ STEPS = 5  # of which three warm up
 def on_cpu() -> Iterator[None]:
     with megatron_on_cpu(), process_groups():
         yield
+
+
+@pytest.fixture(autouse=True)
+def ends_uninstalled() -> Iterator[None]:
+    """Each of these is the last thing that a process of a benchmark does."""
+    yield
+    megatron.uninstall()
 
 
 def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> None:
@@ -74,10 +83,7 @@ def test_canonical_packs_have_the_rows_and_documents_of_their_capacity(share: fl
 def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "ROUNDS", 2)
     install_for(OPTIONS.max_tokens, costs.DOCUMENTS, cuda_graph_warmup_steps=1)
-    try:
-        engine: dict[str, Any] = costs.measure_engine(OPTIONS)
-    finally:
-        megatron.uninstall()
+    engine: dict[str, Any] = costs.measure_engine(OPTIONS)
     assert {key.partition(",")[0] for key in engine} == {"inside", "outside"} and len(engine) == 6
 
 

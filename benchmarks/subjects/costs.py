@@ -20,7 +20,6 @@ from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import Replays, bare_loops
 from benchmarks.subjects.layers import captured, end_reductions
 from benchmarks.subjects.packs import a_pack, hidden_states
-from megagraph import megatron
 from megagraph.demo.trainer import ModelOptions
 
 ROUNDS, LAST_ROUNDS = 40, 200  # reductions take turns with the host, so that a last micro-batch varies most
@@ -146,8 +145,5 @@ def measure_thread(options: ModelOptions) -> Answer:
 def measure_costs(options: ModelOptions) -> Answer:
     """All of them, of a stack like that of `layers.py`."""
     install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
-    try:
-        measured = {"last": measure_last, "engine": measure_engine, "thread": measure_thread}
-        return {name: measure(options) for name, measure in measured.items()}
-    finally:
-        megatron.uninstall()
+    measured = {"last": measure_last, "engine": measure_engine, "thread": measure_thread}
+    return {name: measure(options) for name, measure in measured.items()}

@@ -22,7 +22,6 @@ from benchmarks.subjects.flat_banks import Layer
 from benchmarks.subjects.hosts import check_replays, install_for, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
 from benchmarks.subjects.packs import a_pack, hidden_states
-from megagraph import megatron
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron import disable_cuda_graphs_this_step
@@ -310,7 +309,4 @@ def measure_stacks(options: ModelOptions) -> dict[str, Answer]:
     """
     install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
     ddps = {"stack": None, "last": {"overlap_grad_reduce": True}}
-    try:
-        return {name: _measure_stack(options, ddp) for name, ddp in ddps.items()}
-    finally:
-        megatron.uninstall()
+    return {name: _measure_stack(options, ddp) for name, ddp in ddps.items()}
