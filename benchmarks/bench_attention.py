@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.children import Answer, caught, tell, told, try_part
+from benchmarks.measuring.children import Answer, caught, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
 from benchmarks.measuring.figures import Measurement, beside, timed
 from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import on_side_stream
+from benchmarks.subjects.hosts import Parts, answering, on_side_stream
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
@@ -190,23 +190,45 @@ def _compare_padded(shape: Shape) -> list[Figure]:
             figures.append(replace(figure, rival=rival, rival_value=its))
             answer = caught(partial(fixed, max_seqlen, direction))
             figure = replace(figure, name=f"{figure.name}, beside ATen alone", bar=None)
-            figures.append(beside(figure, ATEN, answer, _us_of))
+            figures.append(beside(figure, ATEN, answer, lambda of: float(of["us"])))
     return figures
 
 
-def _us_of(answer: Answer) -> float:
-    return float(answer["us"])
+def _rival() -> Answer:
+    """Microseconds of its kernels."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    shape = RIVAL_SHAPE
+    cu_seqlens, longest = shape.pack()
+    *leaves, grad = shape.inputs()
+    for leaf in leaves:
+        leaf.requires_grad_()
+    of = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "num_gqa_groups": shape.groups}
+    ends: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    ends |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    attend = partial(DotProductAttention(shape.heads, shape.dim, **of), *leaves, **ends)
+
+    def both() -> object:
+        return torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))
+
+    with torch.no_grad():
+        forward = kernel_us(attend)
+    return {"forward": forward, "forward and backward": kernel_us(both)}
+
+
+PARTS: Parts = {TRANSFORMER_ENGINE: _rival}
+answer = answering(PARTS)
 
 
 def _beside_transformer_engine() -> list[Figure]:
-    answer = try_part(__name__)
+    theirs = try_part(__name__, TRANSFORMER_ENGINE)
     mine = ours(RIVAL_SHAPE.inputs(), *RIVAL_SHAPE.pack())
     forward, backward = gpu_us((mine["forward"], mine["backward"]))
     both = [sum(pair) for pair in zip(forward, backward, strict=True)]
     figures = []
     for name, us in {"forward": forward, "forward and backward": both}.items():
         figure = timed(f"{RIVAL_SHAPE}, {name}: GPU time", us, "us")
-        figures.append(beside(figure, TRANSFORMER_ENGINE, told(answer, name), _us_of))
+        figures.append(beside(figure, TRANSFORMER_ENGINE, theirs, lambda of, name=name: float(of[name])))  # type: ignore[misc]
     return figures
 
 
@@ -218,32 +240,3 @@ def measure(measurement: Measurement) -> None:
         for shape in PADDED_SHAPES:
             measurement.take(f"{shape}, padded", partial(_compare_padded, shape))
         measurement.take(f"{RIVAL_SHAPE}, rivals", _beside_transformer_engine)
-
-
-def answer() -> None:
-    """Tells of each rival."""
-    shape, layers = RIVAL_SHAPE, list[Any]()
-    cu_seqlens, longest = shape.pack()
-    *leaves, grad = shape.inputs()
-    for leaf in leaves:
-        leaf.requires_grad_()
-
-    def attend() -> Tensor:
-        from transformer_engine.pytorch import DotProductAttention
-
-        if not layers:
-            of = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "num_gqa_groups": shape.groups}
-            layers.append(DotProductAttention(shape.heads, shape.dim, **of))
-        ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-        out: Tensor = layers[0](*leaves, **ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        return out
-
-    def forward() -> float:
-        with torch.no_grad():
-            return kernel_us(attend)
-
-    def both() -> object:
-        return torch.autograd.grad(out := attend(), leaves, grad.view(out.shape))
-
-    tell("forward", forward)
-    tell("forward and backward", lambda: kernel_us(both))

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.children import Answer, tell, told, try_part
+from benchmarks.measuring.children import Answer, caught, try_part
 from benchmarks.measuring.clocks import copy_of, device_us, kernel_us
 from benchmarks.measuring.figures import Measurement, beside, timed_ratio
 from benchmarks.measuring.results import Figure
+from benchmarks.subjects.hosts import Parts, answering
 from benchmarks.subjects.packs import lognormal_offsets
 from megagraph.packs import ops
 
@@ -29,7 +29,6 @@ SMALL_MIB, LARGE_MIB = (8, 16, 32), (64, 160, 320)
 SMALL_BAR, LARGE_BAR = 1.3, 0.92  # times a copy's time; of its bandwidth
 LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleaved"}
 DIRECTIONS = ("forward", "backward")
-RIVAL_HEADS, RIVAL_MIB = (32, 8), (64, 320)  # a rival rotates these, NeoX
 RIVAL = "Transformer Engine's fused kernel, one launch each for q and k, kernels only"
 CONTENT, ROTARY, VALUE = 128, 64, 128  # of multi-latent attention: DeepSeek's heads
 LATENT_HEADS, LATENT_MIB, LATENT_BAR = (16, 128), (64, 256, 1024), 0.85  # of a copy's bandwidth
@@ -145,48 +144,40 @@ def _megatrons_latent(inputs: LatentInputs) -> Rotation:
 
 
 SIZES = [Inputs(*size) for size in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB))]
+RIVAL_SIZES = [Inputs((32, 8), mib) for mib in (64, 320)]
 LATENT_SIZES = [LatentInputs(*size) for size in itertools.product(LATENT_HEADS, LATENT_MIB)]
 
 
-def answer() -> None:
-    """Tells of each rival, forward and backward."""
-    for mib in RIVAL_MIB:
-        inputs = Inputs(RIVAL_HEADS, mib)
-        _tell(str(inputs), partial(_transformer_engines, inputs))
-    for latent in LATENT_SIZES:
-        _tell(str(latent), partial(_megatrons_latent, latent))
+def _rivals() -> Answer:
+    """Microseconds of each rival's kernels."""
+    made = {str(size): partial(_transformer_engines, size) for size in RIVAL_SIZES}
+    made |= {str(size): partial(_megatrons_latent, size) for size in LATENT_SIZES}
+    return {name: caught(partial(_kernels_of, make)) for name, make in made.items()}
 
 
-def _tell(key: str, make: Callable[[], Rotation]) -> None:
-    made: list[Any] = []
+def _kernels_of(make: Callable[[], Rotation]) -> Answer:
+    rotate, leaves, grads = make()
+    for leaf in leaves:
+        leaf.requires_grad_()
+    rotated = rotate()
+    backward = partial(torch.autograd.grad, rotated, leaves, grads, retain_graph=True)
+    return {"forward": kernel_us(rotate), "backward": kernel_us(backward)}
 
-    def forward() -> float:
-        rotate, leaves, grads = make()
-        for leaf in leaves:
-            leaf.requires_grad_()
-        made[:] = rotate(), leaves, grads
-        return kernel_us(rotate)
 
-    def backward() -> float:
-        if not made:
-            raise RuntimeError("its forward failed")
-        rotated, leaves, grads = made
-        return kernel_us(lambda: torch.autograd.grad(rotated, leaves, grads, retain_graph=True))
-
-    tell(f"{key}; forward", forward)
-    tell(f"{key}; backward", backward)
+PARTS: Parts = {"rivals": _rivals}
+answer = answering(PARTS)
 
 
 def measure(measurement: Measurement) -> None:
     """Measures every size, and the rivals at some of them."""
-    answer = try_part(__name__)
+    rivals = try_part(__name__, "rivals")
     for inputs in SIZES:
-        measurement.take(str(inputs), partial(_figures_of, inputs, answer))
+        measurement.take(str(inputs), partial(_figures_of, inputs, rivals))
     for latent in LATENT_SIZES:
-        measurement.take(str(latent), partial(_latent_figures, latent, answer))
+        measurement.take(str(latent), partial(_latent_figures, latent, rivals))
 
 
-def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
+def _figures_of(inputs: Inputs, rivals: Answer) -> list[Figure]:
     figures: list[Figure] = []
     cu_seqlens, tensors = inputs.offsets(), inputs.pair()
     copying = copy_of(inputs.tokens * sum(inputs.heads) * HEAD_DIM * 2)
@@ -204,14 +195,13 @@ def _figures_of(inputs: Inputs, answer: Answer) -> list[Figure]:
             continue
         title, more = f"{name}: share of a copy's bandwidth", {"bar": LARGE_BAR, "better": "higher"}
         figures.append(timed_ratio(title, copy, ours, "share", **more, floor=1.0))
-        if (inputs.heads, layout, cold) == (RIVAL_HEADS, "NeoX", False) and inputs.mib in RIVAL_MIB:
+        if (layout, cold) == ("NeoX", False) and inputs in RIVAL_SIZES:
             figure = replace(figures[-1], name=f"{title}, beside a rival", bar=None)
-            theirs = told(answer, f"{inputs}; {direction}")
-            figures.append(beside(figure, RIVAL, theirs, partial(_share_of, median(copy))))
+            figures.append(_beside(figure, RIVAL, rivals, inputs, direction, median(copy)))
     return figures
 
 
-def _latent_figures(inputs: LatentInputs, answer: Answer) -> list[Figure]:
+def _latent_figures(inputs: LatentInputs, rivals: Answer) -> list[Figure]:
     figures: list[Figure] = []
     how = (*inputs.tables(), inputs.offsets())
     calls: dict[str, Callable[[], object]] = {
@@ -224,11 +214,12 @@ def _latent_figures(inputs: LatentInputs, answer: Answer) -> list[Figure]:
         name = f"{inputs}, {direction}, {'cold' if cold else 'warm'}: share of a copy's bandwidth"
         figure = timed_ratio(name, copy, ours, "share", bar=LATENT_BAR, better="higher", floor=1.0)
         if not cold:
-            theirs = told(answer, f"{inputs}; {direction}")
-            figure = beside(figure, LATENT_RIVAL, theirs, partial(_share_of, median(copy)))
+            figure = _beside(figure, LATENT_RIVAL, rivals, inputs, direction, median(copy))
         figures.append(figure)
     return figures
 
 
-def _share_of(copy_us: float, answer: Answer) -> float:
-    return copy_us / float(answer["us"])
+def _beside(
+    figure: Figure, who: str, rivals: Answer, inputs: object, direction: str, copy_us: float
+) -> Figure:
+    return beside(figure, who, rivals.get(str(inputs), rivals), lambda its: copy_us / float(its[direction]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a part of a benchmark in a process of its own, and reads the JSON that it prints.
 
-`python -m benchmarks.measuring.children MODULE ARGUMENTS` is such a process.
+`python -m benchmarks.measuring.children MODULE PART` is such a process.
 """
 
 import contextlib
@@ -42,23 +42,17 @@ def caught(measure: Callable[[], Answer]) -> Answer:
         gc.collect()
 
 
-def tell(key: str, measure: Callable[[], float]) -> None:
-    """In a rivals' process: measures, and prints the microseconds, or the error, at once."""
-    print(json.dumps({key: caught(lambda: {"us": measure()})}), flush=True)
-
-
 def try_part(
-    module: str, *arguments: str, timeout: float = 400, environment: Mapping[str, str] | None = None
+    module: str, part: str, timeout: float = 400, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Calls `MODULE.answer(ARGUMENTS)` elsewhere; out of time, it is killed with all that it started.
+    """Calls `MODULE.answer(PART)` elsewhere; out of time, it is killed with all that it started.
 
-    `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers all
-    objects that the process printed, one a line, as one; with `error` where it failed or printed none.
+    `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers the
+    last object that the process printed; with `error` where it failed or printed none.
     """
-    what = " ".join([module, *arguments])
-    command = ["-m", "benchmarks.measuring.children", module, *arguments]
-    print("$ python", shlex.join(command), flush=True)
+    command = ["-m", "benchmarks.measuring.children", module, part]
     variables = {**os.environ, **(environment or {})}
+    print("$ python", shlex.join(command), flush=True)
     a_file = partial(tempfile.TemporaryFile, "w+", errors="replace")
     with a_file() as out, a_file() as log:
         # A session of its own, so that whatever it starts can be ended with it.
@@ -75,40 +69,26 @@ def try_part(
                 process.wait()
         out.seek(0)
         log.seek(0)
-        answer, logged = _objects_of(out.read()), log.read()
-    if process.returncode == 0 and answer:
-        print(f"{what}: {str(answer)[:250]}", flush=True)
-        if "error" in answer:
-            print(logged[-6000:], file=sys.stderr, flush=True)
-        return answer
-    last = " ".join([line for line in logged.splitlines() if line.strip()][-1:])
-    why = "printed no answer" if process.returncode == 0 else f"{how}: {last}"[:200]
-    print(f"{what}: {why}\n{logged[-6000:]}", file=sys.stderr, flush=True)
-    return {**answer, "error": why}
-
-
-def measure_part(module: str, *arguments: str, **how: Any) -> Answer:
-    """As `try_part()`, of ours. Raises `RuntimeError` if it fails, with the first error of its log."""
-    answer = try_part(module, *arguments, **how)
+        printed = [line for line in out.read().splitlines() if line.startswith("{")]
+        logged = log.read()
+    if process.returncode != 0:
+        last = " ".join([line for line in logged.splitlines() if line.strip()][-1:])
+        answer = {"error": f"{how}: {last}"[:200]}
+    else:
+        answer = json.loads(printed[-1]) if printed else {"error": "printed no answer"}
+    print(f"{module} {part}: {str(answer)[:250]}", flush=True)
     if "error" in answer:
-        raise RuntimeError(f"{' '.join([module, *arguments])}: {answer['error']}")
+        print(logged[-6000:], file=sys.stderr, flush=True)
     return answer
 
 
-def told(answer: Answer, key: str) -> Answer:
-    """What a process that tells as it goes told of `key`, or why it did not."""
-    found: Answer = answer.get(key) or {"error": f"not measured: {answer.get('error', 'it was left out')}"}
-    return found
-
-
-def _objects_of(out: str) -> Answer:
-    answer: Answer = {}
-    for line in out.splitlines():
-        with contextlib.suppress(ValueError):  # others print, too
-            found = json.loads(line)
-            answer |= found if isinstance(found, dict) else {}
+def measure_part(module: str, part: str, **how: Any) -> Answer:
+    """As `try_part()`, of ours. Raises `RuntimeError` if it fails, with the first error of its log."""
+    answer = try_part(module, part, **how)
+    if "error" in answer:
+        raise RuntimeError(f"{module} {part}: {answer['error']}")
     return answer
 
 
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1]).answer(*sys.argv[2:])
+    importlib.import_module(sys.argv[1]).answer(sys.argv[2])
