@@ -7,6 +7,6 @@
 - `subjects/`: models and packs, steps, layers, ours and others'. Only `subjects/inside.py` knows the plugin's
   insides.
 
-Whatever would disturb something else is measured in a process of its own, where `measuring/children.py` calls
-`answer()` of the benchmark; it prints what was measured as JSON.
+Whatever would disturb something else is one of `PARTS` of its benchmark: `measuring/children.py` measures it
+in a process of its own, which prints the answer as JSON.
 """
