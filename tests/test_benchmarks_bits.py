@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are n
 
 from benchmarks import bench_bits as bits
 from benchmarks import bench_guards as guards
-from benchmarks.subjects import costs
+from benchmarks.subjects import costs, inside, layers
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
 from megagraph.demo.cpu import megatron_on_cpu
@@ -85,6 +85,20 @@ def test_costs_that_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     install_for(OPTIONS.max_tokens, costs.DOCUMENTS, cuda_graph_warmup_steps=1)
     engine: dict[str, Any] = costs.measure_engine(OPTIONS)
     assert {key.partition(",")[0] for key in engine} == {"inside", "outside"} and len(engine) == 6
+
+
+def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(OPTIONS.max_tokens, 1, OPTIONS.hidden, requires_grad=True)
+    monkeypatch.setattr(inside, "hidden_states", lambda *shape: rows)
+    install_for(OPTIONS.max_tokens, costs.DOCUMENTS, cuda_graph_warmup_steps=1)
+    trainer = layers.captured(OPTIONS)
+    replays = inside.Replays(trainer)
+    report = inside.graphs_of(trainer).report
+    before = report()["replays"]
+    with replays.micro_batch():
+        out = replays.bank(replays.hidden)
+    (grad,) = torch.autograd.grad(out, replays.hidden, replays.grad)
+    assert report()["replays"] == before + OPTIONS.layers and bool(grad.any())
 
 
 def test_guards_and_a_verification_have_their_times(monkeypatch: pytest.MonkeyPatch) -> None:

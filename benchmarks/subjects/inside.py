@@ -52,7 +52,7 @@ class Replays:
     def __init__(self, trainer: Trainer) -> None:
         self._graphs = graphs_of(trainer)
         self.bank: Bank = self._graphs.block.bank
-        self.key: Any = next(key for key in list[Any](self.bank.variants) if key.grad)
+        self.key: Any = next(key for key in self.bank.variants if key.grad)
         self._tokens: int = self.key.capacity.tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)
         self.hidden = leaf.clone()  # the gradient of a leaf would be cloned
