@@ -3,7 +3,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank, BankOptions
-from megagraph.bank.rng import RngTracker
-from megagraph.bank.sites import EagerPart, MetadataSpec, SiteSpec, VariantSpec
+from megagraph.bank.sites import EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 WIDTH = 8
@@ -51,34 +50,27 @@ class Block(nn.Module):
         return out
 
 
+class Applies(nn.Module):
+    """A function of the hidden states as a module, and of its weight if it `has_weight`."""
+
+    def __init__(self, function: Callable[..., Tensor], *, has_weight: bool = False) -> None:
+        super().__init__()
+        self.function = function
+        if has_weight:
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden, *self.parameters())
+
+
 def blocks(num_blocks: int = 3) -> list[nn.Module]:
     return [Block() for _ in range(num_blocks)]
 
 
-def variant(
-    key: Any = "train",
-    *,
-    training: bool = True,
-    rows: int = ROWS,
-    dtype: torch.dtype = torch.float32,
-    fewer_rows: bool = False,
-    metadata: Mapping[str, MetadataSpec] | None = None,
-    end_source: int = -1,
-    end_buffer: str | None = None,
-    arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Any]] = lambda buffers: {},
-) -> VariantSpec:
-    return VariantSpec(
-        key=key,
-        training=training,
-        rows=rows,
-        row_shape=(WIDTH,),
-        dtype=dtype,
-        metadata={} if metadata is None else metadata,
-        end_source=end_source,
-        end_buffer=end_buffer,
-        fewer_rows=fewer_rows,
-        arguments=arguments,
-    )
+def variant(key: Any = "train", *, training: bool = True, rows: int = ROWS, **changes: Any) -> VariantSpec:
+    """Of rows of floats, `WIDTH` wide."""
+    shape: dict[str, Any] = {"row_shape": (WIDTH,), "dtype": torch.float32}
+    return VariantSpec(key=key, training=training, rows=rows, **{**shape, **changes})
 
 
 def give_main_grads(layers: Sequence[nn.Module]) -> list[object]:
@@ -147,16 +139,14 @@ class Pair:
         *,
         num_slots: int = 1,  # of the bank
         main_grad: bool = False,  # gradients are accumulated in `main_grad`, as under Megatron's DDP
-        holds_collectives: bool = False,  # its graphs do
-        trackers: Sequence[RngTracker] = (),  # of the bank
+        steps: Callable[[Sequence[Any]], Sequence[Any]] = lambda layers: layers,  # of the bank
+        **options: Any,  # of the bank
     ) -> None:
         self.device = device
         self.layers = [layer.to(device) for layer in layers]
         self.eager_layers = copy.deepcopy(self.layers)
         self._accumulators = [give_main_grads(side) for side in (self.layers, self.eager_layers) if main_grad]
-        self.bank = new_bank(
-            self.layers, device, num_slots=num_slots, holds_collectives=holds_collectives, trackers=trackers
-        )
+        self.bank = new_bank(steps(self.layers), device, num_slots=num_slots, **options)
 
     def capture(self, *variants: VariantSpec) -> "Pair":
         self.bank.capture(variants or [variant()])
@@ -166,29 +156,45 @@ class Pair:
         return torch.randn(rows, WIDTH, device=self.device).to(dtype)
 
     def forward(
-        self, hidden: Tensor | None = None, key: Any = "train", *, requires_grad: bool = True
+        self,
+        hidden: Tensor | None = None,
+        key: Any = "train",
+        *,
+        requires_grad: bool = True,
+        sources: Sequence[Tensor] = (),
+        ours: Callable[[Tensor], Tensor] | None = None,  # in place of the bank
+        eager: Callable[[Tensor], Tensor] | None = None,  # in place of the eager layers
     ) -> MicroBatch:
         """One micro-batch through both, as a host would run it; outputs are compared."""
         if hidden is None:
             hidden = self.input()
         x, eager_x = (hidden.detach().clone().requires_grad_(requires_grad) for _ in range(2))
-        with self.bank.micro_batch(key) as reason:
+        with self.bank.micro_batch(key, sources) as reason:
             if reason is None:
-                out = self.bank(x)
+                out = (ours or self.bank)(x)
             else:
                 self.bank.core.count_eager(int(reason), len(self.layers))
                 out = run_eager(self.layers, x)
-        micro_batch = MicroBatch(x, out, eager_x, run_eager(self.eager_layers, eager_x), reason)
+        eager_out = eager(eager_x) if eager else run_eager(self.eager_layers, eager_x)
+        micro_batch = MicroBatch(x, out, eager_x, eager_out, reason)
         micro_batch.check_outputs()
         self.check_counters()
         return micro_batch
 
-    def step(self, hidden: Tensor | None = None, key: Any = "train") -> EagerReason | None:
+    def step(self, hidden: Tensor | None = None, key: Any = "train", **how: Any) -> EagerReason | None:
         """Forward and backward of one micro-batch through both; everything is compared."""
-        micro_batch = self.forward(hidden, key)
+        micro_batch = self.forward(hidden, key, **how)
         micro_batch.backward()
         self.check_state()
         return micro_batch.reason
+
+    def params(self) -> list[Any]:
+        """Of the layers under the bank."""
+        return [param for layer in self.layers for param in layer.parameters()]
+
+    def counts(self) -> dict[str, int]:
+        """Calls, replays and the reasons counted so far, without those that are zero."""
+        return {name: count for name, count in self.bank.counters().items() if count}
 
     def update_weights(self) -> None:
         """An optimizer step, in place, on both."""
@@ -217,5 +223,4 @@ class Pair:
 
     def eager_calls(self) -> dict[str, int]:
         """The reasons counted so far, without those that are zero."""
-        counters = self.bank.counters()
-        return {name: count for name, count in counters.items() if count and name not in ("calls", "replays")}
+        return {name: count for name, count in self.counts().items() if name not in ("calls", "replays")}

@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import random
 import weakref
@@ -12,13 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, rng_states, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, variant
 from torch import Tensor, nn
 
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank, BankOptions
 from megagraph.bank.sites import EagerPart, SiteSpec
 from megagraph.bank.verify import Example, Verification, verify
+
+ONE_BIT_MORE = 2.0 * (1 + 2**-23)
+runs_python = pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 
 
 class Baked(nn.Module):
@@ -46,10 +48,12 @@ def _captures() -> Iterator[None]:
         Baked.is_captured = False
 
 
-def captured(layers: Sequence[nn.Module], device: str, *, training: bool) -> Bank:
-    bank = Bank([layer.to(device) for layer in layers], device, options=BankOptions(guard=_captures))
-    bank.capture([variant("it", training=training)])
-    assert not bank.failures
+def captured(
+    steps: Sequence[Any], device: str, *, training: bool = True, fewer_rows: bool = False, **options: Any
+) -> Bank:
+    moved = [step.to(device) if isinstance(step, nn.Module) else step for step in steps]
+    bank = Bank(moved, device, options=BankOptions(guard=_captures, **options))
+    bank.capture([variant("it", training=training, fewer_rows=fewer_rows)])
     return bank
 
 
@@ -57,6 +61,10 @@ def example(device: str, *, rows: int = ROWS) -> Example:
     generator = torch.Generator().manual_seed(5)
     hidden, grad = (torch.randn(rows, WIDTH, generator=generator).to(device) for _ in range(2))
     return Example(hidden=hidden, grad=grad)
+
+
+def assert_right(verified: Verification) -> None:
+    assert verified.differences == [] and verified.within_spread == set()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -67,6 +75,8 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
     layers = [layer.to(device) for layer in [*blocks(), nn.Dropout(0.5 if device == "cuda" else 0.0)]]
     held = give_main_grads(layers) if main_grads else []
     bank = captured(layers, device, training=training)
+    heard: list[Any] = []
+    bank.listen(lambda: True, lambda *sites: heard.append(sites), [0])
     params = [param for layer in layers for param in layer.parameters()]
     for param in params:
         if main_grads:
@@ -76,17 +86,18 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
     before = [getattr(param, "main_grad", param.grad).clone() for param in params]
     states, counters = rng_states(device), bank.counters()
     verified = verify(bank, "it", example(device))
-    assert verified.differences == [] and verified.within_spread == set()
-    assert verified.num_replays == len(layers)
+    assert_right(verified)
+    assert verified.num_replays == len(layers) and not heard
     after = [getattr(param, "main_grad", param.grad) for param in params]
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, states, rng_states(device))) and bank.counters() == counters
     assert bank.core.all_free() and len(held) == (len(params) if main_grads else 0)
 
 
+@pytest.mark.parametrize("factor", [2.5, ONE_BIT_MORE])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training: bool) -> None:
-    layers = [Block(), Baked(2.5), Block()]
+def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training: bool, factor: float) -> None:
+    layers = [Block(), Baked(factor), Block()]
     bank = captured(layers, device, training=training)
     verified = verify(bank, "it", example(device))
     assert {found.index for found in verified.differences} == {1}  # and not what comes after it
@@ -97,279 +108,219 @@ def test_a_value_that_was_baked_in_is_named_with_its_site(device: str, training:
 
 @pytest.mark.parametrize("graph_has_it", [True, False])
 def test_a_gradient_that_only_one_of_them_makes_is_a_difference(device: str, graph_has_it: bool) -> None:
-    class Partly(nn.Module):
-        """Uses its weight in a capture only, or outside of it only."""
+    def partly(hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden * 2 + (weight - weight.detach() if Baked.is_captured is graph_has_it else 0)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(WIDTH))
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden * 2 + (self.weight if Baked.is_captured is graph_has_it else 0)
-
-    layers = [Partly(), nn.Tanh()]
-    bank = captured(layers, device, training=True)
+    layers = [Applies(partly, has_weight=True), nn.Tanh()]
+    bank = captured(layers, device)
     (found,) = verify(bank, "it", example(device)).differences
     assert (found.index, found.tensor, found.off) == (0, "gradient of weight", float("inf"))
 
 
-def test_one_bit_is_a_difference(device: str) -> None:
-    layer = Baked(2.0 * (1 + 2**-23))
-    bank = captured([layer], device, training=False)
-    assert verify(bank, "it", example(device)).differences
+# -- modules that differ from themselves -------------------------------------------------------------
+
+
+def noisy(least: float, most: float) -> Applies:
+    """Another result in each call, of no random stream of torch's."""
+    return Applies(lambda hidden: hidden * (1.5 if Baked.is_captured else random.uniform(least, most)))
 
 
 def test_a_module_that_differs_from_itself_may_differ_from_its_graph_as_much(device: str) -> None:
-    class Noisy(nn.Module):
-        """Another result in each call, of no random stream of torch's."""
-
-        def __init__(self, least: float, most: float) -> None:
-            super().__init__()
-            self.range = least, most
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            least, most = self.range
-            return hidden * (1.5 if Baked.is_captured else random.uniform(least, most))
-
     random.seed(3)
-    wide, narrow = Noisy(1.0, 2.0), Noisy(1.0, 1.1)
-    bank = captured([wide], device, training=False)
-    verified = verify(bank, "it", example(device))
+    wide, narrow = noisy(1.0, 2.0), noisy(1.0, 1.1)
+    verified = verify(captured([wide], device, training=False), "it", example(device))
     assert verified.differences == [] and verified.within_spread == {0}
-    bank = captured([narrow], device, training=False)
-    (found,) = verify(bank, "it", example(device)).differences
+    (found,) = verify(captured([narrow], device, training=False), "it", example(device)).differences
     assert 0 < found.spread < found.off and "and eager there from itself by up to" in str(found)
 
 
-def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(device: str) -> None:
-    class Rarely(nn.Module):
+@pytest.mark.parametrize(("factor", "differs"), [(3.0, False), (9.0, True)])
+def test_a_module_that_seldom_differs_from_itself_in_some_tensor_is_run_again(
+    device: str, factor: float, differs: bool
+) -> None:
+    runs = itertools.count()
+
+    def rarely(hidden: Tensor, weight: Tensor) -> Tensor:
         """Its weight's gradient is another one in few runs, and its output in all."""
-
-        def __init__(self, factor: float) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-            self.factor, self.runs = factor, itertools.count()
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            if Baked.is_captured:
-                return hidden * self.weight * 1.25 + (
-                    self.weight * self.factor - self.weight.detach() * self.factor
-                )
-            out = hidden * self.weight * random.uniform(1.0, 2.0)
-            rarely = 3.0 if next(self.runs) == 9 else 2.0
-            return out + (self.weight * rarely - self.weight.detach() * rarely)
+        scale, of_weight = 1.25, factor
+        if not Baked.is_captured:
+            scale, of_weight = random.uniform(1.0, 2.0), 3.0 if next(runs) == 9 else 2.0
+        return hidden * weight * scale + (weight * of_weight - weight.detach() * of_weight)
 
     random.seed(3)
-    for factor, differs in ((3.0, False), (9.0, True)):
-        layer = Rarely(factor)
-        held = give_main_grads([layer.to(device)])
-        bank = captured([layer], device, training=True)
-        given = dataclasses.replace(example(device), hidden=torch.zeros(ROWS, WIDTH, device=device))
-        given.hidden[0] = 1e-3  # so that the other gradients hardly matter
-        verified = verify(bank, "it", given)
-        names = {found.tensor for found in verified.differences}
-        assert names == ({"gradient of weight"} if differs else set()), (factor, verified.differences)
-        assert held
+    layer = Applies(rarely, has_weight=True).to(device)
+    held = give_main_grads([layer])
+    given = dataclasses.replace(example(device), hidden=torch.zeros(ROWS, WIDTH, device=device))
+    given.hidden[0] = 1e-3  # so that the other gradients hardly matter
+    found = {it.tensor for it in verify(captured([layer], device), "it", given).differences}
+    assert held and found == ({"gradient of weight"} if differs else set())
+
+
+@runs_python
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: int) -> None:
+    """A module that is always alike excuses nothing, although it is verified once more, too."""
+
+    def scatters(spread: float, far: list[float]) -> Applies:
+        def forward(hidden: Tensor) -> Tensor:
+            if Baked.is_captured:
+                return hidden * (far.pop() if is_verified and far else 1.5)
+            return hidden * random.uniform(1.5 - spread, 1.5 + spread)
+
+        return Applies(forward)
+
+    random.seed(3)
+    is_verified, far = False, ([5.0] * times, [5.0])
+    layers = [scatters(0.1, far[0]), scatters(0.0, far[1])]
+    bank = captured(layers, "cpu", training=False)
+    is_verified = True
+    verified = verify(bank, "it", example("cpu"))
+    assert {found.index for found in verified.differences} == ({1} if times == 1 else {0, 1})
+    assert verified.within_spread == ({0} if times == 1 else set()) and far == ([], [])
+
+
+@runs_python
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("entry", [1 + 2**-8, 1.5])
+@pytest.mark.parametrize("times", [3, 4])
+def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deterministic(
+    times: int, entry: float, is_exact: bool
+) -> None:
+    """Calls of the module are alike, and one entry of its graph's first ones is another one."""
+    is_verified, others = False, [entry] * times
+
+    def rounds(hidden: Tensor) -> Tensor:
+        out = hidden * 1.5
+        if Baked.is_captured and is_verified and others:
+            out.data[0, 0] *= others.pop()
+        return out
+
+    torch.use_deterministic_algorithms(is_exact)
+    layer = Applies(rounds)
+    bank = captured([layer], "cpu", training=False)
+    is_verified = True
+    given = dataclasses.replace(example("cpu"), hidden=torch.ones(ROWS, WIDTH))
+    is_chance = not is_exact and entry < 1.5 and times < 4
+    assert bool(verify(bank, "it", given).differences) is not is_chance
+    assert len(others) == (0 if not is_exact and entry < 1.5 else times - 1)
+
+
+# -- ranks that share communicators ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("differs_elsewhere", [False, True])
 def test_ranks_that_share_communicators_run_their_modules_as_often(differs_elsewhere: bool) -> None:
     """Bug: where a layer differed from itself on one rank alone, only that rank ran it again."""
+    calls = 0  # each of which would enter a collective
 
-    class Counts(nn.Module):
-        """Its eager calls, each of which would enter a collective."""
-
-        calls = 0
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            Counts.calls += not Baked.is_captured
-            return hidden * 2
+    def counts(hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += not Baked.is_captured
+        return hidden * 2
 
     def max_over_ranks(said: Sequence[int]) -> list[int]:
         is_of_runs = is_verified and len(said) == 1  # and not of whether a site is run at all
         return [1 if differs_elsewhere and is_of_runs else it for it in said]
 
-    Counts.calls, is_verified = 0, False
-    layers = [Counts(), nn.Tanh()]
-    bank = Bank(
-        layers,
-        "cpu",
-        options=BankOptions(holds_collectives=True, guard=_captures, max_over_ranks=max_over_ranks),
-    )
-    bank.capture([variant("it", training=False)])
-    Counts.calls, is_verified = 0, True
-    verified = verify(bank, "it", example("cpu"))
-    assert verified.differences == [] and verified.within_spread == set()
-    assert Counts.calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
+    is_verified, layers = False, [Applies(counts), nn.Tanh()]
+    bank = captured(layers, "cpu", training=False, holds_collectives=True, max_over_ranks=max_over_ranks)
+    calls, is_verified = 0, True
+    assert_right(verify(bank, "it", example("cpu")))
+    assert calls == (4 * 20 if differs_elsewhere else 1)  # verified as often as there
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_graph_that_lies_far_off_once_is_right_if_its_module_scatters(times: int) -> None:
-    class Scatters(nn.Module):
-        """Its calls differ a little, and those of its graph sometimes by much more."""
+def test_what_one_rank_cannot_run_no_rank_compares() -> None:
+    """Or it would wait in its module's collective for the others."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.far = [1.0] * times
+    def max_over_ranks(said: Sequence[int]) -> list[int]:
+        return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            if Baked.is_captured:
-                return hidden * (5.0 if is_verified and self.far and self.far.pop() else 1.5)
-            return hidden * random.uniform(1.4, 1.6)
-
-    random.seed(3)
-    is_verified = False
-    layer = Scatters()
-    bank = captured([layer], "cpu", training=False)
+    is_verified, layers = False, blocks(3)
+    bank = captured(layers, "cpu", holds_collectives=True, max_over_ranks=max_over_ranks)
     is_verified = True
     verified = verify(bank, "it", example("cpu"))
-    assert [found.tensor for found in verified.differences] == ["output"] * (times - 1)
-    assert verified.within_spread == ({0} if times == 1 else set()) and layer.far == []
+    assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
+    assert verified.differences == [] and bank.core.all_free()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
-@pytest.mark.parametrize("entry", [1 + 2**-8, 1.5])
-@pytest.mark.parametrize("times", [3, 4])
-def test_a_rounding_that_does_not_recur_is_chance_but_where_algorithms_are_deterministic(
-    times: int, entry: float
-) -> None:
-    class Rounds(nn.Module):
-        """Its calls are alike, and one entry of its graph's first ones is another one."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.others = [entry] * times
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            out = hidden * 1.5
-            if Baked.is_captured and is_verified and self.others:
-                out.data[0, 0] *= self.others.pop()
-            return out
-
-    for is_exact in (False, True):
-        torch.use_deterministic_algorithms(is_exact)
-        is_verified = False
-        layer = Rounds()
-        bank = captured([layer], "cpu", training=False)
-        is_verified = True
-        given = dataclasses.replace(example("cpu"), hidden=torch.ones(ROWS, WIDTH))
-        is_chance = not is_exact and entry < 1.5 and times < 4
-        assert bool(verify(bank, "it", given).differences) is not is_chance
-        assert len(layer.others) == (0 if not is_exact and entry < 1.5 else times - 1)
+# -- what is compared --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("growth", [1e4, 1.0])
 def test_gradients_that_grow_from_site_to_site_are_verified_all_the_same(device: str, growth: float) -> None:
     """Bug: with parts between sites that stay eager they overflowed, and were infinite on both ways."""
 
-    class Scale(nn.Module):
-        """Its input again, whose gradient grows."""
+    def scale(hidden: Tensor) -> Tensor:
+        return hidden * growth - hidden.detach() * (growth - 1)
 
-        def __init__(self, factor: float) -> None:
-            super().__init__()
-            self.factor = factor
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden * self.factor - hidden.detach() * (self.factor - 1)
-
-    layers = [Baked(2.5), *(Scale(growth) for _ in range(12))]
-    bank = captured(layers, device, training=True)
+    layers = [Baked(2.5), *(Applies(scale) for _ in range(12))]
+    bank = captured(layers, device)
     found = verify(bank, "it", example(device)).differences
-    assert "gradient of the input" in {it.tensor for it in found if it.index == 0}
+    assert "gradient of the input" in {it.tensor for it in found}
     assert {it.index for it in found} == {0}
 
 
 def test_an_error_in_a_module_leaves_no_gradient_behind(device: str) -> None:
-    class Raises(Block):
-        """Its eager calls raise in the backward, once it was captured."""
+    is_broken = False
 
-        is_broken = False
+    def fail(grad: Tensor) -> None:
+        raise ValueError("of this module")
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            out = super().forward(hidden)
-            if Raises.is_broken and not Baked.is_captured:
-                out.register_hook(self._fail)
-            return out
+    def raises(hidden: Tensor) -> Tensor:
+        out = hidden * 2
+        if is_broken and not Baked.is_captured:
+            out.register_hook(fail)
+        return out
 
-        def _fail(self, grad: Tensor) -> None:
-            raise ValueError("of this module")
-
-    layers = [layer.to(device) for layer in (Block(), Raises(), Block())]
+    layers = [layer.to(device) for layer in (Block(), Applies(raises), Block())]
     held = give_main_grads(layers)
-    bank = captured(layers, device, training=True)
-    params = [param for layer in layers for param in layer.parameters()]
+    bank = captured(layers, device)
+    params: list[Any] = [param for layer in layers for param in layer.parameters()]
     for param in params:
-        param.main_grad.uniform_()  # type: ignore[attr-defined]
-    before = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
-    counters = bank.counters()
-    Raises.is_broken = True
+        param.main_grad.uniform_()
+    before, counters = [param.main_grad.clone() for param in params], bank.counters()
+    is_broken = True
     with pytest.raises(ValueError, match="of this module"):
         verify(bank, "it", example(device))
-    Raises.is_broken = False
+    is_broken = False
     assert bank.counters() == counters
-    assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))  # type: ignore[attr-defined]
+    assert held and all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))
     assert all(param.grad is None for param in params)
-    gc.collect()
     assert verify(bank, "it", example(device)).differences == []
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_rows_that_nobody_reads_may_hold_anything(device: str, training: bool) -> None:
-    class Littered(nn.Module):
-        """Leaves something else behind the fourth row in each call."""
+    def littered(hidden: Tensor) -> Tensor:
+        litter = torch.full_like(hidden[4:], random.random())
+        return torch.cat([hidden[:4] * 2, litter * hidden[4:].detach()])
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            litter = torch.full_like(hidden[4:], random.random())
-            return torch.cat([hidden[:4] * 2, litter * hidden[4:].detach()])
-
-    layers = [Littered(), nn.Tanh()]
+    layers = [Applies(littered), nn.Tanh()]
     bank = captured(layers, device, training=training)
     given = example(device)
     all_rows = verify(bank, "it", given)
     assert all_rows.differences or all_rows.within_spread
-    read = dataclasses.replace(given, valid_rows=torch.arange(4, device=device))
-    verified = verify(bank, "it", read)
-    assert verified.differences == [] and verified.within_spread == set()
+    assert_right(verify(bank, "it", dataclasses.replace(given, valid_rows=torch.arange(4, device=device))))
 
 
 def test_what_is_no_number_in_both_is_the_same(device: str) -> None:
-    layer = Block()
-    bank = captured([layer], device, training=True)
-    given = example(device)
+    layer, given = Block(), example(device)
     given.hidden[0, 0] = float("nan")
-    assert verify(bank, "it", given).differences == []
+    assert verify(captured([layer], device), "it", given).differences == []
 
 
 def test_sites_that_stay_eager_are_passed_over(device: str) -> None:
-    class Refuses(nn.Module):
-        """Cannot be captured."""
+    def refuses(hidden: Tensor) -> Tensor:
+        if Baked.is_captured:
+            raise RuntimeError("not in a capture")
+        return hidden * 3
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            if Baked.is_captured:
-                raise RuntimeError("not in a capture")
-            return hidden * 3
-
-    layers = [layer.to(device) for layer in (Block(), Refuses(), Baked(2.5), Block())]
-    bank = Bank(layers, device, options=BankOptions(guard=_captures))
-    bank.capture([variant("it")])
+    layers = [Block(), Applies(refuses), Baked(2.5), Block()]
+    bank = captured(layers, device)
     assert set(bank.eager_sites) == {1}
     counters = bank.counters()
     verified = verify(bank, "it", example(device))
     assert {found.index for found in verified.differences} == {2} and bank.counters() == counters
-
-
-def test_the_listener_hears_nothing_of_it(device: str) -> None:
-    layers = [layer.to(device) for layer in blocks()]
-    held = give_main_grads(layers)
-    bank = captured(layers, device, training=True)
-    heard: list[Any] = []
-    bank.listen(lambda: True, lambda *sites: heard.append(sites), [0])
-    verify(bank, "it", example(device))
-    assert not heard and held
-    with bank.micro_batch("it"):
-        bank(example(device).hidden.requires_grad_()).sum().backward()
-    assert heard
 
 
 def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
@@ -377,14 +328,6 @@ def test_a_bank_that_cannot_replay_says_so(device: str) -> None:
     torch.use_deterministic_algorithms(False)  # the fixture puts it back
     with pytest.raises(RuntimeError, match=r"variant train runs eager \(NUMERICS_CHANGED\) and cannot be"):
         verify(pair.bank, "train", example(device))
-
-
-# -- which sites are verified ----------------------------------------------------------------------
-
-
-def eager_part(module: nn.Module) -> EagerPart:
-    """Something between two sites."""
-    return EagerPart(name="between", module=module, forward=lambda _module, before, **_: before * 1.5)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -395,20 +338,19 @@ def test_every_site_is_verified_wherever_something_eager_lies(
 ) -> None:
     """Bug: behind something eager, only micro-batches that filled the capacity were compared at all."""
     layers = [layer.to(device) for layer in (Block(), Baked(2.0), Baked(2.5))]
+    part = EagerPart(name="between", module=layers[0], forward=lambda _module, before, **_: before * 1.5)
     steps: list[nn.Module | EagerPart] = [*layers]
     for place in sorted(eager_at, reverse=True):
-        steps.insert(place, eager_part(layers[0]))
-    bank = Bank(steps, device, options=BankOptions(guard=_captures))
-    bank.capture([dataclasses.replace(variant("it", training=training), fewer_rows=True)])
-    assert not bank.failures
+        steps.insert(place, part)
+    bank = captured(steps, device, training=training, fewer_rows=True)
     verified = verify(bank, "it", example(device, rows=rows))
-    assert verified.num_replays == len(layers) and verified.not_run == {}
+    assert not bank.failures and verified.num_replays == len(layers) and verified.not_run == {}
     assert {found.index for found in verified.differences} == {2}
 
 
 def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(device: str) -> None:
-    layers = [layer.to(device) for layer in blocks(3)]
-    bank = captured(layers, device, training=True)
+    layers = blocks(3)
+    bank = captured(layers, device)
 
     def site(leaf: Tensor) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
@@ -420,23 +362,18 @@ def test_a_site_that_does_not_take_the_micro_batch_is_named_with_its_reason(devi
     assert verified.not_run == {1: "RECOMPUTING"} and verified.num_replays == 2
 
 
-# -- what calls write beside gradients -------------------------------------------------------------
+# -- what calls write beside gradients ---------------------------------------------------------------
 
 
 class Counts(nn.Module):
     """Adds up its rows: in a buffer, a plain attribute, or what belongs to nobody; its graph may not."""
 
-    def __init__(self, where: str, *, in_graph: bool) -> None:
+    def __init__(self, where: str, device: str, *, in_graph: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(WIDTH, device=device))
         self.where, self.in_graph = where, in_graph
-        self.register_buffer("counted", torch.zeros(WIDTH))
-        self.kept, self.foreign = torch.zeros(WIDTH), [torch.zeros(WIDTH)]
-
-    def to(self, device: Any) -> "Counts":  # type: ignore[override]
-        """Plain attributes as well."""
-        self.kept, self.foreign = self.kept.to(device), [self.foreign[0].to(device)]
-        return super().to(device)
+        self.register_buffer("counted", torch.zeros(WIDTH, device=device))
+        self.kept, self.foreign = torch.zeros(WIDTH, device=device), [torch.zeros(WIDTH, device=device)]
 
     @property
     def written(self) -> Tensor:
@@ -452,46 +389,24 @@ class Counts(nn.Module):
 NAMES = {"buffer": "buffer counted", "attribute": "attribute kept", "state": "further state 0"}
 
 
-@contextlib.contextmanager
-def captured_counts(
-    where: str, device: str, *, in_graph: bool, training: bool
-) -> Iterator[tuple[Bank, Counts]]:
-    """One module that counts, between two that do not; they live as long as the context."""
-    layer = Counts(where, in_graph=in_graph).to(device)
-    before, after = (it.to(device) for it in blocks(2))
-    further: dict[str, Any] = {"state": lambda module: module.foreign} if where == "state" else {}
-    bank = Bank(
-        [before, SiteSpec(name="counts", module=layer, **further), after],
-        device,
-        options=BankOptions(guard=_captures),
-    )
-    bank.capture([variant("it", training=training)])
-    assert not bank.failures
-    yield bank, layer
-
-
+@pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("where", NAMES)
-def test_what_a_graph_fails_to_write_is_a_difference(device: str, where: str, training: bool) -> None:
-    """Bug: it was put back, and never compared."""
-    with captured_counts(where, device, in_graph=False, training=training) as (bank, layer):
-        layer.written.fill_(7.0)
-        (found,) = verify(bank, "it", example(device)).differences
-        assert (found.index, found.tensor) == (1, NAMES[where]) and bool((layer.written == 7.0).all())
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("where", NAMES)
-def test_what_a_graph_writes_as_its_module_is_right_and_put_back(
-    device: str, where: str, training: bool
+def test_what_calls_write_is_compared_and_put_back(
+    device: str, where: str, training: bool, in_graph: bool
 ) -> None:
-    """Bug: a plain attribute had counted every run of a verification afterwards."""
-    with captured_counts(where, device, in_graph=True, training=training) as (bank, layer):
-        assert not layer.written.any()  # as before the capture
-        layer.written.fill_(7.0)
-        verified = verify(bank, "it", example(device))
-        assert verified.differences == [] and verified.within_spread == set()
-        assert bool((layer.written == 7.0).all())
+    """Bug: it was never compared; and a plain attribute had counted every run afterwards."""
+    layer = Counts(where, device, in_graph=in_graph)
+    further: dict[str, Any] = {"state": lambda module: module.foreign} if where == "state" else {}
+    layers = blocks(2)
+    steps = [layers[0], SiteSpec(name="counts", module=layer, **further), layers[1]]
+    bank = captured(steps, device, training=training)
+    assert not bank.failures and not layer.written.any()  # as before the capture
+    layer.written.fill_(7.0)
+    verified = verify(bank, "it", example(device))
+    found = [(it.index, it.tensor) for it in verified.differences]
+    assert found == ([] if in_graph else [(1, NAMES[where])]) and verified.within_spread == set()
+    assert bool((layer.written == 7.0).all())
 
 
 class Averages(nn.Module):
@@ -514,55 +429,28 @@ class Averages(nn.Module):
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_what_requires_a_gradient_is_compared_and_what_cannot_be_written_is_left_out(in_graph: bool) -> None:
     layer = Averages(in_graph=in_graph)
-    bank = captured([layer], "cpu", training=True)
-    found = verify(bank, "it", example("cpu")).differences
+    found = verify(captured([layer], "cpu"), "it", example("cpu")).differences
     assert [it.tensor for it in found] == ([] if in_graph else ["attribute averages[0]"])
     assert not layer.averages[0].any()
 
 
 def test_one_run_is_let_go_before_the_next(device: str) -> None:
-    class Counted(nn.Module):
-        """Knows how many outputs of its eager runs live when another one begins."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors = itertools.count(1)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            if Baked.is_captured:
-                return hidden * 2
-            alive.append(sum(out() is not None for out in outs))
-            out = hidden * next(self.factors)
-            outs.append(weakref.ref(out))
-            return out
-
+    factors, alive = itertools.count(1), []
     outs: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-    layer = Counted()
+
+    def counted(hidden: Tensor) -> Tensor:
+        if Baked.is_captured:
+            return hidden * 2
+        alive.append(sum(out() is not None for out in outs))
+        out = hidden * next(factors)
+        outs.append(weakref.ref(out))
+        return out
+
+    layer = Applies(counted)
     bank = captured([layer], device, training=False)
     alive.clear()
     verify(bank, "it", example(device))
     assert len(alive) >= 5 and set(alive) == {0}
-
-
-def test_what_one_rank_cannot_run_no_rank_compares() -> None:
-    """Or it would wait in its module's collective for the others."""
-
-    def max_over_ranks(said: Sequence[int]) -> list[int]:
-        return [1, 1] if is_verified and list(said) == [0, 1] else list(said)  # of the second site
-
-    is_verified = False
-    layers = blocks(3)
-    bank = Bank(
-        layers,
-        "cpu",
-        options=BankOptions(holds_collectives=True, guard=_captures, max_over_ranks=max_over_ranks),
-    )
-    bank.capture([variant("it")])
-    is_verified = True
-    verified = verify(bank, "it", example("cpu"))
-    assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
-    assert verified.differences == [] and bank.core.all_free()
 
 
 def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
@@ -579,8 +467,7 @@ def test_a_backward_reads_what_its_own_forward_has_written(device: str) -> None:
             return hidden * self.scale
 
     layers = [Scratch(), Scratch()]
-    bank = captured(layers, device, training=True)
-    assert verify(bank, "it", example(device)).differences == []
+    assert verify(captured(layers, device), "it", example(device)).differences == []
 
 
 # -- memory of graphs and of what is verified -------------------------------------------------------
@@ -602,12 +489,8 @@ class _ReadsFreed(torch.autograd.Function):
 
 @pytest.mark.gpu
 def test_a_kernel_that_reads_freed_memory_is_found() -> None:
-    class Doubles(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            out: Tensor = _ReadsFreed.apply(hidden, bank.backend.boundary)
-            return out
-
-    layers = [layer.to("cuda") for layer in (Block(), Doubles(), *blocks(6))]
+    doubles = Applies(lambda hidden: _ReadsFreed.apply(hidden, bank.backend.boundary))
+    layers = [layer.to("cuda") for layer in (Block(), doubles, *blocks(6))]
     bank = Bank(layers, "cuda")
     bank.capture([variant("it")])
     assert not bank.failures
@@ -619,7 +502,7 @@ def test_a_kernel_that_reads_freed_memory_is_found() -> None:
 @pytest.mark.gpu
 def test_a_write_into_the_pool_between_forward_and_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = blocks()
-    bank = captured(layers, "cuda", training=True)
+    bank = captured(layers, "cuda")
     assert verify(bank, "it", example("cuda")).differences == []
     original = Verification._run_backwards
 
@@ -665,7 +548,7 @@ def _wide_example() -> Example:
 
 def _captured_wide(layers: Sequence[nn.Module]) -> Bank:
     bank = Bank([layer.to("cuda") for layer in layers], "cuda", options=BankOptions(guard=_captures))
-    bank.capture([dataclasses.replace(variant("it"), rows=_MANY_ROWS)])
+    bank.capture([variant("it", rows=_MANY_ROWS)])
     assert not bank.failures
     return bank
 
