@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of a variant: those that would go stale are errors, and a call that runs eager has its own."""
 
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -11,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 from bank_pair import ROWS, WIDTH, Block, new_bank, variant
+from offsets import offsets
+from pack_pair import PACKS, TOKENS, Kind, PackPair, canonical
 from same_bits import assert_same_bits
-from test_packs import METADATA, NUM_SEQS, PACKS, TOKENS, canonical, mixers, offsets, pack_variant
 from torch import Tensor, nn
 
-from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import EagerPart, MetadataSpec
 from megagraph.decide.reasons import EagerReason
 
-Kind = _C.SegmentKind
 Arguments = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 
 
@@ -144,39 +144,19 @@ def test_modules_of_a_pack_that_run_eager_have_the_bits_of_their_graphs(
     device: str, eager_sites: tuple[int, ...]
 ) -> None:
     """They were called without arguments, on the rows as given."""
-    layers, eager_layers = mixers(device)
-    bank = new_bank(layers, device, num_slots=2)
+    pair = PackPair(device, num_slots=2)
     for index in eager_sites:
-        bank.keep_eager(index, EagerReason.CAPTURE_FAILED)
-    bank.capture([pack_variant(device, torch.zeros(1, dtype=torch.int64, device=device))])
-    for first, second in itertools.pairwise(PACKS):
-        flights: list[tuple[Tensor, ...]] = []
+        pair.bank.keep_eager(index, EagerReason.CAPTURE_FAILED)
+    pair.capture()
+    for packs in itertools.pairwise(PACKS):
         # The second one stages its offsets before the first one's backward has run.
-        for lengths, rows in (first, second):
-            hidden = torch.randn(rows, WIDTH, device=device)
-            hidden[sum(lengths) :] = torch.nan
-            x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-            with bank.micro_batch("train", [offsets(lengths, device)]) as reason:
-                assert reason is None
-                out = bank(x)
-            eager = canonical(eager_x, sum(lengths))
-            for layer in eager_layers:
-                eager = layer(eager, offsets(lengths, device, NUM_SEQS + 1))
-            assert_same_bits(out, eager, "output")
-            flights.append((x, out, eager_x, eager))
-        for x, out, eager_x, eager in flights:
-            grad = torch.randn(TOKENS, WIDTH, device=device)
-            out.backward(grad)
-            eager.backward(grad)
-            assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        for param, eager_param in zip(
-            nn.ModuleList(layers).parameters(), nn.ModuleList(eager_layers).parameters(), strict=True
-        ):
-            assert_same_bits(param.grad, eager_param.grad, "gradient of a parameter")
-        del flights, out, x
+        flights = [pair.pack(*pack) for pack in packs]
+        while flights:
+            flights.pop(0).backward()
+        pair.check_state()
     calls = 2 * (len(PACKS) - 1)
-    assert bank.counters()["CAPTURE_FAILED"] == calls * len(eager_sites)
-    assert bank.counters()["replays"] == calls * (3 - len(eager_sites))
+    assert pair.bank.counters()["CAPTURE_FAILED"] == calls * len(eager_sites)
+    assert pair.bank.counters()["replays"] == calls * (3 - len(eager_sites))
 
 
 @pytest.mark.parametrize("has_end", [True, False], ids=["a pack", "no pack"])
@@ -191,45 +171,17 @@ def test_an_input_that_no_graph_takes_has_the_arguments_and_rows_of_its_variant(
 
     modules = [Scales(), Scales()]
     bank = new_bank(modules, device)
-    spec = variant(
-        training=False,
-        rows=TOKENS,
-        end_source=0 if has_end else -1,
-        fewer_rows=True,
-        arguments=lambda _given: {"factor": 3.0},
-    )
-    bank.capture([spec])
+    spec = variant(training=False, rows=TOKENS, fewer_rows=True, arguments=lambda _given: {"factor": 3.0})
+    bank.capture([dataclasses.replace(spec, end_source=0 if has_end else -1)])
     x = torch.randn(WIDTH, 6, device=device).t()  # in a layout that was not captured
-    cu_seqlens = offsets([4], device)
-    with torch.no_grad(), bank.micro_batch("train", [cu_seqlens]) as reason:
-        assert reason is None
-        out = bank(x).clone()
-    with torch.no_grad(), bank.micro_batch("train", [cu_seqlens]) as reason:
-        assert reason is None
-        replayed = bank(x.contiguous()).clone()
+    outs = []
+    for given in (x, x.contiguous()):
+        with torch.no_grad(), bank.micro_batch("train", [offsets([4], device)]) as reason:
+            assert reason is None
+            outs.append(bank(given).clone())
     assert bank.counters()["SIGNATURE_CHANGED"] == 1 and bank.counters()["replays"] == 3
-    assert_same_bits(out, replayed, "output")
-    assert_same_bits(out, (canonical(x, 4 if has_end else 6) * 3 + 1) * 3 + 1, "output")
-
-
-def test_what_a_call_reads_eager_is_what_staging_would_have_written(device: str) -> None:
-    mask = torch.tensor([0, 1, 0, 0, 0, 0, 0], dtype=torch.bool, device=device)
-    copied = torch.tensor([4, 5], device=device)
-    for name, (specification, example, contents) in METADATA.items():
-        spec = MetadataSpec(example=example.clone().to(device), **specification)
-        buffer = spec.buffer()
-        before = buffer.clone()
-        for lengths, content in zip(([3, 2], [6]), contents, strict=True):
-            cu_seqlens = offsets(lengths, device)
-            got = spec.content(buffer, [cu_seqlens, mask, copied], cu_seqlens[-1:])
-            is_own = spec.is_staged and name != "count"
-            assert got.dtype == buffer.dtype and got.shape == buffer.shape
-            assert (got is not buffer) == is_own and torch.equal(buffer, before)
-            assert got.long().tolist() == (content if is_own else before.long().tolist()), name
-    mask_of_the_end = MetadataSpec(kind=Kind.MASK, example=torch.zeros(5, dtype=torch.bool, device=device))
-    cu_seqlens = offsets([2, 1], device)
-    got = mask_of_the_end.content(mask_of_the_end.buffer(), [cu_seqlens], cu_seqlens[-1:])
-    assert got.tolist() == [False, False, False, True, True]
+    assert_same_bits(*outs)
+    assert_same_bits(outs[0], (canonical(x, 4 if has_end else 6) * 3 + 1) * 3 + 1, "output")
 
 
 def test_a_variant_in_flight_is_not_held_by_the_bank(device: str) -> None:
@@ -253,10 +205,8 @@ def test_what_is_eager_asks_for_its_arguments_once(device: str) -> None:
         return {}
 
     layers = [Block().to(device) for _ in range(2)]
-    scale = [
-        EagerPart(name="scale", module=layer, forward=lambda _module, hidden: hidden) for layer in layers
-    ]
-    bank = new_bank([scale[0], layers[0], scale[1], layers[1], scale[0]], device)
+    part = EagerPart(name="part", module=layers[0], forward=lambda _module, hidden: hidden)
+    bank = new_bank([part, layers[0], part, layers[1], part], device)
     bank.capture([variant(arguments=arguments)])
     asked.clear()
     with bank.micro_batch("train"):

@@ -2,18 +2,17 @@
 """Bugs that were found once; each docstring tells what went wrong."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, blocks, give_main_grads, new_bank, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, new_bank, run_eager, variant
 from same_bits import assert_same_bits
-from test_eligibility import accumulator_of, found, keep
 from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 
@@ -39,36 +38,28 @@ def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
 def test_autograd_grad_of_parameters_is_not_overwritten_by_the_next_backward(device: str) -> None:
     """The graph's own buffer was handed out."""
     pair = Pair(device, blocks()).capture()
-    params = [param for layer in pair.layers for param in layer.parameters()]
-    micro_batch = pair.forward()
-    grads = torch.autograd.grad(micro_batch.output.sum(), params)
-    del micro_batch
+    grads = torch.autograd.grad(pair.forward().output.sum(), pair.params())
     before = [grad.clone() for grad in grads]
     pair.forward().backward()
-    for grad, want in zip(grads, before, strict=True):
-        assert_same_bits(grad, want, "gradient")
+    assert_same_bits(list(grads), before)
 
 
 def test_an_eager_op_between_two_sites_changes_no_bit(device: str) -> None:
     """Its result was staged into the next site's input, which is the buffer that it was computed from."""
     pair = Pair(device, blocks(2)).capture()
+
+    def ours(x: Tensor) -> Tensor:
+        first = pair.bank.sites[0](x)
+        between = first * first  # saves what it was given
+        out = pair.bank.sites[1](between)
+        return pair.layers[1](between) if out is NotImplemented else out
+
+    def eager(x: Tensor) -> Tensor:
+        first = pair.eager_layers[0](x)
+        return pair.eager_layers[1](first * first)
+
     for _ in range(3):
-        hidden = pair.input()
-        x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with pair.bank.micro_batch("train"):
-            first = pair.bank.sites[0](x)
-            between = first * first  # saves what it was given
-            out = pair.bank.sites[1](between)
-            if out is NotImplemented:
-                out = pair.layers[1](between)
-        eager_first = pair.eager_layers[0](eager_x)
-        eager = pair.eager_layers[1](eager_first * eager_first)
-        assert_same_bits(out, eager, "output")
-        out.sum().backward()
-        eager.sum().backward()
-        assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        pair.check_state()
-        del first, between, out
+        pair.step(ours=ours, eager=eager)
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -88,19 +79,6 @@ def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
         assert site(pair.input()) is NotImplemented
         assert torch.equal(out, before)
         assert pair.eager_calls() == {"NESTING": 1}
-
-
-def test_a_forward_runs_only_while_no_gradient_of_its_slot_is_held() -> None:
-    """A gradient lies where an earlier site's forward may have its temporaries."""
-    slot = _C.Slot(0, 4)
-    assert slot.lease(0, True)
-    assert slot.enter(3)
-    assert slot.leave(3)
-    slot.retain_tensor(3, _C.LeaseKind.GRADIENT)
-    slot.node_done(3)
-    assert not slot.enter(2)
-    slot.release_tensor(3, _C.LeaseKind.GRADIENT)
-    assert slot.enter(2)
 
 
 def test_a_gradient_of_a_gradient_is_refused(device: str) -> None:
@@ -125,14 +103,12 @@ def test_a_failure_keeps_nothing_of_its_attempt(device: str) -> None:
     """The traceback's frames held tensors of the failed capture for the bank's life."""
     left: list[weakref.ref[Tensor]] = []
 
-    class Fails(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            mine = hidden + 1
-            left.append(weakref.ref(mine))
-            raise ValueError("from the layer")
+    def fails(hidden: Tensor) -> Tensor:
+        mine = hidden + 1
+        left.append(weakref.ref(mine))
+        raise ValueError("from the layer")
 
-    pair = Pair(device, [Block(), Fails()])
-    pair.capture()
+    pair = Pair(device, [Block(), Applies(fails)]).capture()
     assert len(pair.bank.failures) == 1
     assert [ref() for ref in left] == [None]
 
@@ -144,18 +120,6 @@ def test_a_bank_does_not_go_on_watching_every_op(device: str) -> None:
     torch.zeros(2).neg()
     assert trace.last_op == "aten::neg"
     del pairs
-
-
-def test_a_hook_beside_the_callers_own_is_found() -> None:
-    """Python's hooks on one accumulator share one dictionary, and were counted as one."""
-    module = Block()
-    accumulators = give_main_grads([module])
-    assert found([module], accumulator_hooks=lambda param: 1) == {}
-    handle = accumulator_of(module.norm.bias).register_hook(keep)
-    assert found([module], accumulator_hooks=lambda param: 1)[0][0] is EagerReason.FOREIGN_HOOK
-    handle.remove()
-    assert found([module], accumulator_hooks=lambda param: 1) == {}
-    del accumulators
 
 
 class Rebinds(nn.Module):
@@ -184,88 +148,57 @@ def test_a_layer_that_assigns_a_buffer_anew_stays_eager(device: str) -> None:
 @pytest.mark.gpu
 def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
     """Its number was frozen in the graph: no graph advances the CPU's generator."""
-
-    class Skips(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden * (1 + torch.rand(()).item())
-
-    pair = Pair("cuda", [Block(), Skips()]).capture()
+    skips = Applies(lambda hidden: hidden * (1 + torch.rand(()).item()))
+    pair = Pair("cuda", [Block(), skips]).capture()
     assert [failure.reason for failure in pair.bank.failures] == [EagerReason.RNG_NOT_GRAPH_SAFE]
 
 
-def test_a_mask_without_a_source_is_filled_from_the_end(device: str) -> None:
-    """It kept its example's content."""
-    buffers: list[Tensor] = []
-    layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank([layer], device)
-    mask = MetadataSpec(
-        kind=_C.SegmentKind.MASK, example=torch.zeros(5, dtype=torch.bool, device=device), source=-1
-    )
-    bank.capture(
-        [
-            variant(
-                rows=5,
-                metadata={"mask": mask},
-                end_source=0,
-                fewer_rows=True,
-                arguments=lambda given: buffers.append(given["mask"]) or {},
-            )
-        ]
-    )
-    with bank.micro_batch("train", [torch.tensor([0, 2, 3], dtype=torch.int32, device=device)]):
-        bank(torch.randn(4, WIDTH, device=device))
-    assert buffers[0].tolist() == [False, False, False, True, True]
+WIDE, MANY = 640, 8192  # of matrix products that need a workspace
 
 
-def test_a_mask_without_an_end_is_an_error(device: str) -> None:
-    """It read through a null pointer."""
-    layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank([layer], device)
-    mask = MetadataSpec(
-        kind=_C.SegmentKind.MASK, example=torch.zeros(ROWS, dtype=torch.bool, device=device), source=0
-    )
-    with pytest.raises(ValueError, match=r"a mask needs the pack's end"):
-        bank.capture([variant(metadata={"mask": mask})])
+def captured_wide(layers: Sequence[nn.Module]) -> Bank:
+    bank = new_bank([layer.to("cuda", torch.bfloat16) for layer in layers], "cuda")
+    bank.capture([variant(rows=MANY, row_shape=(WIDE,), dtype=torch.bfloat16)])
+    return bank
 
 
-def test_missing_metadata_is_an_error_that_leases_nothing(device: str) -> None:
-    """It raised `vector::_M_range_check`, for the pack's end after a slot had been leased."""
-    layer = nn.Linear(WIDTH, WIDTH).to(device)
-    bank = new_bank([layer], device)
-    bank.capture([variant(fewer_rows=True, end_source=0)])
-    with pytest.raises(ValueError, match=r"expected 1 metadata sources, got 0"):
-        bank.begin("train", [])
-    assert bank.core.all_free()
+def strangers(*sizes: int) -> list[Tensor]:
+    """Take whatever memory has become free; who writes there shows."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+
+
+def replayed(bank: Bank, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """The output and all gradients of a replay."""
+    params = [param for layer in layers for param in layer.parameters()]
+    for leaf in (x, *params):
+        leaf.grad = None
+    with bank.micro_batch("train") as reason:
+        assert reason is None
+        out = bank(x)
+    got = out.detach().clone()
+    out.square().sum().backward()
+    return [got, *(leaf.grad for leaf in (x, *params))]
+
+
+def run_wide(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    out = run_eager(layers, x)
+    leaves = [x, *(param for layer in layers for param in layer.parameters())]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
 @pytest.mark.gpu
 def test_the_end_of_one_bank_leaves_the_workspaces_of_another() -> None:
     """torch frees a cuBLAS workspace with any graph of its stream: other graphs went on using it."""
-    width, rows = 640, 8192
-
-    def captured() -> tuple[Bank, nn.Linear]:
-        layer = nn.Linear(width, width).to("cuda", torch.bfloat16)
-        bank = new_bank([layer], "cuda")
-        spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
-        bank.capture([spec])
-        return bank, layer
-
-    bank, layer = captured()
-    other, _ = captured()
+    layers, others = [nn.Linear(WIDE, WIDE)], [nn.Linear(WIDE, WIDE)]
+    bank, other = captured_wide(layers), captured_wide(others)
     other.release()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    strangers = [torch.full((2 << 20,), float("nan"), device="cuda") for _ in range(64)]
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    held = strangers(*[2 << 20] * 64)
+    x = torch.randn(MANY, WIDE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
-        layer.weight.grad = None
-        with bank.micro_batch("train") as reason:
-            assert reason is None
-            bank(x).sum().backward()
-        weight_grad = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
-        assert_same_bits(layer.weight.grad, weight_grad, "gradient")
-    assert all(bool(stranger.isnan().all()) for stranger in strangers)
-    bank.release()
+        assert_same_bits(replayed(bank, layers, x), run_wide(layers, x))
+    assert all(bool(stranger.isnan().all()) for stranger in held)
 
 
 @pytest.mark.gpu
@@ -274,39 +207,14 @@ def test_replays_outlive_the_workspaces_that_torch_clears() -> None:
 
     Graphs hold the addresses of theirs; a replay must neither read what is there now nor write to it.
     """
-    width, rows = 640, 8192
-    layers: list[nn.Module] = [
-        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to("cuda", torch.bfloat16)
-        for _ in range(3)
-    ]
-    bank = new_bank(layers, "cuda")
-    spec = VariantSpec(key="train", training=True, rows=rows, row_shape=(width,), dtype=torch.bfloat16)
-    bank.capture([spec])
-    params = [param for layer in layers for param in layer.parameters()]
-    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    eager = x
-    for layer in layers:
-        eager = layer(eager)
-    want = [eager.detach(), *torch.autograd.grad(eager.square().sum(), [x, *params])]
-    strangers: list[Tensor] = []
+    layers = [nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE)) for _ in range(3)]
+    bank, held = captured_wide(layers), []
+    x = torch.randn(MANY, WIDE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    want = run_wide(layers, x)
     for _ in range(4):
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        # Takes whatever has become free, in pieces of any size that a workspace has.
-        sizes = [1 << 21, 1 << 18, 1 << 10] * 8
-        strangers += [torch.full((size,), torch.nan, device="cuda") for size in sizes]
-        x.grad = None
-        for param in params:
-            param.grad = None
-        with bank.micro_batch("train") as reason:
-            assert reason is None
-            out = bank(x)
-        got = [out.detach().clone()]
-        out.square().sum().backward()
-        del out
-        for grad, wanted in zip([*got, *(it.grad for it in (x, *params))], want, strict=True):
-            assert_same_bits(grad, wanted, "a replay after the workspaces were cleared")
-    assert all(bool(stranger.isnan().all()) for stranger in strangers)
+        held += strangers(*[1 << 21, 1 << 18, 1 << 10] * 8)  # pieces of any size that a workspace has
+        assert_same_bits(replayed(bank, layers, x), want)
+    assert all(bool(stranger.isnan().all()) for stranger in held)
     assert bank.counters()["replays"] == 4 * len(layers)
-    bank.release()

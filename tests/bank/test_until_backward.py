@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, Block, Pair, blocks, run_eager, variant
+from bank_pair import WIDTH, Applies, Block, Pair, blocks, run_eager, variant
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,66 +39,55 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
 
 
 @contextmanager
-def _set(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
+def _told(tell: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    tell(value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        tell(before)
 
 
-@contextmanager
-def _preferred_blas() -> Iterator[None]:
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
+def _set(module: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    return _told(lambda it: setattr(module, name, it), value, getattr(module, name))
 
 
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+def _preferred_blas() -> AbstractContextManager[None]:
+    prefer = torch.backends.cuda.preferred_blas_library
+    return _told(prefer, "cublaslt", prefer())
 
 
-@contextmanager
-def _default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "cuDNN enabled": lambda: _set(torch.backends.cudnn, "enabled", False),
-    "preferred BLAS library": _preferred_blas,
-    "plain attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION),
-    "default dtype": _default_dtype,
-    "filling of uninitialized memory": lambda: _set(
+SETTINGS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
+    "deterministic algorithms": lambda _: _told(torch.use_deterministic_algorithms, False, True),
+    "autocast": lambda device: torch.autocast(device, torch.bfloat16),
+    "float32 matmul precision": lambda _: _told(torch.set_float32_matmul_precision, "high", "highest"),
+    "cuDNN enabled": lambda _: _set(torch.backends.cudnn, "enabled", False),
+    "preferred BLAS library": lambda _: _preferred_blas(),
+    "plain attention": lambda _: torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    ),
+    "default dtype": lambda _: _told(torch.set_default_dtype, torch.float64, torch.float32),
+    "filling of uninitialized memory": lambda _: _set(
         torch.utils.deterministic, "fill_uninitialized_memory", False
     ),
-    "fast path of torch's transformer layers": _without_fast_path,
+    "fast path of torch's transformer layers": lambda _: _told(
+        torch.backends.mha.set_fastpath_enabled, False, True
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_numeric_setting_that_changed_runs_eager(device: str, name: str) -> None:
+def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, name: str) -> None:
     if name == "preferred BLAS library" and not torch.backends.cuda.is_built():
         pytest.skip("torch without CUDA has one")
     pair = Pair(device, blocks()).capture()
-    with SETTINGS[name]():
-        changed = pair.bank.core.changed_setting(0)
+    index, hidden = pair.bank.variants["train"], pair.input()
+    assert pair.bank.core.changed_setting(index) == ""
+    with SETTINGS[name](device):
+        changed = pair.bank.core.changed_setting(index)
         assert changed == name or (name == "plain attention" and "attention" in changed)
-        with pair.bank.micro_batch("train") as reason:
-            assert reason is EagerReason.NUMERICS_CHANGED
+        assert pair.forward(hidden).reason is EagerReason.NUMERICS_CHANGED
     assert pair.step() is None
+    assert pair.eager_calls() == {"NUMERICS_CHANGED": 3}
 
 
 @pytest.mark.parametrize("name", ["cuDNN deterministic", "autocast"])
@@ -106,26 +95,13 @@ def test_a_numeric_setting_that_changes_before_the_backward_is_an_error(device: 
     pair = Pair(device, blocks()).capture()
     with pair.bank.micro_batch("train"):
         out = pair.bank(pair.input().requires_grad_())
-    is_deterministic = torch.backends.cudnn.deterministic
-    other = {
-        "cuDNN deterministic": _set(torch.backends.cudnn, "deterministic", not is_deterministic),
-        "autocast": torch.autocast(device, torch.bfloat16),
-    }[name]
+    cudnn = torch.backends.cudnn
+    is_deterministic = _set(cudnn, "deterministic", not cudnn.deterministic)
+    other = is_deterministic if name == "cuDNN deterministic" else SETTINGS[name](device)
     with other, pytest.raises(RuntimeError, match=rf"{name}\) changed between the forward and"):
         out.sum().backward()
     del out
     assert pair.step() is None
-
-
-class Ends(nn.Module):
-    """A block that ends in `last`."""
-
-    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.block, self._last = Block(), last
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self._last(self.block(hidden))
 
 
 def _both_backwards(pair: Pair, write: Callable[[Tensor, Tensor], object]) -> list[str]:
@@ -153,7 +129,7 @@ def _both_backwards(pair: Pair, write: Callable[[Tensor, Tensor], object]) -> li
 def test_a_write_into_an_output_is_the_error_that_it_is_in_eager(
     device: str, last: Callable[[Tensor], Tensor]
 ) -> None:
-    pair = Pair(device, [Block(), Ends(last)]).capture()
+    pair = Pair(device, [Block(), nn.Sequential(Block(), Applies(last))]).capture()
     ours, eager = _both_backwards(pair, lambda given, out: out.mul_(2))
     assert ours == eager == ("inplace operation" if last is torch.tanh else "")
     assert pair.bank.core.all_free()
