@@ -39,10 +39,6 @@ def accumulator_of(param: Tensor) -> Any:
     return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def test_plain_modules_are_eligible() -> None:
-    assert found([Block(), nn.Tanh(), Block()]) == {}
-
-
 @pytest.mark.parametrize("register", MODULE_HOOKS.values(), ids=MODULE_HOOKS.keys())
 @pytest.mark.parametrize("where", ["", "up"], ids=["outer", "inner"])
 def test_a_hook_of_a_module_is_found_and_named(register: Callable[[nn.Module], Any], where: str) -> None:
@@ -63,31 +59,37 @@ def test_hooks_that_the_caller_answers_for_are_no_obstacle() -> None:
     assert found([module], is_expected_hook=lambda hook: hook is keep)[0][0] is EagerReason.FOREIGN_HOOK
 
 
-@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_of_a_parameter_is_found_and_named(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "hooked", "what"),
+    [
+        ("register_hook", lambda param: param, "gradient hook of"),
+        ("register_post_accumulate_grad_hook", lambda param: param, "gradient hook of"),
+        ("register_hook", accumulator_of, "hook on the gradient accumulator of"),
+        ("register_prehook", accumulator_of, "hook on the gradient accumulator of"),
+    ],
+)
+def test_a_hook_of_a_parameter_or_its_accumulator_is_found_and_named(
+    method: str, hooked: Callable[[Tensor], Any], what: str
+) -> None:
     module = Block()
-    handle = getattr(module.up.weight, method)(keep)
-    assert found([module]) == {0: (EagerReason.FOREIGN_HOOK, "gradient hook of parameter up.weight")}
+    it = hooked(module.up.weight)
+    handle = getattr(it, method)(keep)
+    assert found([module]) == {0: (EagerReason.FOREIGN_HOOK, f"{what} parameter up.weight")}
     handle.remove()
     assert found([module]) == {}
 
 
-@pytest.mark.parametrize("method", ["register_hook", "register_prehook"])
-def test_a_hook_of_a_gradient_accumulator_is_found_and_named(method: str) -> None:
-    module = Block()
-    accumulator = accumulator_of(module.down.weight)
-    handle = getattr(accumulator, method)(keep)
-    expected = (EagerReason.FOREIGN_HOOK, "hook on the gradient accumulator of parameter down.weight")
-    assert found([module]) == {0: expected}
-    handle.remove()
-
-
 def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:
+    """Bug: Python's hooks on one accumulator share one dictionary, and were counted as one."""
     modules = [Block(), Block()]
     accumulators = give_main_grads(modules)
     assert set(found(modules)) == {0, 1}
-    assert found(modules, accumulator_hooks=lambda param: 1) == {}
     assert set(found(modules, accumulator_hooks=lambda param: 0)) == {0, 1}
+    assert found(modules, accumulator_hooks=lambda param: 1) == {}
+    handle = accumulator_of(modules[1].norm.bias).register_hook(keep)
+    assert set(found(modules, accumulator_hooks=lambda param: 1)) == {1}
+    handle.remove()
+    assert found(modules, accumulator_hooks=lambda param: 1) == {}
     del accumulators
 
 
@@ -97,11 +99,11 @@ def test_a_hook_of_the_callers_that_is_gone_is_found() -> None:
     assert reason is EagerReason.FOREIGN_HOOK and "has lost its hook" in what
 
 
-def test_frozen_parameters_have_no_accumulator_to_look_at() -> None:
-    module = Block()
-    for param in module.parameters():
-        param.requires_grad_(False)
-    assert found([module]) == {}
+def test_what_is_no_obstacle() -> None:
+    """Frozen parameters, which have no accumulator to look at; and one that is used twice within one site."""
+    frozen, twice = Block().requires_grad_(False), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    twice[1].weight = twice[0].weight
+    assert found([frozen, twice, nn.Tanh(), Block()]) == {}
 
 
 def test_a_parameter_of_two_sites_leaves_both_eager() -> None:
@@ -123,12 +125,6 @@ def test_a_parameter_used_outside_of_the_bank_leaves_its_site_eager() -> None:
     assert found(modules, other_params=tied.parameters()) == {
         1: (EagerReason.SHARED_PARAMETER, "parameter down.weight is used elsewhere too")
     }
-
-
-def test_a_parameter_used_twice_within_one_site_is_no_obstacle() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    module[2].weight = module[0].weight
-    assert found([module]) == {}
 
 
 def test_sharing_comes_before_hooks() -> None:

@@ -18,12 +18,12 @@ from megagraph.decide.reasons import EagerReason
 class Recomputed(nn.Module):
     """Runs a part of itself again in the backward pass, as torch's checkpoint does."""
 
-    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+    def __init__(self, inner: nn.Module, *, reentrant: bool, preserve: bool = True) -> None:
         super().__init__()
-        self.inner, self.reentrant = inner, reentrant
+        self.inner, self.options = inner, {"use_reentrant": reentrant, "preserve_rng_state": preserve}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, hidden, use_reentrant=self.reentrant)
+        out: Tensor = checkpoint(self.inner, hidden, **self.options)
         return out + hidden
 
 
@@ -107,16 +107,8 @@ def test_recompute_around_a_draw_has_eager_bits(device: str, reentrant: bool) ->
 
 @pytest.mark.parametrize("preserve", [True, False], ids=["swaps states", "swaps nothing"])
 def test_recompute_without_a_draw_has_eager_bits(device: str, preserve: bool) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Block()
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.inner, hidden, use_reentrant=True, preserve_rng_state=preserve)
-            return out + hidden
-
-    pair = Pair(device, [nn.Sequential(Block(), nn.Dropout(0.3)), Plain()]).capture()
+    plain = Recomputed(Block(), reentrant=True, preserve=preserve)
+    pair = Pair(device, [nn.Sequential(Block(), nn.Dropout(0.3)), plain]).capture()
     for seed in range(4):
         step_both_under_one_seed(pair, seed)
     # torch's checkpoint reads the state of the stream, which not every release allows in a capture.
