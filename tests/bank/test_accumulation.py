@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from bank_pair import WIDTH, Block, Pair, variant
 from torch import Tensor, nn
@@ -43,23 +44,19 @@ class FusedLinear(nn.Module):
         return out
 
 
-def test_gradients_that_a_fused_layer_has_added_are_not_added_again(device: str) -> None:
-    pair = Pair(device, [FusedLinear(), Block(), FusedLinear()], main_grad=True).capture()
-    for param in (param for layer in pair.layers for param in layer.parameters()):
-        assert not param.grad_added_to_main_grad, "capture left the flag set"  # type: ignore[attr-defined]
-    for _ in range(4):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 12
-
-
-def test_gradients_of_a_fused_layer_that_zeroes_them_out_are_added_after_all(device: str) -> None:
+@pytest.mark.parametrize("zeroes_out", [False, True])
+def test_gradients_that_a_fused_layer_has_added_are_not_added_again_unless_it_zeroes_them_out(
+    device: str, zeroes_out: bool
+) -> None:
     """Megatron's hook adds what such a layer hands on, although it has added the gradient itself."""
-    pair = Pair(device, [FusedLinear(zeroes_out=True), Block(), FusedLinear()], main_grad=True).capture()
+    layers = [FusedLinear(zeroes_out=zeroes_out), Block(), FusedLinear()]
+    pair = Pair(device, layers, main_grad=True).capture()
+    assert not any(param.grad_added_to_main_grad for param in pair.params()), "capture left the flag set"
     for _ in range(4):
         assert pair.step() is None
     assert pair.bank.counters()["replays"] == 12
-    added, alone = (pair.layers[index].get_parameter("weight").main_grad.mean() for index in (0, 2))
-    assert added > 3 * FILLER > alone
+    added, alone = (layer.weight.main_grad.mean() for layer in pair.layers[::2])
+    assert (added > 3 * FILLER) == zeroes_out and alone < FILLER
 
 
 class PartlyRecomputed(nn.Module):
@@ -90,24 +87,18 @@ def test_a_gradient_that_comes_in_several_parts_leaves_its_layer_eager(device: s
     assert pair.bank.counters()["replays"] == 12
 
 
-def test_two_uses_in_one_backward_pass_are_one_part(device: str) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+class Twice(PartlyRecomputed):
+    """Uses its weight twice in one backward pass, which is one part."""
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            return torch.tanh(hidden @ self.weight) @ self.weight
-
-    pair = Pair(device, [Twice(), Block()]).capture()
-    assert pair.bank.failures == []
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 6
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(self._inner(hidden), self.weight)
 
 
-def test_a_gradient_that_comes_in_several_parts_is_added_up_in_main_grad(device: str) -> None:
-    pair = Pair(device, [Block(), PartlyRecomputed(), Block()], main_grad=True).capture()
+@pytest.mark.parametrize(("kind", "main_grad"), [(Twice, False), (PartlyRecomputed, True)])
+def test_one_part_and_several_in_main_grad_are_added_up(
+    device: str, kind: type[nn.Module], main_grad: bool
+) -> None:
+    pair = Pair(device, [Block(), kind(), Block()], main_grad=main_grad).capture()
     assert pair.bank.failures == []
     for _ in range(3):
         assert pair.step() is None

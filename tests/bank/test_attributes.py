@@ -40,49 +40,34 @@ def appends(module: Any, hidden: Tensor) -> None:
     module.history.append(hidden.mean())
 
 
-def puts_in(module: Any, hidden: Tensor) -> None:
-    module.by_name["mean"] = hidden.mean()
-
-
-def creates(module: Any, hidden: Tensor) -> None:
-    module.created = hidden.mean()
-
-
-def drops(module: Any, hidden: Tensor) -> None:
-    module.dropped = None
-
-
-def makes_a_tuple(module: Any, hidden: Tensor) -> None:
-    module.pair = (hidden.mean(), 3)
-
-
-REBINDING = [
-    pytest.param(Keeps(largest, largest=None), "largest", id="a statistic's first tensor"),
-    pytest.param(Keeps(largest, largest=torch.zeros(())), "largest", id="another tensor"),
-    pytest.param(Keeps(appends, history=[torch.zeros(())]), "history", id="a longer list"),
-    pytest.param(Keeps(puts_in, by_name={"mean": torch.zeros(()), "other": 1}), "by_name", id="a dictionary"),
-    pytest.param(Keeps(makes_a_tuple, pair=(torch.zeros(()), 2)), "pair", id="a tuple"),
-    pytest.param(Keeps(creates), "created", id="a new attribute"),
-    pytest.param(Keeps(drops, dropped=torch.zeros(())), "dropped", id="none any more"),
-]
+# What a call keeps, and what has been there before.
+REBINDING: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any]]] = {
+    "a statistic's first tensor": (largest, {"largest": None}),
+    "another tensor": (largest, {"largest": torch.zeros(())}),
+    "a longer list": (appends, {"history": [torch.zeros(())]}),
+    "a dictionary": (
+        lambda module, hidden: module.by_name.update(mean=hidden.mean()),
+        {"by_name": {"mean": torch.zeros(()), "other": 1}},
+    ),
+    "a tuple": (
+        lambda module, hidden: setattr(module, "pair", (hidden.mean(), 3)),
+        {"pair": (torch.zeros(()), 2)},
+    ),
+    "a new attribute": (lambda module, hidden: setattr(module, "created", hidden.mean()), {}),
+    "none any more": (lambda module, hidden: setattr(module, "dropped", None), {"dropped": torch.zeros(())}),
+}
 
 
 def look(module: nn.Module) -> dict[str, Any]:
     return {name: value if isinstance(value, Tensor) else repr(value) for name, value in vars(module).items()}
 
 
-def on_device(module: Keeps, device: str) -> Keeps:
-    module = copy.deepcopy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, Tensor):
-            vars(module)[name] = value.to(device)
-    return module
-
-
-@pytest.mark.parametrize(("module", "attribute"), REBINDING)
-def test_a_site_that_binds_another_tensor_stays_eager(device: str, module: Keeps, attribute: str) -> None:
+@pytest.mark.parametrize("name", REBINDING)
+def test_a_site_that_binds_another_tensor_stays_eager(device: str, name: str) -> None:
     """The warm-up's numbers stayed in it, and each replay read a tensor that the host had dropped."""
-    keeps = on_device(module, device)
+    keep, given = REBINDING[name]
+    moved = {key: it.to(device) if isinstance(it, Tensor) else copy.deepcopy(it) for key, it in given.items()}
+    keeps, attribute = Keeps(keep, **moved), next(iter(given), "created")
     pair = Pair(device, [Block(), nn.Sequential(keeps, Block())])
     before = look(keeps)
     pair.capture()
@@ -185,14 +170,10 @@ def test_an_equal_value_is_no_change() -> None:
 def test_a_layer_that_counts_its_calls_stays_eager_by_name(device: str) -> None:
     """No replay would count, and what an eager call does may depend on the count."""
 
-    class Counts(nn.Module):
-        calls = 0
+    def count(module: Any, hidden: Tensor) -> None:
+        module.calls += 1
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            self.calls += 1
-            return hidden * 2
-
-    pair = Pair(device, [nn.Tanh(), Counts()]).capture()
+    pair = Pair(device, [nn.Tanh(), Keeps(count, calls=0)]).capture()
     assert pair.bank.eager_sites == {1: EagerReason.CAPTURE_FAILED}
-    assert "attribute 'calls' of Counts has another value after a call" in str(pair.bank.failures[0])
+    assert "attribute 'calls' of Keeps has another value after a call" in str(pair.bank.failures[0])
     assert pair.layers[1].calls == 0

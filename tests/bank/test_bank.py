@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bank's one promise: the same bits as eager, or eager with a counted reason."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, run_eager, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, new_bank, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.sites import VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 
@@ -26,26 +27,24 @@ def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: 
         assert (param.grad is None) == main_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_have_the_same_bits(device: str, dtype: torch.dtype) -> None:
-    pair = Pair(device, [block.to(dtype) for block in blocks()]).capture(variant(dtype=dtype))
+@pytest.mark.parametrize(
+    ("layers", "dtype"),
+    [
+        ([Block(), Block()], torch.bfloat16),
+        ([Block(), Block()], torch.float64),
+        ([nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)], torch.float32),
+        ([nn.Identity(), Block(), nn.Identity(), nn.Identity(), Block()], torch.float32),
+    ],
+    ids=["bfloat16", "float64", "other widths", "without work"],
+)
+def test_layers_of_any_dtype_and_width_have_the_same_bits(
+    device: str, layers: list[nn.Module], dtype: torch.dtype
+) -> None:
+    copies = copy.deepcopy(nn.ModuleList(layers)).to(dtype)
+    pair = Pair(device, list(copies)).capture(variant(dtype=dtype))
     for _ in range(3):
         assert pair.step(pair.input(dtype=dtype)) is None
-
-
-def test_layers_may_change_the_width(device: str) -> None:
-    layers = [nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 5)]
-    pair = Pair(device, layers).capture()
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.bank.counters()["replays"] == 9
-
-
-def test_layers_without_work_of_their_own_have_the_same_bits(device: str) -> None:
-    pair = Pair(device, [nn.Identity(), Block(), nn.Identity(), nn.Identity(), Block()]).capture()
-    for _ in range(3):
-        assert pair.step() is None
-    assert pair.eager_calls() == {}
+    assert pair.counts() == {"calls": 3 * len(layers), "replays": 3 * len(layers)}
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -81,22 +80,15 @@ def test_several_variants_share_a_slot_and_keep_their_bits(device: str) -> None:
     assert pair.eager_calls() == {}
 
 
-class TellsRows(nn.Module):
-    """Tells of how many rows each call is."""
-
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        super().__init__()
-        self.tell = tell
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.tell(hidden.shape[0])
-        return hidden * 2
-
-
 def test_the_largest_variant_is_warmed_up_and_captured_first(device: str) -> None:
     """Smaller ones then live in its memory; whatever the order in which they are asked for."""
     rows: list[int] = []
-    pair = Pair(device, [TellsRows(rows.append)])
+
+    def tells(hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[0])
+        return hidden * 2
+
+    pair = Pair(device, [Applies(tells)])
     sizes = (3, 12, 1, 7)
     pair.capture(*(variant(f"{size} {t}", training=t, rows=size) for size in sizes for t in (False, True)))
     largest_first = [12, 7, 3, 1] * 2  # training variants first
@@ -110,8 +102,7 @@ def test_smaller_variants_take_no_memory_beside_the_largest() -> None:
 
     def pool_bytes(*rows: int) -> int:
         bank = new_bank(layers, "cuda")
-        shape = {"training": True, "row_shape": (256,), "dtype": torch.float32}
-        bank.capture([VariantSpec(key=count, rows=count, **shape) for count in rows])
+        bank.capture([variant(count, rows=count, row_shape=(256,)) for count in rows])
         held = bank.pool_bytes()
         bank.release()
         return held
@@ -169,21 +160,13 @@ def test_a_site_left_eager_in_between_changes_no_bit(device: str, skipped: tuple
 def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: str) -> None:
     pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
     for left_out in (0, 1, 2, 1):
-        hidden = pair.input()
-        x, eager_x = (hidden.clone().requires_grad_() for _ in range(2))
-        with pair.bank.micro_batch("train") as reason:
-            assert reason is None
-            out = x
+
+        def ours(out: Tensor, left_out: int = left_out) -> Tensor:
             for index, site in enumerate(pair.bank.sites):
                 out = pair.layers[index](out) if index == left_out else site(out)
-        eager_out = run_eager(pair.eager_layers, eager_x)
-        assert_same_bits(out, eager_out, "output")
-        grad = torch.randn_like(out)
-        out.backward(grad)
-        eager_out.backward(grad)
-        assert_same_bits(x.grad, eager_x.grad, "gradient of the input")
-        pair.check_state()
-        del out
+            return out
+
+        assert pair.step(ours=ours) is None
     assert pair.bank.counters()["replays"] == 4 * 2
 
 
@@ -201,25 +184,16 @@ def test_an_input_that_needs_no_gradient_still_trains_the_parameters(device: str
 
 def test_gradients_that_meet_beside_a_site_have_the_same_bits(device: str) -> None:
     """Two terms; of three, a graph adds its own two first, and eager may not."""
-    pair = Pair(device, [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).capture()
+    pair = Pair(device, [nn.Linear(WIDTH, WIDTH) for _ in range(3)]).capture()
+
+    def with_terms(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+        scaled = x * 1.5
+        first = layers[0](scaled)
+        out = layers[2](layers[1](first))
+        return out * out + first * 3 + scaled
+
     for _ in range(3):
-        hidden = pair.input()
-        grads: list[Tensor | None] = []
-        for graphed in (True, False):
-            x = hidden.clone().requires_grad_()
-            scaled = x * 1.5
-            if graphed:
-                with pair.bank.micro_batch("train"):
-                    first = pair.bank.sites[0](scaled)
-                    out = pair.bank.sites[2](pair.bank.sites[1](first))
-            else:
-                first = pair.eager_layers[0](scaled)
-                out = run_eager(pair.eager_layers[1:], first)
-            (out * out + first * 3 + scaled).sum().backward()
-            grads.append(x.grad)
-            del first, out, scaled
-        assert_same_bits(grads[0], grads[1], "gradient of the input")
-        pair.check_state()
+        pair.step(ours=partial(with_terms, pair.bank.sites), eager=partial(with_terms, pair.eager_layers))
     assert pair.bank.counters()["replays"] == 9
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from bank_pair import ROWS, Block, Pair, blocks, new_bank, variant
 
-from megagraph.bank.sites import VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 LAYERS = 3
@@ -62,8 +61,7 @@ def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
     layers = [Block(256).to("cuda") for _ in range(LAYERS)]
     bank = new_bank(layers, "cuda")
     train, evaluate = (
-        VariantSpec(key=key, training=key == "train", rows=rows, row_shape=(256,), dtype=torch.float32)
-        for key in ("train", "eval")
+        variant(key, training=key == "train", rows=rows, row_shape=(256,)) for key in ("train", "eval")
     )
     bank.capture([train, evaluate])
     held = bank.pool_bytes()
