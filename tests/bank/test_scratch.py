@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots share the memory that is temporary in each pass (csrc/torch/pass_memory.h, Note [Scratch])."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from bank_pair import WIDTH, Pair, blocks, new_bank, variant
+from bank_pair import WIDTH, Applies, MicroBatch, Pair, blocks, new_bank, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -31,46 +33,39 @@ class Wide(nn.Module):
         return wide.view(-1, COPIES, WIDTH).sum(1)
 
 
-def pool_bytes(num_slots: int) -> int:
-    modules = [Wide().cuda(), Wide().cuda()]
-    bank = new_bank(modules, "cuda", num_slots=num_slots)
-    bank.capture([variant(rows=ROWS), variant("evaluation", rows=ROWS, training=False)])
-    assert not bank.failures
-    found = bank.pool_bytes()
-    bank.release()
-    return found
-
-
-def test_temporary_memory_is_paid_once_for_all_slots() -> None:
-    one, four = pool_bytes(1), pool_bytes(4)
-    temporary = ROWS * WIDTH * COPIES * 4
-    assert one > temporary
-    assert four < 2 * one, f"{four} bytes of four slots, {one} of one"
-
-
-def test_banks_of_a_device_share_it() -> None:
-    alone = pool_bytes(4)
-    modules = [[Wide().cuda(), Wide().cuda()] for _ in range(2)]  # which a bank does not keep alive
-    banks = [new_bank(its, "cuda", num_slots=4) for its in modules]
+def pool_bytes(num_slots: int, num_banks: int = 1) -> int:
+    """Bytes in the pools of banks of two modules each."""
+    modules = [[Wide().cuda(), Wide().cuda()] for _ in range(num_banks)]  # which a bank does not keep alive
+    banks = [new_bank(its, "cuda", num_slots=num_slots) for its in modules]
     for bank in banks:
         bank.capture([variant(rows=ROWS), variant("evaluation", rows=ROWS, training=False)])
         assert not bank.failures
-    together = sum(bank.pool_bytes() for bank in banks)
-    assert together < alone * 2 - ROWS * WIDTH * COPIES * 4, f"{together} bytes of two banks, {alone} of one"
+    found = sum(bank.pool_bytes() for bank in banks)
     for bank in banks:
         bank.release()
+    return found
+
+
+def test_temporary_memory_is_paid_once_for_all_slots_and_banks_of_a_device() -> None:
+    one, four, twice_four = pool_bytes(1), pool_bytes(4), pool_bytes(4, num_banks=2)
+    temporary = ROWS * WIDTH * COPIES * 4
+    assert one > temporary
+    assert four < 2 * one, f"{four} bytes of four slots, {one} of one"
+    assert twice_four < four * 2 - temporary, f"{twice_four} bytes of two banks, {four} of one"
+
+
+def finish(flying: list[MicroBatch], order: Sequence[int]) -> None:
+    for index in order:
+        assert flying[index].reason is None
+        flying[index].check_outputs()
+        flying[index].backward()
 
 
 def test_micro_batches_of_several_banks_in_flight_have_the_bits_of_eager() -> None:
     pairs = [Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=2, main_grad=True) for _ in range(2)]
     for pair in pairs:
-        pair.capture(variant())
-    flying = [pair.forward(pair.input()) for pair in pairs * 2]
-    for micro_batch in (flying[1], flying[0], flying[2], flying[3]):
-        assert micro_batch.reason is None
-        micro_batch.check_outputs()
-        micro_batch.backward()
-    del flying, micro_batch
+        pair.capture()
+    finish([pair.forward() for pair in pairs * 2], (1, 0, 2, 3))
     for pair in pairs:
         pair.check_state()
 
@@ -79,26 +74,18 @@ def test_micro_batches_in_flight_have_the_bits_of_eager() -> None:
     pair = Pair("cuda", [Wide(), *blocks(2), Wide()], num_slots=4, main_grad=True)
     pair.capture(variant(), variant("smaller", rows=4))
     for key, rows in (("train", 6), ("smaller", 4), ("train", 6)):
-        flying = [pair.forward(pair.input(rows), key) for _ in range(4)]
-        for micro_batch in (flying[2], flying[0], flying[3], flying[1]):
-            assert micro_batch.reason is None
-            micro_batch.check_outputs()
-            micro_batch.backward()
-        del flying, micro_batch
+        finish([pair.forward(pair.input(rows), key) for _ in range(4)], (2, 0, 3, 1))
         pair.check_state()
 
 
-class NotCaptured(nn.Module):
-    """Runs anywhere but in a capture."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("cannot be captured")
-        return hidden.tanh()
+def cannot_be_captured(hidden: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("cannot be captured")
+    return hidden.tanh()
 
 
 def test_a_site_that_cannot_be_captured_is_left_out_by_all_slots() -> None:
-    pair = Pair("cuda", [Wide(), NotCaptured(), Wide()], num_slots=3)
+    pair = Pair("cuda", [Wide(), Applies(cannot_be_captured), Wide()], num_slots=3)
     pair.capture(variant(), variant("evaluation", training=False))
     assert [failure.index for failure in pair.bank.failures] == [1]
     flying = [pair.forward() for _ in range(3)]

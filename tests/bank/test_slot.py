@@ -14,183 +14,95 @@ def leased(num_sites: int = 4, *, training: bool = True) -> _C.Slot:
     return slot
 
 
-def test_a_slot_has_one_lease_at_a_time() -> None:
-    slot = _C.Slot(0, 1)
-    assert slot.is_free
-    assert slot.lease(0, True)
-    assert not slot.is_free
+def play(slot: _C.Slot, script: str) -> None:
+    """Words, each with a site or a range of them, or `end`, of the micro-batch.
+
+    `F` forward, `B` backward begins, `D` it is done, `X` its node is dropped, `+` and `-` a tensor over its
+    output. What begins with `!` is refused and changes nothing; `free` and `held` say whether somebody holds
+    the slot.
+    """
+    passes = {"F": slot.enter, "B": slot.leave}
+    others = {"D": slot.node_done, "X": slot.drop, "+": slot.retain_tensor, "-": slot.release_tensor}
+    for word in script.split():
+        if word in ("free", "held"):
+            assert slot.is_free == (word == "free"), script
+            continue
+        if word == "end":
+            slot.end_micro_batch()
+            continue
+        name = word.lstrip("!")
+        sites = [int(site) for site in name[1:].split("..")]
+        before = slot.describe_holders()
+        if name[0] in passes:
+            assert passes[name[0]](*sites) == (word == name), f"{word} of {script}"
+        else:
+            others[name[0]](*sites)
+        assert word == name or slot.describe_holders() == before
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            "F0 F1 end held B1 held D1 held B0 held D0 free", id="a lease lasts until the last is done"
+        ),
+        pytest.param("F0 B0 D0 held end free", id="the backward may end before the micro-batch"),
+        pytest.param(
+            "F0 F1 F2 X1 !B1 !F1 B2 D2 F1 X1 X0 end free", id="a dropped site leaves the others their turn"
+        ),
+        pytest.param("F0 +0 +0 B0 D0 end -0 held -0 free", id="a tensor over a boundary holds the slot"),
+        pytest.param("F1 !F1 !F0 !B0 !B2 B1", id="a refused pass changes nothing"),
+        pytest.param(
+            "F0..2 end held !F2..3 !B0..1 B0..2 held D0..2 free", id="a run of sites enters and leaves as one"
+        ),
+        pytest.param(
+            "F0 F1..3 !B0 X1..3 B0 F1..3 D0 X1..3 end free", id="a run follows a site, dropped as one"
+        ),
+    ],
+)
+def test_training_leases(script: str) -> None:
+    play(leased(), script)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("F1 +1 !F0 !F1 F2 +2 -1 !F1 -2 F0", id="a site is live while its output may be read"),
+        pytest.param("F0..2 +2 !F0..2 -2 F0..2", id="of a run only the last output is held"),
+    ],
+)
+def test_leases_without_a_backward(script: str) -> None:
+    play(leased(training=False), script)
+
+
+def test_a_slot_has_one_lease_at_a_time_which_starts_with_no_site_live() -> None:
+    slot = leased(training=False)
     assert not slot.lease(0, True)
-    slot.end_micro_batch()
-    assert slot.is_free
-    assert slot.lease(1, False)
-
-
-def test_a_training_lease_lasts_until_the_last_backward_is_done() -> None:
-    slot = leased()
-    assert slot.enter(0)
-    assert slot.enter(1)
-    slot.end_micro_batch()
-    for index in (1, 0):
-        assert not slot.is_free
-        assert slot.leave(index)
-        assert not slot.is_free  # the gradients are still on their way
-        slot.node_done(index)
-    assert slot.is_free
-
-
-def test_the_backward_may_end_before_the_micro_batch_does() -> None:
-    slot = leased()
-    assert slot.enter(0)
-    assert slot.leave(0)
-    slot.node_done(0)
-    assert not slot.is_free
-    slot.end_micro_batch()
-    assert slot.is_free
-
-
-def test_a_dropped_site_holds_nothing_and_leaves_the_others_their_turn() -> None:
-    slot = leased()
-    for index in (0, 1, 2):
-        assert slot.enter(index)
-    slot.drop(1)
-    assert not slot.leave(1)
-    assert not slot.enter(1)  # site 2 is live
-    assert slot.leave(2)
-    slot.node_done(2)
-    assert slot.enter(1)
-    slot.drop(1)
-    slot.drop(0)
-    slot.end_micro_batch()
-    assert slot.is_free
-
-
-def test_a_tensor_over_a_boundary_holds_the_slot() -> None:
-    slot = leased()
-    assert slot.enter(0)
-    slot.retain_tensor(0)
-    slot.retain_tensor(0)
-    assert slot.leave(0)
-    slot.node_done(0)
-    slot.end_micro_batch()
-    slot.release_tensor(0)
-    assert not slot.is_free
-    slot.release_tensor(0)
-    assert slot.is_free
-
-
-def test_without_a_backward_a_site_is_live_while_its_output_may_be_read() -> None:
-    slot = leased(training=False)
-    assert slot.enter(1)
-    slot.retain_tensor(1)
-    assert not slot.enter(0)
-    assert not slot.enter(1)
-    assert slot.enter(2)
-    slot.retain_tensor(2)
-    slot.release_tensor(1)
-    assert not slot.enter(1)  # the output of site 2 may still be read
-    slot.release_tensor(2)
-    assert slot.enter(0)
-
-
-def test_a_refused_pass_changes_nothing() -> None:
-    slot = leased()
-    assert slot.enter(1)
-    before = slot.describe_holders()
-    assert not slot.enter(1)
-    assert not slot.enter(0)
-    assert not slot.leave(0)
-    assert not slot.leave(2)
-    assert slot.describe_holders() == before
-    assert slot.leave(1)
-
-
-def test_a_new_lease_starts_with_no_site_live() -> None:
-    slot = leased(training=False)
-    assert slot.enter(3)  # and then the forward failed: there is no tensor to count
-    slot.end_micro_batch()
-    assert slot.is_free
-    assert slot.lease(0, True)
-    assert slot.enter(0)
+    play(slot, "F3 held end free")  # and then the forward failed: there is no tensor to count
+    with pytest.raises(RuntimeError):
+        slot.end_micro_batch()
+    assert slot.is_free and slot.lease(0, True)
+    play(slot, "F0 held")
 
 
 def test_holders_are_named_by_kind_and_site() -> None:
     slot = leased()
     assert slot.describe_holders() == "a micro-batch that has not ended"
-    assert slot.enter(0)
-    assert slot.enter(3)
-    slot.retain_tensor(3)
-    slot.retain_tensor(3)
-    slot.end_micro_batch()
+    play(slot, "F0 F3 +3 +3 end")
     assert slot.describe_holders() == (
         "1 pending backward of site 0, 1 pending backward of site 3, 2 tensors of site 3"
     )
-    slot.release_tensor(3)
-    slot.drop(0)
+    play(slot, "-3 X0")
     assert slot.describe_holders() == "1 pending backward of site 3, 1 tensor of site 3"
-
-
-def test_ending_what_never_began_is_an_error() -> None:
-    slot = _C.Slot(0, 1)
-    with pytest.raises(RuntimeError):
-        slot.end_micro_batch()
-    assert slot.is_free
 
 
 def test_holders_are_counted_exactly_in_any_order() -> None:
     rng = random.Random(0)
     for _ in range(300):
-        slot = leased(5)
-        holders: list[tuple[str, int]] = []
+        slot, ends = leased(5), ["end"]
         for index in sorted(rng.sample(range(5), rng.randint(1, 5))):
-            assert slot.enter(index)
-            holders.append(("node", index))
-            for _ in range(rng.randint(0, 3)):
-                slot.retain_tensor(index)
-                holders.append(("tensor", index))
-        holders.append(("micro-batch", 0))
-        rng.shuffle(holders)
-        for kind, index in holders:
-            assert not slot.is_free
-            if kind == "node":
-                slot.drop(index)
-            elif kind == "tensor":
-                slot.release_tensor(index)
-            else:
-                slot.end_micro_batch()
-        assert slot.is_free
-
-
-def test_a_run_of_sites_enters_and_leaves_as_one() -> None:
-    slot = leased()
-    assert slot.enter(0, 2)
-    slot.end_micro_batch()
-    assert slot.describe_holders() == ", ".join(f"1 pending backward of site {index}" for index in range(3))
-    assert not slot.enter(2, 3)
-    assert not slot.leave(0, 1)
-    assert slot.leave(0, 2)
-    assert not slot.is_free
-    slot.node_done(0, 2)
-    assert slot.is_free
-
-
-def test_a_run_may_follow_a_site_and_is_dropped_as_one() -> None:
-    slot = leased()
-    assert slot.enter(0)
-    assert slot.enter(1, 3)
-    assert not slot.leave(0)
-    slot.drop(1, 3)
-    assert slot.leave(0)
-    assert slot.enter(1, 3)  # while the node of site 0 still runs
-    slot.node_done(0)
-    slot.drop(1, 3)
-    slot.end_micro_batch()
-    assert slot.is_free
-
-
-def test_of_a_run_without_gradients_only_the_last_output_is_held() -> None:
-    slot = leased(training=False)
-    assert slot.enter(0, 2)
-    slot.retain_tensor(2)
-    assert not slot.enter(0, 2)
-    slot.release_tensor(2)
-    assert slot.enter(0, 2)
+            tensors = rng.randint(0, 3)
+            play(slot, f"F{index} " + f"+{index} " * tensors)
+            ends += [f"X{index}", *[f"-{index}"] * tensors]
+        rng.shuffle(ends)
+        play(slot, "held " + " held ".join(ends) + " free")
