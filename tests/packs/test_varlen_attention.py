@@ -6,6 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offsets import offsets
+from same_bits import assert_same_bits
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,10 +23,15 @@ ERROR_UNITS = {"cpu": 32, "cuda": 8}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def inputs(rows: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
+def keyed_inputs(rows: int, keys: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
     """q, k, v and a gradient of the output."""
-    counts = (heads, groups, groups, heads)
-    return [torch.randn(rows, count, dim, device=device).to(DTYPE[device]) for count in counts]
+    shapes = (rows, heads), (keys, groups), (keys, groups), (rows, heads)
+    return [torch.randn(*shape, dim, device=device).to(DTYPE[device]) for shape in shapes]
+
+
+def inputs(rows: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
+    """As many keys as queries."""
+    return keyed_inputs(rows, rows, heads, groups, dim, device)
 
 
 def attend_alone(
@@ -101,12 +107,6 @@ def attend_to_keys(
     )
     out = varlen_attention_to_keys(*leaves, of_queries, of_keys, causal=causal)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def keyed_inputs(rows: int, keys: int, heads: int, groups: int, dim: int, device: str) -> list[Tensor]:
-    """q, k, v and a gradient of the output."""
-    shapes = (rows, heads), (keys, groups), (keys, groups), (rows, heads)
-    return [torch.randn(*shape, dim, device=device).to(DTYPE[device]) for shape in shapes]
 
 
 def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device: str) -> None:
@@ -187,10 +187,8 @@ def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> No
     unaligned = [torch.randn(24, 4, 20, device=device).to(DTYPE[device])[..., 3:19] for _ in range(3)]
     grad = torch.ones(1, device=device, dtype=DTYPE[device]).expand(24, 4, 16)
     for views in (fused, heads_first, unaligned):
-        from_views = attend(*views, grad, [9, 10], 10)
-        from_copies = attend(*(view.contiguous() for view in views), grad.contiguous(), [9, 10], 10)
-        for a, b in zip(from_views, from_copies, strict=True):
-            assert torch.equal(a, b)
+        copies = [view.contiguous() for view in views]
+        assert_same_bits(attend(*views, grad, [9, 10], 10), attend(*copies, grad.contiguous(), [9, 10], 10))
 
 
 @pytest.mark.parametrize("rows", [0, 5])
@@ -263,25 +261,15 @@ def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank:
 
 
 @pytest.mark.gpu
-def test_queries_and_keys_of_their_own_repeat_bit_for_bit_in_deterministic_mode() -> None:
-    assert torch.are_deterministic_algorithms_enabled()
-    queries, keys = [500, 500, 0, 24, 24], [1500, 2500, 0, 72, 120]
-    tensors = keyed_inputs(1100, 4300, 8, 2, 128, "cuda")
-    first = attend_to_keys(tensors, queries, keys)
-    for _ in range(5):
-        for a, b in zip(first, attend_to_keys(tensors, queries, keys), strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.gpu
 def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
     assert torch.are_deterministic_algorithms_enabled()
-    lengths = [1000, 0, 1, 2047, 512]
+    queries, keys = [500, 500, 0, 24, 24], [1500, 2500, 0, 72, 120]
+    to_keys, lengths = keyed_inputs(1100, 4300, 8, 2, 128, "cuda"), [1000, 0, 1, 2047, 512]
     tensors = inputs(4096, 8, 2, 128, "cuda")
-    first = attend(*tensors, lengths, 2048)
+    first, first_to_keys = attend(*tensors, lengths, 2048), attend_to_keys(to_keys, queries, keys)
     for _ in range(5):
-        for a, b in zip(first, attend(*tensors, lengths, 2048), strict=True):
-            assert torch.equal(a, b)
+        assert_same_bits(attend(*tensors, lengths, 2048), first)
+        assert_same_bits(attend_to_keys(to_keys, queries, keys), first_to_keys)
 
 
 @pytest.mark.gpu
