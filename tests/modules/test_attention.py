@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offsets import offsets
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -48,10 +49,7 @@ def attention(mask: Mask = Mask.causal, **changes: Any) -> VarlenAttention:
 
 
 def pack_of(actual: list[int], padded: list[int] | None = None, **changes: Any) -> Any:
-    def offsets(lengths: list[int] | None) -> Tensor | None:
-        return None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-    cu_seqlens, cu_seqlens_padded = offsets(actual), offsets(padded)
+    cu_seqlens, cu_seqlens_padded = (None if it is None else offsets(it) for it in (actual, padded))
     fields = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,
@@ -89,30 +87,25 @@ def run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, **arguments: A
         ({"window_size": (64, 0)}, r"expected window_size None, got \(64, 0\)"),
         ({"softmax_type": "learnable"}, "expected softmax_type vanilla, got learnable"),
         ({"softmax_type": "off-by-one"}, "expected softmax_type vanilla, got off-by-one"),
+        # Of the constructor, not of the config.
+        ({"of_call": {"attention_dropout": 0.5}}, "expected attention_dropout 0, got 0.5"),
+        (
+            {"of_call": {"cp_comm_type": "a2a+p2p"}},
+            r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p",
+        ),
+        ({"of_call": {"attention_type": "cross"}}, "expected self attention, got 'cross'"),
+        ({"of_call": {"mask": Mask.arbitrary}}, "expected a causal mask or none, got arbitrary"),
+        (
+            {"of_call": {"mask": Mask.causal_bottom_right}},
+            "expected a causal mask or none, got causal_bottom_right",
+        ),
     ],
 )
-def test_an_option_of_the_config_that_it_lacks_is_refused_by_name(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    arguments = dict(changes)
+    of_call = arguments.pop("of_call", {})
     with pytest.raises(ValueError, match=f"^VarlenAttention: {message}$"):
-        attention(config=config(**changes))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attention_dropout": 0.5}, "expected attention_dropout 0, got 0.5"),
-        ({"cp_comm_type": "a2a+p2p"}, r"expected cp_comm_type of p2p, all_gather, a2a, got a2a\+p2p"),
-        ({"attention_type": "cross"}, "expected self attention, got 'cross'"),
-        ({"mask": Mask.arbitrary}, "expected a causal mask or none, got arbitrary"),
-        ({"mask": Mask.causal_bottom_right}, "expected a causal mask or none, got causal_bottom_right"),
-    ],
-)
-def test_an_argument_of_the_constructor_that_it_lacks_is_refused(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^VarlenAttention: {message}$"):
-        attention(**arguments)
+        attention(config=config(**arguments), **of_call)
 
 
 def test_the_arguments_dropout_goes_before_the_configs() -> None:

@@ -3,14 +3,18 @@ import gc
 import itertools
 import weakref
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from offsets import offsets
+from same_bits import assert_same_bits
 from torch import Tensor
 
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
+
+LAYOUTS: tuple[RopeLayout, RopeLayout] = ("neox", "interleaved")
 
 
 def frequencies(positions: int = 32, rotary_dim: int = 8) -> Tensor:
@@ -32,16 +36,10 @@ def test_tables_are_made_once_for_each_frequencies_dtype_and_mscale() -> None:
         for table in (cos, sin):
             assert seen.setdefault(id(table), (index, dtype, mscale, table)) == (index, dtype, mscale, table)
     assert len(seen) == 2 * len(keys)
-
-
-def test_layers_share_one_pair_of_tables() -> None:
-    """Queries and keys of every layer come with the same frequencies."""
-    tables, freqs, cu_seqlens = RotaryTables(), frequencies(), offsets([5])
-    tables.rotate(torch.randn(5, 2, 8), freqs, cu_seqlens)
-    made = tables.tables(freqs, torch.float32, 1.0)
-    tables.rotate(torch.randn(5, 1, 8), freqs, cu_seqlens)
-    for now, then in zip(tables.tables(freqs, torch.float32, 1.0), made, strict=True):
-        assert now is then
+    made = tables.tables(both[0], torch.float32, 1.0)[0]
+    tables.rotate(torch.randn(5, 1, 8), both[0], offsets([5]))  # as every layer does
+    assert tables.tables(both[0], torch.float32, 1.0)[0] is made
+    assert RotaryTables().tables(both[0], torch.float32, 1.0)[0] is not made
 
 
 def test_views_of_frequencies_share_tables_by_their_place() -> None:
@@ -69,12 +67,6 @@ def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
         )
     (pairs,) = (pairs for _memory, known in tables._tables.values() for pairs in known.values())
     assert [cos.size(0) for cos, _sin in pairs] == [8, 20, 32]
-
-
-def test_two_objects_keep_tables_of_their_own() -> None:
-    freqs = frequencies()
-    first, second = (RotaryTables().tables(freqs, torch.float32, 1.0) for _ in range(2))
-    assert first[0] is not second[0]
 
 
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float32, torch.bfloat16]])
@@ -105,21 +97,15 @@ def test_frequencies_at_a_dead_ones_place_get_tables_of_their_own() -> None:
 
 
 def test_tables_keep_neither_the_frequencies_nor_the_object_alive() -> None:
-    tables, freqs = RotaryTables(), frequencies()
-    tables.tables(freqs, torch.float32, 1.0)
-    dying = weakref.ref(freqs), weakref.ref(tables)
-    del freqs, tables
-    gc.collect()
-    assert [ref() for ref in dying] == [None, None]
-
-
-def test_the_object_may_die_before_the_frequencies() -> None:
+    """Whichever of both dies first."""
     tables, freqs = RotaryTables(), frequencies()
     cos, _ = tables.tables(freqs, torch.float32, 1.0)
+    dying = weakref.ref(tables), weakref.ref(freqs)
     del tables
     gc.collect()
+    assert dying[0]() is None and dying[1]() is not None
     del freqs
-    assert cos.shape == (32, 8)
+    assert dying[1]() is None and cos.shape == (32, 8)
 
 
 # -- what tables hold ----------------------------------------------------------------------------
@@ -155,24 +141,12 @@ def test_rows_past_the_last_document_are_zero_in_both_passes() -> None:
 # -- Megatron's bits -----------------------------------------------------------------------------
 
 
-class Rank:
-    """Stands in for a context-parallel process group."""
-
-    def __init__(self, cp_size: int, cp_rank: int) -> None:
-        self.cp_size, self.cp_rank = cp_size, cp_rank
-
-    def size(self) -> int:
-        return self.cp_size
-
-    def rank(self) -> int:
-        return self.cp_rank
-
-
 @pytest.mark.megatron
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mscale", [1.0, 1.2079])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (16, 6)])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_rotation_has_the_bits_of_megatrons_unfused_path(
     rope_utils: ModuleType,
     dtype: torch.dtype,
@@ -180,39 +154,28 @@ def test_rotation_has_the_bits_of_megatrons_unfused_path(
     interleaved: bool,
     head_dim: int,
     rotary_dim: int,
+    cp_size: int,
 ) -> None:
-    """Through its public function, forward and backward, as queries and as keys of several layers."""
+    """Through its public function, forward and backward, on every rank."""
     config = SimpleNamespace(
         apply_rope_fusion=False, rotary_interleaved=interleaved, multi_latent_attention=False
     )
-    tables, freqs, cu_seqlens = RotaryTables(), frequencies(32, rotary_dim), offsets([5, 1, 11])
-    for heads in (4, 2, 4, 2):
-        ours = torch.randn(17, heads, head_dim).to(dtype).requires_grad_()
+    tables, freqs, layout = RotaryTables(), frequencies(64, rotary_dim), LAYOUTS[interleaved]
+    cu_seqlens = offsets([2 * cp_size, 6 * cp_size])
+    for rank in range(cp_size):
+        group = mock.Mock(size=lambda: cp_size, rank=lambda rank=rank: rank)
+        ours = torch.randn(8, 4, head_dim).to(dtype).requires_grad_()
         theirs = ours.detach().clone().requires_grad_()
-        grad = torch.randn_like(ours)
         expected = rope_utils.apply_rotary_pos_emb(
-            theirs, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=Rank(1, 0)
+            theirs, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=group
         )
-        layout: RopeLayout = "interleaved" if interleaved else "neox"
-        actual = tables.rotate(ours, freqs, cu_seqlens, layout=layout, mscale=mscale)
+        actual = tables.rotate(
+            ours, freqs, cu_seqlens, cp_size=cp_size, cp_rank=rank, layout=layout, mscale=mscale
+        )
+        grad = torch.randn_like(ours)
         expected.backward(grad)
         actual.backward(grad)
-        assert ours.grad is not None
-        assert torch.equal(actual, expected)
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_every_rank_has_the_bits_of_megatrons_unfused_path(rope_utils: ModuleType, cp_size: int) -> None:
-    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
-    tables, freqs, cu_seqlens = RotaryTables(), frequencies(64), offsets([2 * cp_size, 6 * cp_size])
-    for rank in range(cp_size):
-        t = torch.randn(8, 2, 8)
-        expected = rope_utils.apply_rotary_pos_emb(
-            t, freqs, config, cu_seqlens=cu_seqlens, cp_group=Rank(cp_size, rank)
-        )
-        assert torch.equal(tables.rotate(t, freqs, cu_seqlens, cp_size=cp_size, cp_rank=rank), expected)
+        assert_same_bits([actual, ours.grad], [expected, theirs.grad])
 
 
 @pytest.mark.megatron
@@ -222,7 +185,7 @@ def test_frequencies_come_once_from_megatrons_embedding_and_so_do_the_tables(rop
 
     from megagraph.demo.cpu import megatron_on_cpu
 
-    group = Rank(1, 0)
+    group = mock.Mock(size=lambda: 1, rank=lambda: 0)
     with megatron_on_cpu():
         embedding = RotaryEmbedding(kv_channels=8, rotary_percent=1.0, use_cpu_initialization=True)
         first, second = (embedding(32, packed_seq=True, cp_group=group) for _ in range(2))

@@ -57,22 +57,14 @@ def packs(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
 
 def test_a_form_says_which_fields_a_pack_carries() -> None:
     cu = offsets([2, 3])
-    assert form_of(pack_of(cu)) == PackForm.of(pack_of(cu.clone()))
-    assert form_of(pack_of(cu)).has_padded is False
+    plain = form_of(pack_of(cu))
+    assert plain == PackForm.of(pack_of(cu.clone()))
+    assert (plain.has_padded, plain.has_seq_idx, plain.pad_between_seqs) == (False, False, None)
     assert form_of(pack_of(cu, offsets([4, 4]))).has_padded is True
-
-
-@pytest.mark.parametrize("said", [None, False, True])
-def test_a_form_keeps_what_the_pack_says_of_padding(said: bool | None) -> None:
-    assert form_of(pack_of(offsets([2]), pad_between_seqs=said)).pad_between_seqs is said
-    assert form_of(pack_of(offsets([2]))).pad_between_seqs is None
-
-
-def test_a_form_says_whether_each_row_has_its_document() -> None:
-    cu = offsets([2, 3])
-    assert form_of(pack_of(cu)).has_seq_idx is False
     index = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
     assert form_of(pack_of(cu, seq_idx=index)).has_seq_idx is True
+    for said in (None, False, True):
+        assert form_of(pack_of(cu, pad_between_seqs=said)).pad_between_seqs is said
 
 
 def test_views_of_one_memory_are_the_same_offsets() -> None:
@@ -98,30 +90,23 @@ def test_what_staging_reads_goes_by_the_form(name: str) -> None:
         {"cu_seqlens_kv_padded": None},
         {"cu_seqlens_q_padded": None},
         {"cu_seqlens_kv": None},
+        # Bug: the reader took whatever it was given for a tensor, and the process died.
+        {"cu_seqlens_kv": [0, 2, 5]},
+        {"cu_seqlens_q": [0, 2, 5]},
+        {"cu_seqlens_kv_padded": (0, 2, 5)},
+        {"cu_seqlens_q_padded": "0 2 5"},
     ],
 )
-def test_keys_with_offsets_of_their_own_have_no_form(change: dict[str, Tensor | None]) -> None:
+def test_keys_with_offsets_of_their_own_have_no_form(change: dict[str, Any]) -> None:
     """Equal values do not count: to compare them would wait for the device."""
-    assert PackForm.of(pack_of(offsets([2, 3]), offsets([4, 4]), **change)) is None
-
-
-def test_offsets_that_are_no_tensors_have_no_form() -> None:
-    """Bug: the reader took whatever it was given for a tensor, and the process died."""
     cu = offsets([2, 3])
-    for change in ({"cu_seqlens_kv": [0, 2, 5]}, {"cu_seqlens_q": [0, 2, 5]}):
-        assert PackForm.of(pack_of(cu, **change)) is None
-    for change in ({"cu_seqlens_kv_padded": (0, 2, 5)}, {"cu_seqlens_q_padded": "0 2 5"}):
-        assert PackForm.of(pack_of(cu, offsets([4, 4]), **change)) is None
+    assert PackForm.of(pack_of(cu, offsets([4, 4]), **change)) is None
+    assert PackForm.of(pack_of(cu, cu_seqlens_kv=cu[:2])) is None  # fewer entries of the same memory
 
 
 def test_a_pack_that_says_neither_yes_nor_no_of_padding_has_no_form() -> None:
     for said, known in ((None, True), (True, True), (False, True), (1, False), ("no", False)):
         assert (PackForm.of(pack_of(offsets([2, 3]), pad_between_seqs=said)) is not None) == known
-
-
-def test_fewer_entries_of_the_same_memory_are_other_offsets() -> None:
-    cu = offsets([2, 3])
-    assert PackForm.of(pack_of(cu, cu_seqlens_kv=cu[:2])) is None
 
 
 # -- the shape of a pack -------------------------------------------------------------------------

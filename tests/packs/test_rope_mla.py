@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offsets import offsets
 from rope_cases import Rank, frequencies, tables, without_empty_documents
+from same_bits import assert_same_bits
 from torch import Tensor
 
 from megagraph.packs.latent_rope import Rotation
@@ -40,6 +41,11 @@ def inputs(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> tuple[Te
     )
 
 
+def small(device: str) -> tuple[Tensor, ...]:
+    """Tables of 8 positions, and offsets of a pack of 5 rows."""
+    return (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+
+
 def rope_mla(
     q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, *tensors: Tensor, v_dim: int = 0, **options: Any
 ) -> tuple[Tensor, ...]:
@@ -63,13 +69,6 @@ def random_grads(shape: Shape, rows: int, dtype: torch.dtype, device: str) -> li
     heads, content, rotary, value = shape
     dims = (content + rotary, content + rotary, value)
     return [torch.randn(rows, heads, dim, device=device).to(dtype) for dim in dims]
-
-
-def differences(what: str, one: Tensor, other: Tensor) -> str:
-    """Where two tensors differ, and what is there."""
-    places = (one != other).nonzero()
-    shown = [(place, float(one[tuple(place)]), float(other[tuple(place)])) for place in places[:8].tolist()]
-    return f"{what} differs in {len(places)} of {one.numel()} entries: {shown}"
 
 
 def summed(grads: Tensor) -> Tensor:
@@ -262,33 +261,25 @@ def test_one_launch_has_the_bits_of_two(device: str, shape: Shape, fused: bool) 
     query.backward(dq)
     key, value = rope_mla(None, kv, k_pe, *how, v_dim=shape[3], fused=fused)
     made = torch.ops.megagraph.rope_mla_backward(None, dk, dv, *how, fused=fused)
-    for one, other in zip(together, (query, key, value, leaf.grad, *made), strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(together, [query, key, value, leaf.grad, *made])
 
 
 def test_queries_are_written_where_they_are_and_gradients_are_not(device: str) -> None:
-    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    how = small(device)
     leaf = torch.randn(7, 2, 12, device=device, requires_grad=True)
     q = leaf * 1
     before = q.detach().clone()
-    version = q._version
+    squared = q.square()
     (query,) = rope_mla(q, None, None, *how)
-    assert query.data_ptr() == q.data_ptr() and q._version > version
+    assert query.data_ptr() == q.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
     assert torch.equal(q[:5, :, :4], before[:5, :, :4]) and not torch.equal(q[1:5], before[1:5])
     grad = torch.randn_like(query)
     given_grad = grad.clone()
     first = torch.autograd.grad(query, leaf, grad, retain_graph=True)
     second = torch.autograd.grad(query, leaf, grad)
     assert torch.equal(grad, given_grad) and torch.equal(first[0], second[0])
-
-
-def test_who_saved_the_queries_before_is_told(device: str) -> None:
-    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
-    q = torch.randn(7, 2, 12, device=device, requires_grad=True) * 1
-    squared = q.square()
-    rope_mla(q, None, None, *how)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        squared.sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (3, 0), (3, 2)])
@@ -303,20 +294,20 @@ def test_no_rows_no_heads_no_documents(device: str, shape: tuple[int, int]) -> N
 
 def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
     """Expanded, transposed, and of outputs that nothing was made of."""
-    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    how = small(device)
     _q, kv, k_pe = (t.requires_grad_() for t in inputs((2, 4, 8, 4), 6, torch.float32, device))
     key, _value = rope_mla(None, kv, k_pe, *how, v_dim=4)
     expanded = torch.autograd.grad(key.sum(), (kv, k_pe), retain_graph=True)
     plain = torch.autograd.grad(key, (kv, k_pe), torch.ones_like(key), retain_graph=True)
-    assert all(map(torch.equal, expanded, plain))
+    assert_same_bits(expanded, plain)
     grad = torch.randn(12, 2, 6, device=device).permute(2, 1, 0)
     one = torch.autograd.grad(key, (kv, k_pe), grad, retain_graph=True)
     other = torch.autograd.grad(key, (kv, k_pe), grad.contiguous())
-    assert all(map(torch.equal, one, other))
+    assert_same_bits(one, other)
 
 
 def test_a_second_derivative_is_an_error(device: str) -> None:
-    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    how = small(device)
     leaf = torch.randn(6, 2, 8, device=device, requires_grad=True)
     (out,) = rope_mla(leaf * 1, None, None, *how)
     (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
@@ -326,7 +317,7 @@ def test_a_second_derivative_is_an_error(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["q", "kv", "k_pe"])
 def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> None:
-    how = (*tables(frequencies(8, 8, "mla_interleaved", device), torch.float32), offsets([5], device))
+    how = small(device)
     given = dict(zip(("q", "kv", "k_pe"), inputs((2, 4, 8, 4), 6, torch.float32, device), strict=True))
     given[name].requires_grad_()
     if name == "q":
@@ -450,6 +441,4 @@ def test_bits_of_megatrons_fused_kernels(
                 cp_size=cp_size,
                 cp_rank=cp_rank,
             )
-            names = ("q", "k", "v", "dq", "dkv", "dk_pe")
-            for name, one, other in zip(names, ours, (*out, *theirs_grads), strict=True):
-                assert torch.equal(one, other), differences(f"{lengths}, rank {cp_rank}: {name}", one, other)
+            assert_same_bits(ours, [*out, *theirs_grads], f"{lengths}, rank {cp_rank}")
