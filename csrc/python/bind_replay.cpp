@@ -201,8 +201,6 @@ void bind_graph_bank(py::module_& m) {
              return found;
            })
       .def_property_readonly("num_variants", &GraphBank::num_variants)
-      .def_property_readonly("is_running",
-                             [](const GraphBank& bank) { return bank.current() != nullptr; })
       .def_property_readonly(
           "slot_index",
           [](const GraphBank& bank) { return bank.current() ? bank.current()->index() : -1; })
