@@ -135,27 +135,9 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
     assert limit is None or max(map(len, pieces)) <= limit
 
 
-def test_a_document_over_the_limit_is_refused(tmp_path: Path) -> None:
-    over = "document of 9000 tokens is over the limit of 8192; shorten it or raise --max-document"
-    for row in ({"text": "a" * 9000}, {"tokens": [1] * 9000}, {"length": 9000}):
-        refuses(write_jsonl(tmp_path, {**row}), f"FILE:1: {over}", max_length=8192)
-
-
 def test_a_document_at_the_limit_is_taken(tmp_path: Path) -> None:
     (document,) = load_documents(write_jsonl(tmp_path, {"length": 8192}), max_length=8192)
     assert document.tokens.numel() == 8192
-
-
-def test_an_empty_document_is_refused(tmp_path: Path) -> None:
-    message = "document of 0 tokens is under the minimum of 1"
-    refuses(write_jsonl(tmp_path, {"text": "a"}, {"text": ""}), f"FILE:2: {message}")
-    refuses(write_jsonl(tmp_path, {"tokens": []}), f"FILE:1: {message}")
-
-
-@pytest.mark.parametrize("length", [0, -3, 2**31])
-def test_a_length_no_pack_can_hold_is_refused(tmp_path: Path, length: int) -> None:
-    message = f"expected a length in [1, 2147483647], got {length}"
-    refuses(write_jsonl(tmp_path, {"length": length}), f"FILE:1: {message}")
 
 
 # --- rows that are bad ------------------------------------------------------------------------
@@ -183,60 +165,62 @@ def test_a_line_that_is_not_an_object_is_refused(tmp_path: Path, line: bytes, go
     refuses(write_jsonl(tmp_path, {"text": "a"}, line), EXPECTED + got)
 
 
-def test_a_row_without_a_column_of_ours_is_refused_naming_its_columns(tmp_path: Path) -> None:
-    message = "expected one of the columns text, tokens, length; found "
-    refuses(write_jsonl(tmp_path, {"id": 1, "title": "a"}), f"FILE:1: {message}id, title")
-    refuses(write_jsonl(tmp_path, {}), f"FILE:1: {message}no columns")
+OVER = "document of 9000 tokens is over the limit of 8192; shorten it or raise --max-document"
+EMPTY = "document of 0 tokens is under the minimum of 1"
+NO_COLUMN = "expected one of the columns text, tokens, length; found "
 
 
-def test_a_row_with_another_column_than_the_first_row_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, {"text": "a"}, {"tokens": [1]})
-    refuses(path, "FILE:2: expected the column text; found tokens")
-
-
-WRONG_TYPES = [
-    ("text", 5, "expected a string in column text, got an integer (5)"),
-    ("text", None, "expected a string in column text, got null"),
-    ("text", {"a": 1}, "expected a string in column text, got an object"),
-    ("tokens", "a", "expected a list of integers in column tokens, got a string ('a')"),
-    ("tokens", [1, 2.5], "expected a list of integers in column tokens, got a number (2.5) at index 1"),
-    ("tokens", [True], "expected a list of integers in column tokens, got a boolean (True) at index 0"),
-    ("tokens", [None], "expected a list of integers in column tokens, got null at index 0"),
-    ("length", "9", "expected an integer in column length, got a string ('9')"),
-    ("length", 9.0, "expected an integer in column length, got a number (9.0)"),
-    ("length", True, "expected an integer in column length, got a boolean (True)"),
-]
-
-
-@pytest.mark.parametrize(("column", "value", "message"), WRONG_TYPES)
-def test_a_wrong_type_in_a_column_is_refused(tmp_path: Path, column: str, value: Any, message: str) -> None:
-    refuses(write_jsonl(tmp_path, {column: value}), f"FILE:1: {message}")
-
-
-@pytest.mark.parametrize("token", [256, -1, 10**30])
-def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int) -> None:
-    path = write_jsonl(tmp_path, {"tokens": [0, 255]}, {"tokens": [0, token, 5]})
-    refuses(path, f"FILE:2: expected tokens in [0, 256), got {token} at index 1")
-
-
-def test_text_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, b'{"text": "\\ud800"}')
-    refuses(path, "FILE:1: expected text that UTF-8 can encode, got 'utf-8' codec can't encode")
+# The last of these rows is the bad one.
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a" * 9000}], OVER),
+        ([{"tokens": [1] * 9000}], OVER),
+        ([{"length": 9000}], OVER),
+        ([{"text": "a"}, {"text": ""}], EMPTY),
+        ([{"tokens": []}], EMPTY),
+        *(([{"length": it}], f"expected a length in [1, 2147483647], got {it}") for it in (0, -3, 2**31)),
+        ([{"id": 1, "title": "a"}], f"{NO_COLUMN}id, title"),
+        ([{}], f"{NO_COLUMN}no columns"),
+        ([{"text": "a"}, {"tokens": [1]}], "expected the column text; found tokens"),
+        ([{"text": 5}], "expected a string in column text, got an integer (5)"),
+        ([{"text": None}], "expected a string in column text, got null"),
+        ([{"text": {"a": 1}}], "expected a string in column text, got an object"),
+        ([{"tokens": "a"}], "expected a list of integers in column tokens, got a string ('a')"),
+        (
+            [{"tokens": [1, 2.5]}],
+            "expected a list of integers in column tokens, got a number (2.5) at index 1",
+        ),
+        (
+            [{"tokens": [True]}],
+            "expected a list of integers in column tokens, got a boolean (True) at index 0",
+        ),
+        ([{"tokens": [None]}], "expected a list of integers in column tokens, got null at index 0"),
+        ([{"length": "9"}], "expected an integer in column length, got a string ('9')"),
+        ([{"length": 9.0}], "expected an integer in column length, got a number (9.0)"),
+        ([{"length": True}], "expected an integer in column length, got a boolean (True)"),
+        *(
+            (
+                [{"tokens": [0, 255]}, {"tokens": [0, it, 5]}],
+                f"expected tokens in [0, 256), got {it} at index 1",
+            )
+            for it in (256, -1, 10**30)
+        ),
+        ([b'{"text": "\\ud800"}'], "expected text that UTF-8 can encode, got 'utf-8' codec can't encode"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
+    refuses(write_jsonl(tmp_path, *rows), f"FILE:{len(rows)}: {message}", max_length=8192)
 
 
 # --- paths and arguments that are bad ---------------------------------------------------------
 
 
-def test_a_file_without_documents_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "docs.jsonl"
-    path.touch()
-    refuses(path, "FILE: expected at least one document, got an empty file")
-
-
-def test_a_path_that_is_no_jsonl_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_jsonl_with_documents_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, docs_dot_jsonl=b"", docs_dot_csv=b"a,b")
+    refuses(tmp_path / "docs.jsonl", "FILE: expected at least one document, got an empty file")
     refuses(tmp_path / "nowhere.jsonl", "FILE: expected a .jsonl file, found nothing there")
     refuses(tmp_path, "FILE: expected a .jsonl file, found a folder")
-    write_files(tmp_path, docs_dot_csv=b"a,b")
     refuses(tmp_path / "docs.csv", "FILE: expected a .jsonl file, found 'docs.csv'")
 
 

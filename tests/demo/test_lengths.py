@@ -25,20 +25,10 @@ def draw(**changed: Any) -> torch.Tensor:
     return lognormal_lengths(**{**ARGUMENTS, **changed})
 
 
-def test_lengths_are_int64_of_the_asked_number() -> None:
-    lengths = draw(num=33)
-    assert lengths.dtype == torch.int64
-    assert lengths.shape == (33,)
-
-
-def test_the_same_seed_gives_the_same_lengths_and_another_seed_others() -> None:
-    assert torch.equal(draw(), draw())
-    assert not torch.equal(draw(), draw(seed=8))
-
-
-def test_the_global_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    draw()
+def test_a_seed_alone_gives_as_many_lengths_as_are_asked_for() -> None:
+    before, lengths = torch.get_rng_state(), draw(num=33)
+    assert lengths.dtype == torch.int64 and lengths.shape == (33,)
+    assert torch.equal(draw(), draw()) and not torch.equal(draw(), draw(seed=8))
     assert torch.equal(torch.get_rng_state(), before)
 
 
