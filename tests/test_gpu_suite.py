@@ -30,7 +30,9 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="is no part of the s
 
 
 @pytest.fixture
-def suite() -> ModuleType:
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for a quicker start
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     return load("gpu")
 
 

@@ -90,9 +90,8 @@ def install() -> Install:
 
 
 @pytest.fixture
-def pair(install: Install) -> Pair:
+def pair() -> Pair:
     """Two plain models of the same weights, of which one runs eager and the other with graphs."""
-    install()
     return Pair()
 
 
@@ -167,4 +166,5 @@ class _FileOfTests(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     found: pytest.Module = _FileOfTests.from_parent(parent, path=module_path)
+    found.add_marker(pytest.mark.megatron)
     return found

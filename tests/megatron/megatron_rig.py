@@ -27,10 +27,9 @@ from megagraph.megatron.patch.installation import installed_plugin
 Install = Callable[..., GraphConfig]  # the fixture `install`
 VOCAB = 64
 LAYERS = 2
+ON_GPU = torch.cuda.is_available()
 # Only the device's own attention needs bfloat16.
-OPTIONS = ModelOptions(
-    layers=LAYERS, hidden=32, heads=2, vocab=VOCAB, max_tokens=64, bf16=torch.cuda.is_available()
-)
+OPTIONS = ModelOptions(layers=LAYERS, hidden=32, heads=2, vocab=VOCAB, max_tokens=64, bf16=ON_GPU)
 HYBRID_PATTERN = "*-*-"
 CAPACITY = Capacity(tokens=64, num_seqs=5, max_seqlen=64)
 
@@ -229,8 +228,12 @@ class Step:
     logged: dict[str, Tensor] = field(default_factory=dict)
 
 
-def step(trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eager: bool = False) -> Step:
-    """One training step; `eager` switches graphs off for it."""
+def step(
+    trainer: Trainer, micros: Sequence[Micro], *, update: bool = True, eager: bool = False, times: int = 1
+) -> Step:
+    """Training steps, of which the last one is returned; `eager` switches graphs off for them."""
+    for _ in range(times - 1):
+        step(trainer, micros, update=update, eager=eager)
     trainer.zero_grad()
     with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
         losses = schedule(trainer.model, micros, len(micros), trainer.device)
@@ -414,6 +417,7 @@ def compare_runs(
     plugin: dict[str, Any] | None = None,
     *,
     tamper: Around = lambda trainer, index: nullcontext(),
+    shared: dict[str, tuple[Run, Any]] | None = None,
     **given: Any,
 ) -> Run:
     """Trains in mode `eager` and with graphs, which must leave the same bits. Returns the graphed run.
@@ -423,10 +427,14 @@ def compare_runs(
         make: makes each trainer.
         plugin: options of `graph_config()`.
         tamper: entered around each step of the graphed run.
+        shared: runs in mode `eager` that serve further comparisons of the same steps and the same `given`.
         given: to `train()`.
     """
-    options = plugin or {}
-    eager = train(graph_config(**{**options, "mode": "eager"}), steps, make, **given)
+    options, runs, of = plugin or {}, {} if shared is None else shared, repr((steps, make, given))
+    if of not in runs:
+        run = train(graph_config(**{**options, "mode": "eager"}), steps, make, **given)
+        runs[of] = run, given  # alive, so that no other object is called the same
+    eager, _ = runs[of]
     assert eager.report["replays"] == eager.report["graphs"] == 0
     graphed = train(graph_config(**options), steps, make, **{"around": tamper, **given})
     assert_same_bits(eager, graphed)
@@ -436,12 +444,16 @@ def compare_runs(
 class Pair:
     """Two models of the same weights in one process: one trains eager, the other with graphs.
 
+    Installs the plugin, unless it is.
+
     Args:
         make: makes each trainer.
         given: to `make`.
     """
 
     def __init__(self, make: Make = plain, **given: Any) -> None:
+        if installed_plugin() is None:
+            megagraph.install(graph_config())
         self.eager, self.graphed = make(**given), make(**given)
 
     @property

@@ -1,37 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of what a captured layer's Python reads, each with what has to follow from it."""
+"""An MLP that reads a value of each kind, and changes of what a captured layer's Python reads."""
 
+import copy
+import enum
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
-from changing import (
-    Change,
-    adapter,
-    freezes,
-    halved,
-    hooks,
-    hooks_all,
-    hooks_before,
-    in_place,
-    loads_other_shape,
-    merges,
-    normalises_weight,
-    of_all_layers,
-    on_class,
-    other_list,
-    parametrizes,
-    patches_forward,
-    probe,
-    reorders,
-    replaces_layer,
-    second_layer,
-    sets,
-    ties,
-)
-from state_rig import WIDTH, Adapter, Choice, Knobs, Probe, scaled
-from torch import nn
+from megatron_rig import OPTIONS, Pair
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.demo.trainer import Trainer
+
+Undo = Callable[[], None]
+Do = Callable[[Trainer], Undo]
+WIDTH = OPTIONS.hidden
+DTYPE = torch.bfloat16 if OPTIONS.bf16 else torch.float32
+
+
+class Choice(enum.Enum):
+    """What a module may be told to do."""
+
+    PLAIN = 1
+    NEGATED = 2
+
+
+@dataclass
+class Knobs:
+    """A configuration of its own."""
+
+    gain: float = 1.0
+    inner: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(gain=1.0))
+
+
+def identity(hidden: Tensor) -> Tensor:
+    """As it came."""
+    return hidden
+
+
+def scaled(hidden: Tensor, by: float = 1.25) -> Tensor:
+    """Multiplied."""
+    return hidden * by
+
+
+class Adapter(nn.Module):
+    """A low-rank path beside a module, frozen or not, as adapters of Megatron-Bridge and PEFT have it."""
+
+    def __init__(self, inner: Any, seed: int = 3) -> None:
+        super().__init__()
+        self.inner = inner
+        generator = torch.Generator().manual_seed(seed)
+        self.paths = nn.ParameterDict()
+        for name in ("first", "second"):
+            for shape, side in (((4, WIDTH), "down"), ((WIDTH, 4), "up")):
+                values = torch.empty(shape).normal_(0, 0.2, generator=generator)
+                self.paths[f"{name}_{side}"] = nn.Parameter(values.to(DTYPE))
+        self._adapter_enabled = True
+        self.active = ["first"]
+        self.scaling = {"first": 1.0, "second": 0.5}
+        self.is_merged = False
+
+    def low_rank(self, hidden: Tensor, name: str) -> Tensor:
+        """One path."""
+        down, up = self.paths[f"{name}_down"], self.paths[f"{name}_up"]
+        return nn.functional.linear(nn.functional.linear(hidden, down), up) * self.scaling[name]
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.inner(hidden, *args, **kwargs)
+        if self._adapter_enabled and not self.is_merged:
+            for name in self.active:
+                out = out + self.low_rank(hidden, name)
+        return out, bias
+
+
+class Probe(nn.Module):
+    """Megatron's MLP, with an output that depends on a value of each kind."""
+
+    shared = 1.0
+    config: Any
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = Adapter(inner)
+        self.config = inner.config
+        self.knobs = Knobs()
+        self.number, self.count, self.flag = 1.0, 1, True
+        self.text, self.choice, self.dtype = "plain", Choice.PLAIN, torch.float32
+        self.shape: tuple[Any, ...] = (1.0, (1.0,))
+        self.maybe: float | None = None
+        self.names, self.table = ["plain"], {"gain": 1.0}
+        self.function: Callable[[Tensor], Tensor] = identity
+        self.partial = functools.partial(scaled, by=1.0)
+        device = inner.linear_fc1.weight.device
+        self.vector = torch.ones(WIDTH, device=device, dtype=DTYPE)
+        self.register_buffer("offset", torch.zeros(WIDTH, device=device, dtype=DTYPE))
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.gate: nn.Module = nn.Identity()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Probe":
+        super()._apply(fn, recurse)
+        self.vector = fn(self.vector)  # as modules do that keep tensors in plain attributes
+        return self
+
+    @property
+    def computed(self) -> float:
+        """From a property."""
+        return 1.0
+
+    def factor(self) -> float:
+        """What plain values make of the output."""
+        gains = (self.number, self.count, self.shared, self.computed, self.knobs.gain, self.knobs.inner.gain)
+        found = 1.0
+        for gain in (*gains, self.shape[0], self.shape[1][0], self.table["gain"], self.maybe or 1.0):
+            found *= gain
+        for is_other in (
+            *(not self.flag, self.text == "negated", self.choice is Choice.NEGATED),
+            *(self.dtype is torch.float16, "negated" in self.names, not self.training),
+            getattr(self.config, "probe_gain", 1.0) != 1.0,
+        ):
+            found *= -0.5 if is_other else 1.0
+        return found
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.inner(hidden, *args, **kwargs)
+        out = self.partial(self.function(self.gate(out * self.factor())))
+        return self.norm(out + self.offset[:WIDTH]) * self.vector, bias
 
 
 class Other(Probe):
@@ -41,113 +140,307 @@ class Other(Probe):
         return -0.5 * super().factor()
 
 
-STATE = EagerReason.STATE_CHANGED
-CHANGES: dict[str, Change] = {
+def probes_in_place_of_mlps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every layer that is made has a `Probe` around its MLP."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.__init__
+
+    def changed(layer: Any, *args: Any, **kwargs: Any) -> None:
+        original(layer, *args, **kwargs)
+        layer.mlp = Probe(layer.mlp)
+
+    monkeypatch.setattr(TransformerLayer, "__init__", changed)
+
+
+# -- what changes, and how: all of it in the second layer --------------------------------------------
+
+
+def second_layer(trainer: Trainer) -> Any:
+    return trainer.chunk.decoder.layers[1]
+
+
+def probe(trainer: Trainer) -> Any:
+    return second_layer(trainer).mlp
+
+
+def adapter(trainer: Trainer) -> Any:
+    return probe(trainer).inner
+
+
+def fc2(trainer: Trainer) -> Any:
+    return adapter(trainer).inner.linear_fc2
+
+
+def knobs(trainer: Trainer) -> Any:
+    return probe(trainer).knobs
+
+
+def sets(name: str, value: Any, owner: Callable[[Trainer], Any] = probe) -> Do:
+    """Another value of an attribute."""
+
+    def do(trainer: Trainer) -> Undo:
+        target = owner(trainer)
+        has_own, before = name in vars(target), getattr(target, name, None)
+        setattr(target, name, value)
+        if has_own or (isinstance(target, nn.Module) and name in target._modules):
+            return lambda: setattr(target, name, before)
+        return lambda: delattr(target, name)
+
+    return do
+
+
+def on_class(owner: type[Any] | Callable[[Trainer], type[Any]], name: str, value: Any) -> Do:
+    """Another attribute of a class; `value` may be a function of what was there."""
+
+    def do(trainer: Trainer) -> Undo:
+        target: Any = owner if isinstance(owner, type) else owner(trainer)
+        has_own, before = name in vars(target), vars(target).get(name)
+        setattr(target, name, value(before) if callable(value) else value)
+        return lambda: setattr(target, name, before) if has_own else delattr(target, name)
+
+    return do
+
+
+def in_place(do: Callable[[Any], Any], undo: Callable[[Any], Any], owner: Any = probe) -> Do:
+    """A change without an assignment."""
+
+    def change(trainer: Trainer) -> Undo:
+        do(owner(trainer))
+        return lambda: undo(owner(trainer))
+
+    return change
+
+
+def evaluates(owner: Callable[[Trainer], Any]) -> Do:
+    return in_place(lambda it: it.eval(), lambda it: it.train(), owner)
+
+
+def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def half(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, second = forward(*args, **kwargs)
+        return out * 0.5, second
+
+    return half
+
+
+def patches_forward(owner: Callable[[Trainer], Any]) -> Do:
+    return in_place(
+        lambda it: setattr(it, "forward", halved(it.forward)), lambda it: delattr(it, "forward"), owner
+    )
+
+
+def merges(trainer: Trainer) -> Undo:
+    path, weight = adapter(trainer), fc2(trainer).weight.detach()
+    before = weight.clone()
+    weight.mul_(1.5)
+    path.is_merged = True
+
+    def undo() -> None:
+        weight.copy_(before)
+        path.is_merged = False
+
+    return undo
+
+
+def replaces_layer(trainer: Trainer) -> Undo:
+    layers, before = trainer.chunk.decoder.layers, second_layer(trainer)
+    group_type: Any = torch.distributed.ProcessGroup
+    group_type.__deepcopy__ = lambda group, _memo: group  # groups are shared, and cannot be copied
+    try:
+        layers[1] = copy.deepcopy(before, {id(before.config): before.config})
+    finally:
+        del group_type.__deepcopy__
+    fc2(trainer).weight.detach().mul_(0.5)
+    return lambda: layers.__setitem__(1, before)
+
+
+def reorders(trainer: Trainer) -> Undo:
+    layers = trainer.chunk.decoder.layers
+
+    def swap() -> None:
+        layers[0], layers[1] = layers[1], layers[0]
+
+    swap()
+    return swap
+
+
+def other_list(trainer: Trainer) -> Undo:
+    block = trainer.chunk.decoder
+    return sets("layers", nn.ModuleList(reversed(block.layers)), lambda _: block)(trainer)
+
+
+def hooks(trainer: Trainer) -> Undo:
+    handle = probe(trainer).register_forward_hook(lambda _module, _args, out: (out[0] * 0.5, out[1]))
+    return handle.remove
+
+
+def hooks_before(trainer: Trainer) -> Undo:
+    handle = probe(trainer).register_forward_pre_hook(lambda _module, args: (args[0] * 0.5, *args[1:]))
+    return handle.remove
+
+
+def hooks_all(trainer: Trainer) -> Undo:
+    def halve(module: nn.Module, _args: Any, out: Any) -> Any:
+        return (out[0] * 0.5, out[1]) if isinstance(module, Probe) else None
+
+    return nn.modules.module.register_module_forward_hook(halve).remove
+
+
+def loads_other_shape(trainer: Trainer) -> Undo:
+    owner, before = probe(trainer), probe(trainer).offset
+    owner.offset = torch.full_like(before, 0.5).repeat(2)
+    return lambda: setattr(owner, "offset", before)
+
+
+def parametrizes(trainer: Trainer) -> Undo:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 0.5
+
+    linear = fc2(trainer)
+    parametrize.register_parametrization(linear, "weight", Halved(), unsafe=True)
+    return lambda: parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False) and None
+
+
+def normalises_weight(trainer: Trainer) -> Undo:
+    linear = fc2(trainer)
+    parametrizations.weight_norm(linear)
+    with torch.no_grad():
+        linear.parametrizations.weight.original0.mul_(0.5)
+    return lambda: parametrize.remove_parametrizations(linear, "weight") and None
+
+
+def ties(trainer: Trainer) -> Undo:
+    one, other = (layer.mlp.inner.inner.linear_fc2 for layer in trainer.chunk.decoder.layers)
+    before = other.weight
+    other.weight = one.weight
+    return lambda: setattr(other, "weight", before)
+
+
+def of_all_layers(trainer: Trainer) -> Undo:
+    undos = [
+        sets("_adapter_enabled", False, lambda _trainer, it=layer.mlp.inner: it)(trainer)
+        for layer in trainer.chunk.decoder.layers
+    ]
+    return lambda: [undo() for undo in undos] and None
+
+
+# -- the table ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change, and what has to follow from it."""
+
+    do: Do  # makes it; returns what takes it back
+    reason: EagerReason | None = EagerReason.STATE_CHANGED  # of the step after it; None where layers replay
+    is_eager_back: bool = False  # taking it back costs an eager step, too; memory that moves again does not
+    in_step: bool = True  # also noticed inside a step
+    stays_eager: bool = False  # the changed layer is not captured while it lasts
+    lasts: bool = False  # it cannot be taken back
+    matters: bool = True  # eager's own losses are others afterwards
+
+    def of_both(self, pair: Pair) -> Undo:
+        """Makes it in both models of a pair; once, if it is of all models."""
+        is_shared = self.do.__qualname__.startswith(("on_class", "hooks_all"))
+        undos = [self.do(trainer) for trainer in pair.both[: 1 if is_shared else 2]]
+        return lambda: [undo() for undo in reversed(undos)] and None
+
+
+STATES: dict[str, Do] = {
     # Adapters.
-    "adapter off": Change(do=sets(adapter, "_adapter_enabled", False)),
-    "adapter scaling": Change(
-        do=in_place(
-            lambda it: it.scaling.update(first=2.0), lambda it: it.scaling.update(first=1.0), adapter
-        ),
-        in_step=False,
-    ),
-    "another adapter": Change(do=sets(adapter, "active", ["second"])),
-    "one adapter more": Change(
-        do=in_place(lambda it: it.active.append("second"), lambda it: it.active.remove("second"), adapter),
-        in_step=False,
-    ),
-    "merged adapter": Change(do=merges),
-    "adapters of all layers off": Change(do=of_all_layers),
+    "adapter off": sets("_adapter_enabled", False, adapter),
+    "another adapter": sets("active", ["second"], adapter),
+    "merged adapter": merges,
+    "adapters of all layers off": of_all_layers,
     # Plain values.
-    "float": Change(do=sets(probe, "number", 0.5)),
-    "float of the same hash": Change(do=sets(probe, "number", 2.0**61)),
-    "integer": Change(do=sets(probe, "count", 2)),
-    "integer of the same hash": Change(do=sets(probe, "count", -2)),
-    "flag": Change(do=sets(probe, "flag", False)),
-    "text": Change(do=sets(probe, "text", "negated")),
-    "enumeration": Change(do=sets(probe, "choice", Choice.NEGATED)),
-    "dtype": Change(do=sets(probe, "dtype", torch.float16)),
-    "tuple": Change(do=sets(probe, "shape", (0.5, (1.0,)))),
-    "nested tuple": Change(do=sets(probe, "shape", (1.0, (0.5,)))),
-    "value for None": Change(do=sets(probe, "maybe", 0.5)),
-    "another list": Change(do=sets(probe, "names", ["negated"])),
-    "list in place": Change(
-        do=in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),
-        in_step=False,
-    ),
-    "dictionary in place": Change(
-        do=in_place(lambda it: it.table.update(gain=0.5), lambda it: it.table.update(gain=1.0)), in_step=False
-    ),
-    "new attribute over the class's": Change(do=sets(probe, "shared", 0.5)),
+    "float": sets("number", 0.5),
+    "float of the same hash": sets("number", 2.0**61),
+    "integer": sets("count", 2),
+    "integer of the same hash": sets("count", -2),
+    "flag": sets("flag", False),
+    "text": sets("text", "negated"),
+    "enumeration": sets("choice", Choice.NEGATED),
+    "dtype": sets("dtype", torch.float16),
+    "tuple": sets("shape", (0.5, (1.0,))),
+    "nested tuple": sets("shape", (1.0, (0.5,))),
+    "value for None": sets("maybe", 0.5),
+    "another list": sets("names", ["negated"]),
+    "new attribute over the class's": sets("shared", 0.5),
     # Callables and tensors.
-    "function": Change(do=sets(probe, "function", scaled)),
-    "lambda": Change(do=sets(probe, "function", lambda hidden: hidden * 0.5)),
-    "partial": Change(do=sets(probe, "partial", functools.partial(scaled, by=0.5))),
-    "tensor": Change(do=lambda trainer: sets(probe, "vector", probe(trainer).vector * 0.5)(trainer)),
-    "tensor in place": Change(
-        do=in_place(lambda it: it.vector.mul_(0.5), lambda it: it.vector.mul_(2.0)), reason=None
-    ),
+    "function": sets("function", scaled),
+    "lambda": sets("function", lambda hidden: hidden * 0.5),
+    "partial": sets("partial", functools.partial(scaled, by=0.5)),
+    "tensor": lambda trainer: sets("vector", probe(trainer).vector * 0.5)(trainer),
     # Configurations.
-    "configuration of its own": Change(do=sets(lambda trainer: probe(trainer).knobs, "gain", 0.5)),
-    "configuration in a configuration": Change(
-        do=sets(lambda trainer: probe(trainer).knobs.inner, "gain", 0.5), in_step=False
-    ),
-    "another configuration": Change(do=sets(probe, "knobs", Knobs(gain=0.5))),
-    "Megatron's configuration": Change(do=sets(lambda trainer: probe(trainer).config, "probe_gain", 0.5)),
-    "epsilon of a norm": Change(do=sets(lambda trainer: probe(trainer).norm, "eps", 0.5)),
+    "configuration of its own": sets("gain", 0.5, knobs),
+    "another configuration": sets("knobs", Knobs(gain=0.5)),
+    "Megatron's configuration": sets("probe_gain", 0.5, lambda trainer: probe(trainer).config),
+    "epsilon of a norm": sets("eps", 0.5, lambda trainer: probe(trainer).norm),
     # Modes.
-    "mode of one module": Change(do=in_place(lambda it: it.eval(), lambda it: it.train())),
-    "mode of one layer": Change(do=in_place(lambda it: it.eval(), lambda it: it.train(), second_layer)),
-    "mode of the model": Change(
-        do=in_place(lambda it: it.eval(), lambda it: it.train(), lambda trainer: trainer.chunk)
-    ),
+    "mode of one module": evaluates(probe),
+    "mode of one layer": evaluates(second_layer),
+    "mode of the model": evaluates(lambda trainer: trainer.chunk),
     # Forwards and classes.
-    "forward of a layer": Change(do=patches_forward(second_layer)),
-    "forward of a submodule": Change(do=patches_forward(lambda trainer: adapter(trainer).inner)),
-    "forward of a class": Change(do=on_class(Adapter, "forward", halved)),
-    "forward of Megatron's class": Change(
-        do=on_class(lambda trainer: type(adapter(trainer).inner), "forward", halved)
+    "forward of a layer": patches_forward(second_layer),
+    "forward of a submodule": patches_forward(lambda trainer: adapter(trainer).inner),
+    "forward of a class": on_class(Adapter, "forward", halved),
+    "forward of Megatron's class": on_class(lambda it: type(adapter(it).inner), "forward", halved),
+    "method of a class": on_class(Probe, "factor", lambda _before: lambda self: 0.25),
+    "property of a class": on_class(Probe, "computed", lambda _before: property(lambda self: 0.5)),
+    "value of a class": on_class(Probe, "shared", 0.5),
+}
+# Of what lies behind an attribute: seen between steps alone.
+BEHIND: dict[str, Do] = {
+    "adapter scaling": in_place(
+        lambda it: it.scaling.update(first=2.0), lambda it: it.scaling.update(first=1.0), adapter
     ),
-    "method of a class": Change(do=on_class(Probe, "factor", lambda _before: lambda self: 0.25)),
-    "property of a class": Change(do=on_class(Probe, "computed", lambda _before: property(lambda self: 0.5))),
-    "value of a class": Change(do=on_class(Probe, "shared", 0.5)),
-    "another class": Change(
-        do=in_place(lambda it: setattr(it, "__class__", Other), lambda it: setattr(it, "__class__", Probe)),
-        in_step=False,
+    "one adapter more": in_place(
+        lambda it: it.active.append("second"), lambda it: it.active.remove("second"), adapter
     ),
-    # Modules.
-    "another submodule": Change(
-        do=sets(probe, "gate", nn.Tanh()), reason=EagerReason.PARAMETERS_CHANGED, is_eager_back=True
+    "list in place": in_place(lambda it: it.names.append("negated"), lambda it: it.names.remove("negated")),
+    "dictionary in place": in_place(
+        lambda it: it.table.update(gain=0.5), lambda it: it.table.update(gain=1.0)
     ),
-    "another norm": Change(
-        do=sets(probe, "norm", nn.LayerNorm(WIDTH, eps=0.5, elementwise_affine=False)),
-        reason=EagerReason.PARAMETERS_CHANGED,
-        is_eager_back=True,
+    "configuration in a configuration": sets("gain", 0.5, lambda trainer: knobs(trainer).inner),
+    "another class": in_place(
+        lambda it: setattr(it, "__class__", Other), lambda it: setattr(it, "__class__", Probe)
     ),
-    "a copy of a layer": Change(do=replaces_layer, reason=EagerReason.PARAMETERS_CHANGED, is_eager_back=True),
-    "layers in another order": Change(do=reorders, reason=EagerReason.PARAMETERS_CHANGED, is_eager_back=True),
-    "another list of layers": Change(
-        do=other_list, reason=EagerReason.PARAMETERS_CHANGED, is_eager_back=True
-    ),
-    # Hooks.
-    "hook": Change(do=hooks, reason=EagerReason.FOREIGN_HOOK, is_eager_back=True, stays_eager=True),
-    "hook before a forward": Change(
-        do=hooks_before, reason=EagerReason.FOREIGN_HOOK, is_eager_back=True, stays_eager=True
-    ),
-    "hook on all modules": Change(
-        do=hooks_all, reason=EagerReason.FOREIGN_HOOK, is_eager_back=True, stays_eager=True
-    ),
-    # Parameters and buffers.
+}
+MODULES: dict[str, Do] = {
+    "another submodule": sets("gate", nn.Tanh()),
+    "another norm": sets("norm", nn.LayerNorm(WIDTH, eps=0.5, elementwise_affine=False)),
+    "a copy of a layer": replaces_layer,
+    "layers in another order": reorders,
+    "another list of layers": other_list,
+}
+HOOKS: dict[str, Do] = {
+    "hook": hooks,
+    "hook before a forward": hooks_before,
+    "hook on all modules": hooks_all,
+}
+IN_PLACE: dict[str, Do] = {
+    "tensor in place": in_place(lambda it: it.vector.mul_(0.5), lambda it: it.vector.mul_(2.0)),
+    "buffer in place": in_place(lambda it: it.offset.fill_(0.5), lambda it: it.offset.zero_()),
+}
+_OTHERS, _MOVED = EagerReason.PARAMETERS_CHANGED, EagerReason.ADDRESS_MOVED
+_FOREIGN: dict[str, Any] = {"reason": EagerReason.FOREIGN_HOOK, "is_eager_back": True, "stays_eager": True}
+CHANGES: dict[str, Change] = {
+    **{name: Change(do=do) for name, do in STATES.items()},
+    **{name: Change(do=do, in_step=False) for name, do in BEHIND.items()},
+    **{name: Change(do=do, reason=_OTHERS, is_eager_back=True) for name, do in MODULES.items()},
+    **{name: Change(do=do, **_FOREIGN) for name, do in HOOKS.items()},
+    **{name: Change(do=do, reason=None) for name, do in IN_PLACE.items()},
     "frozen parameter": Change(
-        do=freezes, reason=EagerReason.PARAMETERS_CHANGED, is_eager_back=True, in_step=False, matters=False
+        do=in_place(lambda it: it.weight.requires_grad_(False), lambda it: it.weight.requires_grad_(), fc2),
+        **{"reason": _OTHERS, "is_eager_back": True, "in_step": False, "matters": False},
     ),
-    "buffer of another shape": Change(do=loads_other_shape, reason=EagerReason.ADDRESS_MOVED, in_step=False),
-    "buffer in place": Change(
-        do=in_place(lambda it: it.offset.fill_(0.5), lambda it: it.offset.zero_()), reason=None
-    ),
+    "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED, in_step=False),
     "parametrized weight": Change(
-        do=parametrizes, reason=EagerReason.ADDRESS_MOVED, in_step=False, stays_eager=True, lasts=True
+        do=parametrizes, reason=_MOVED, in_step=False, stays_eager=True, lasts=True
     ),
-    "normalised weight": Change(do=normalises_weight, reason=EagerReason.ADDRESS_MOVED, in_step=False),
-    "tied weights": Change(do=ties, reason=EagerReason.ADDRESS_MOVED, in_step=False, stays_eager=True),
+    "normalised weight": Change(do=normalises_weight, reason=_MOVED, in_step=False),
+    "tied weights": Change(do=ties, reason=_MOVED, in_step=False, stays_eager=True),
 }

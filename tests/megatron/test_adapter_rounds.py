@@ -4,17 +4,13 @@
 import contextlib
 from collections.abc import Iterator
 
-import pytest
 import torch
-from changing import Undo
 from megatron_rig import LAYERS, Install, Micro, Pair, around_mlps
 from rl_rig import rollouts
-from state_rig import Probe
+from state_changes import Probe, Undo
 from torch import Tensor
 
 from megagraph.demo.trainer import Trainer
-
-pytestmark = pytest.mark.megatron
 
 ROUNDS = 50 if torch.cuda.is_available() else 15
 MINI_BATCHES = 2

@@ -18,8 +18,6 @@ from torch import Tensor
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 is_multithreaded: Callable[[], bool] = torch._C._is_multithreading_enabled
 
 
@@ -87,8 +85,7 @@ def test_a_step_without_graphs_is_left_alone(install: Install, how: str) -> None
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     trainer = Trainer(OPTIONS, config=full if how == "refused" else None)
     seen = Seen(trainer)
-    for _ in range(3):
-        step(trainer, [ONE])
+    step(trainer, [ONE], times=3)
     if how == "suspended":
         megagraph.suspend()
     assert seen.of(partial(step, trainer, [ONE], eager=how == "skipped")) == [True]
@@ -150,7 +147,7 @@ RECOMPUTED = {
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "a backward inside the backward"])
 def test_bits_where_an_eager_layer_lies_between_replayed_ones(
-    install: Install, monkeypatch: pytest.MonkeyPatch, recompute: bool
+    monkeypatch: pytest.MonkeyPatch, recompute: bool
 ) -> None:
     """The eager one recomputes its MLP through Megatron's checkpoint, which calls the engine again."""
     if not torch.cuda.is_available():  # its checkpoints save the state of the GPU's stream
@@ -158,7 +155,6 @@ def test_bits_where_an_eager_layer_lies_between_replayed_ones(
 
         monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.zeros(1))
         monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *args, **kwargs: None)
-    install()
     pair = Pair(layers=3, config=RECOMPUTED if recompute else None)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].self_attention.register_forward_hook(lambda *args: None)

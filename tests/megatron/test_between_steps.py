@@ -30,8 +30,6 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 
 def test_evaluation_is_graphed_when_it_comes_again(pair: Pair) -> None:
     """At the first boundary in its modes after it was seen; training steps in between pass it over."""
@@ -91,8 +89,7 @@ def _freeze(pattern: str) -> Callable[[torch.nn.Module], None]:
         "linear_qkv and linear_fc1.weight",
     ],
 )
-def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str, install: Install) -> None:
-    install()
+def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str) -> None:
     pair = Pair(prepare=_freeze(pattern))
     pair.step(ONE, TWO, times=4)
     frozen = [name for name, param in pair.graphed.chunk.named_parameters() if not param.requires_grad]
@@ -223,8 +220,7 @@ def test_packs_that_run_eager_push_no_graphs_tables_out(install: Install) -> Non
     """Bug: Megatron keeps 32 rotary tables; after an eviction every call was SIGNATURE_CHANGED."""
     install()
     trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [ONE])
+    step(trainer, [ONE], times=2)
     evaluate(trainer, [Micro(lengths=(65 + i,)) for i in range(40)])
     step(trainer, [ONE])
     assert "SIGNATURE_CHANGED" not in report_of(trainer)["eager"]

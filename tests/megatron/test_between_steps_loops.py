@@ -27,8 +27,6 @@ from same_bits import assert_same_bits
 from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 TOO_LARGE = Micro(lengths=(60, 20), seed=3)
 
 
@@ -88,9 +86,8 @@ OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 10_000}
     ids=["reduced-each-time", "reduced-once", "overlapped-once"],
 )
 def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
-    ddp: dict[str, Any], reduces_once: bool, install: Install
+    ddp: dict[str, Any], reduces_once: bool
 ) -> None:
-    install()
     pair = Pair(ddp=ddp)
     calls = [[ONE, TWO], [OTHER], [TWO, OTHER, ONE]]
     for index in range(4):
@@ -168,12 +165,10 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(
             return forward(*args, **kwargs)
 
         layer.forward = refusing
-    for _ in range(2):
-        step(trainer, [ONE])
+    step(trainer, [ONE], times=2)
     torch.set_float32_matmul_precision("high")
     try:
-        for _ in range(4):
-            step(trainer, [ONE])
+        step(trainer, [ONE], times=4)
     finally:
         torch.set_float32_matmul_precision("highest")
     step(trainer, [ONE])
@@ -183,11 +178,9 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(
     assert report["replays"] == 2 * LAYERS
 
 
-def test_a_precision_that_nobody_has_set_is_the_highest(install: Install) -> None:
+def test_a_precision_that_nobody_has_set_is_the_highest(pair: Pair) -> None:
     """Bug: back from TF32, the first graphs were taken for those of other settings."""
     torch.backends.cuda.matmul.fp32_precision = "none"
-    install()
-    pair = Pair()
     pair.step(ONE, times=2)
     torch.set_float32_matmul_precision("high")
     torch.set_float32_matmul_precision("highest")

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 import megagraph
 from megagraph.demo.trainer import Trainer, gpt_model
 
-pytestmark = pytest.mark.megatron
-
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

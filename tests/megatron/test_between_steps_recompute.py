@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("recompute_on_cpu")]
+pytestmark = pytest.mark.usefixtures("recompute_on_cpu")
 
 STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 ON_GPU = torch.cuda.is_available()
@@ -105,7 +105,6 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
 
 
 def test_selective_recompute_survives_evaluations_between_steps(install: Callable[..., Any]) -> None:
-    install()
     pair = Pair(config={**_selective("core_attn", "mlp"), "add_bias_linear": False})
     for _ in range(3):
         pair.step(ONE, TWO)

@@ -14,8 +14,6 @@ from same_bits import assert_same_bits
 
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 ROUNDS = 50 if torch.cuda.is_available() else 8
 
 

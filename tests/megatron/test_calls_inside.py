@@ -14,7 +14,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="shows what the host decides, with Megatron on the CPU"
     ),
@@ -111,15 +110,13 @@ def test_a_block_called_by_itself_is_no_micro_batch_of_its_model(before: str, in
     def broken(*_: object) -> None:
         raise ArithmeticError("an injected failure")
 
-    install()
     pair = Pair()
     pair.step(MICRO, times=2)
     megagraph.uninstall()
     expected = call(pair.graphed)
     install()
     trainer = pair.graphed
-    for _ in range(2):
-        step(trainer, [MICRO], update=False)
+    step(trainer, [MICRO], update=False, times=2)
     (report,) = megagraph.reports()
     assert report["replays"] == LAYERS
     with torch.no_grad():

@@ -23,7 +23,6 @@ from megagraph.bank import capture
 from megagraph.demo.trainer import Trainer
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of the host backend's thread"),
 ]
 PACKAGE = str(Path(megagraph.__file__).parent)
@@ -73,8 +72,7 @@ def _count(layers: int, ddp: dict[str, Any] | None = None, **plugin: Any) -> tup
     megagraph.install(graph_config(**plugin))
     try:
         trainer = Trainer(dataclasses.replace(OPTIONS, layers=layers), ddp=ddp)
-        for _ in range(3):
-            step(trainer, [MICRO, MICRO])
+        step(trainer, [MICRO, MICRO], times=3)
         trainer.zero_grad()
         for group in trainer.model.bucket_groups:
             group.start_grad_sync = lambda **how: None  # the reduction itself is Megatron's
@@ -144,8 +142,7 @@ def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(megatron: None, case
     megagraph.install(graph_config())
     try:
         trainer = Trainer(OPTIONS)
-        for _ in range(3):
-            step(trainer, [MICRO])
+        step(trainer, [MICRO], times=3)
         plugin = the_plugin()
         calls = Calls()
         micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))

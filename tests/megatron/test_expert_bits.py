@@ -9,19 +9,19 @@ import moe_rig
 import pytest
 import torch
 from context_models import LatentExpertTrainer
-from megatron_rig import Install, Pair, compare_runs, metrics, report_of, step, steps_of
+from megatron_rig import ON_GPU, Install, Pair, Run, compare_runs, metrics, report_of, step, steps_of
 from moe_rig import PACK, PLACES, TAILS, ExpertTrainer
 from same_bits import assert_same_bits
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-STEPS = 8
+STEPS = 8 if ON_GPU else 3
+EAGER: dict[str, tuple[Run, Any]] = {}  # what each way is compared with
 WARM_UP = {"WARMING_UP": 3 * 2}
 
 
@@ -62,7 +62,8 @@ def compare(
 ) -> dict[str, Any]:
     """Trains eager and in this way, with the same bits. Returns the report of the graphs."""
     scopes = WAYS[way].scopes if scopes is None else scopes
-    return moe_rig.compare(kinds, steps_of(steps, masks=masks), scopes, spec=spec_of(way, kinds), **changes)
+    changes |= {"spec": spec_of(way, kinds), "shared": EAGER}
+    return moe_rig.compare(kinds, steps_of(steps, masks=masks), scopes, **changes)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ MASKED = [(way, case) for way in (ATTENTION, ROUTERS) for case in ("alltoall", "
 
 @pytest.mark.parametrize(("way", "case"), [*MASKED, (GROUPED, "top 2"), (GROUPED, BIASED)])
 def test_masks_of_the_users_too(way: str, case: str) -> None:
-    report = compare(way, 6, masks=True, **of(way, case))
+    report = compare(way, STEPS, masks=True, **of(way, case))
     assert report["failures"] == [] and report["eager"] == WARM_UP
 
 
@@ -102,7 +103,7 @@ REDUCED += [
 def test_gradients_that_are_reduced_while_the_backward_runs(way: str, case: str, bucket_size: int) -> None:
     """Bug that was: overlapped shared experts are no part of the graph, which reported their gradients."""
     ddp = {"overlap_grad_reduce": True, "bucket_size": bucket_size}
-    report = compare(way, 5, ddp=ddp, **{**of(way, BIASED), **of(way, case)})
+    report = compare(way, STEPS, ddp=ddp, **{**of(way, BIASED), **of(way, case)})
     assert report["failures"] == [] and report["eager"] == WARM_UP
 
 
@@ -128,7 +129,7 @@ MIXED: list[tuple[str, str, Any, int]] = [
 
 @pytest.mark.parametrize(("way", "case", "scopes", "sites"), MIXED, ids=str)
 def test_dense_layers_among_layers_of_experts(way: str, case: str, scopes: Any, sites: int) -> None:
-    report = compare(way, 6, "E-E-", scopes=scopes, **of(way, case))
+    report = compare(way, STEPS, "E-E-", scopes=scopes, **of(way, case))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * sites}
     assert report["layers"] == sites and report["graphs"] == 2 * sites
 

@@ -19,7 +19,6 @@ from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts"),
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -14,8 +14,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
-pytestmark = pytest.mark.megatron
-
 PACKS = [(9, 20), (3, 30, 8), (64,), (12,), (5, 5, 5)]
 MISFIT = (4,) * 9
 

@@ -20,8 +20,6 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.watch.layers import LayerWatch
 
-pytestmark = pytest.mark.megatron
-
 ONE = Micro(lengths=(9, 20))
 Install = Callable[..., GraphConfig]
 _MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
@@ -70,8 +68,7 @@ def test_a_change_is_noticed_and_costs_a_step(change: str, install: Install) -> 
     that was replaced was replayed as it had been."""
     install()
     trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [ONE], update=False)
+    step(trainer, [ONE], update=False, times=2)
     plugin = installed_plugin()
     assert plugin is not None
     (graphs,) = plugin.all_graphs()

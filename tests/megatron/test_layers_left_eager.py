@@ -2,7 +2,6 @@
 """One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,6 @@ from torch import Tensor, nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-
-pytestmark = pytest.mark.megatron
 
 LAYERS = 3
 # As many rows and documents as the capacity: the backward of attention sums by their number.
@@ -55,8 +52,7 @@ _HOOKS: dict[str, Callable[[Trainer], Any]] = {
 
 
 @pytest.mark.parametrize("hook", _HOOKS)
-def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str, install: Install) -> None:
-    install()
+def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str) -> None:
     pair = Pair(layers=LAYERS)
     for trainer in pair.both:
         _HOOKS[hook](trainer)
@@ -68,9 +64,8 @@ def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays(hook: str,
     assert "layer 1" in failure and "FOREIGN_HOOK" in failure and "hook" in failure
 
 
-def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(install: Install) -> None:
+def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason() -> None:
     """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
-    install()
     pair = Pair(layers=LAYERS)
     for trainer in pair.both:
         for index in range(LAYERS):
@@ -79,9 +74,8 @@ def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason(ins
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
 
 
-def test_a_hook_that_comes_after_the_capture_is_obeyed(install: Install) -> None:
+def test_a_hook_that_comes_after_the_capture_is_obeyed() -> None:
     """Bug: hooks were looked for at the capture only, and one set later never ran."""
-    install()
     pair = Pair(layers=LAYERS)
     pair.step(ONE, times=2)
     hooks = [_mlp(trainer).register_forward_hook(_scale) for trainer in pair.both]
@@ -93,12 +87,11 @@ def test_a_hook_that_comes_after_the_capture_is_obeyed(install: Install) -> None
     assert pair.report()["replays"] >= (1 + 1) * LAYERS
 
 
-def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays(install: Install) -> None:
+def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays() -> None:
     def tie(model: Any) -> None:
         layers = model.decoder.layers
         layers[2].mlp.linear_fc1.weight = layers[1].mlp.linear_fc1.weight
 
-    install()
     pair = Pair(layers=LAYERS, prepare=tie)
     pair.step(ONE, TWO, times=3)
     report = pair.report()
@@ -137,13 +130,11 @@ def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
 
 @pytest.mark.parametrize("index", range(LAYERS))
 def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
-    index: int, install: Install, caplog: pytest.LogCaptureFixture
+    index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
     pair = Pair(layers=LAYERS)
     _breaks(pair.graphed, is_capturing, index)
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(ONE, TWO, times=4)
+    pair.step(ONE, TWO, times=4)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
     assert report["replays"] == 3 * 2 * (LAYERS - 1)
@@ -164,8 +155,7 @@ class _FailsBackward(torch.autograd.Function):
         return grad
 
 
-def test_a_layer_whose_backward_fails_to_capture_stays_eager_and_no_bit_changes(install: Install) -> None:
-    install()
+def test_a_layer_whose_backward_fails_to_capture_stays_eager_and_no_bit_changes() -> None:
     pair = Pair(layers=LAYERS)
     mlp = _mlp(pair.graphed)
     original = mlp.forward
@@ -175,7 +165,7 @@ def test_a_layer_whose_backward_fails_to_capture_stays_eager_and_no_bit_changes(
 
 
 def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron.core.models.gpt import GPTModel
 
@@ -188,7 +178,6 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
             raise ArithmeticError("an injected failure")
         return original(model, *args, **kwargs)
 
-    install()
     pair = Pair(layers=LAYERS)
     monkeypatch.setattr(GPTModel, "_preprocess", preprocess)
     pair.step(FULL, FULL, times=4)  # runs as given, and the reference on canonical packs
@@ -229,8 +218,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
     assert rows[-1] == CAPACITY.tokens  # the reference stays on canonical packs
 
 
-def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: Install) -> None:
-    install()
+def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
     pair = Pair(layers=LAYERS)
     _breaks(pair.graphed, lambda: is_capturing() and not torch.is_grad_enabled())
     pair.step(ONE, times=2)
@@ -244,13 +232,12 @@ def test_a_failure_of_the_evaluation_capture_costs_training_no_graph(install: In
 
 
 def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
-    install()
     pair = Pair(layers=LAYERS)
     mlp = _mlp(pair.graphed)
     original = mlp.forward
@@ -267,8 +254,7 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
-def test_an_error_of_a_layer_at_replay_is_raised_and_the_next_steps_are_right(install: Install) -> None:
-    install()
+def test_an_error_of_a_layer_at_replay_is_raised_and_the_next_steps_are_right() -> None:
     pair = Pair(layers=LAYERS)
     broken = [False]
     for trainer in pair.both:
@@ -292,8 +278,7 @@ def test_two_layers_may_fail_for_different_reasons_and_both_are_reported(install
     trainer = plain(layers=LAYERS)
     _mlp(trainer, 0).register_forward_hook(_scale)
     _breaks(trainer, is_capturing, 2)
-    for _ in range(3):
-        step(trainer, [ONE])
+    step(trainer, [ONE], times=3)
     report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2, "CAPTURE_FAILED": 2}
     assert ["layer 0" in report["failures"][0], "layer 2" in report["failures"][1]] == [True, True]

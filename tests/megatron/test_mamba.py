@@ -22,7 +22,6 @@ from megagraph.megatron import seams
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.megatron,
     pytest.mark.filterwarnings("ignore"),  # of theirs, at import and in each first call of a kernel
 ]
 

@@ -2,14 +2,13 @@
 """Mamba layers of hybrid models, real but for their mixer, by scope: the bits of eager, what is counted."""
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from mamba_rig import PATTERN, Documented, MambaTrainer
-from megatron_rig import Install, Pair, report_of, step, steps_of
+from megatron_rig import ON_GPU, Install, Pair, report_of, step, steps_of
 from torch import Tensor
 
 import megagraph
@@ -17,9 +16,8 @@ from megagraph.megatron import seams
 from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
-pytestmark = pytest.mark.megatron
-
 LAYERS = len(PATTERN)
+STEPS = 20 if ON_GPU else 4
 # With the layers of `PATTERN` that are graphed then.
 SCOPES = [
     ((), 4),
@@ -45,12 +43,12 @@ def packs(count: int, says_documents: bool = True, tails: bool = True) -> list[l
 
 
 @pytest.mark.parametrize(("scopes", "graphed"), SCOPES, ids=lambda value: str(value))
-def test_twenty_steps_have_the_bits_of_eager(install: Install, scopes: Sequence[str], graphed: int) -> None:
+def test_steps_have_the_bits_of_eager(install: Install, scopes: Sequence[str], graphed: int) -> None:
     install(cuda_graph_modules=scopes)
     pair = pair_of()
-    report = pair.train(packs(20))
+    report = pair.train(packs(STEPS))
     assert report["failures"] == [] and report["layers"] == graphed
-    assert report["calls"] == 20 * 3 * graphed
+    assert report["calls"] == STEPS * 3 * graphed
     assert report["eager"] == {"WARMING_UP": 3 * graphed}
     assert report["replays"] >= 0.95 * (report["calls"] - 3 * graphed)
 
@@ -96,11 +94,10 @@ def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -
     assert report_of(trainer)["replays"] == 3 * LAYERS
 
 
-def test_packs_that_say_no_documents_are_what_eager_makes_of_them(install: Install) -> None:
+def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     """Since 0.17 a mixer that is told of no documents carries its state through all of them, in eager too."""
-    install()
     pair = pair_of()
-    assert pair.train(packs(6, says_documents=False))["eager"] == {"WARMING_UP": 3 * LAYERS}
+    assert pair.train(packs(4, says_documents=False))["eager"] == {"WARMING_UP": 3 * LAYERS}
     told, untold = (
         step(pair.graphed, [Documented(lengths=(9, 20), says_documents=says)], update=False).losses[0]
         for says in (True, False)
@@ -108,16 +105,15 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them(install: Insta
     assert torch.equal(told, untold) == (not seams.packs_say_documents())
 
 
-def test_packs_with_and_without_documents_are_captured_apart(install: Install) -> None:
+def test_packs_with_and_without_documents_are_captured_apart() -> None:
     if not seams.packs_say_documents():
         pytest.skip("packs of this release cannot say their documents")
-    install()
     pair = pair_of()
-    for told, untold in zip(packs(8), packs(8, says_documents=False), strict=True):
+    for told, untold in zip(packs(5), packs(5, says_documents=False), strict=True):
         pair.step(told[0], untold[1], told[2])
     report = pair.report()
     assert set(report["eager"]) == {"WARMING_UP"}
-    assert report["replays"] >= 6 * 3 * LAYERS
+    assert report["replays"] >= 3 * 3 * LAYERS
 
 
 def test_evaluation_and_packs_over_the_capacity(install: Install) -> None:
@@ -138,12 +134,11 @@ def test_evaluation_and_packs_over_the_capacity(install: Install) -> None:
 def test_gradients_are_reported_in_buckets(install: Install, ddp: dict[str, Any]) -> None:
     install(cuda_graph_modules=["mamba", "attn"])
     pair = pair_of(ddp=ddp)
-    assert pair.train(packs(6))["eager"] == {"WARMING_UP": 3 * 3}
+    assert pair.train(packs(4))["eager"] == {"WARMING_UP": 3 * 3}
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_layer_that_stays_eager_runs_between_graphs(install: Install, layer: int) -> None:
-    install()
+def test_a_layer_that_stays_eager_runs_between_graphs(layer: int) -> None:
     pair = pair_of()
     for trainer in pair.both:
         trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
@@ -188,7 +183,7 @@ def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
     for trainer in pair.both:
         stack = trainer.chunk.decoder
         stack.forward = forward.__get__(stack)
-    report = pair.train(packs(6, tails=False))
+    report = pair.train(packs(4, tails=False))
     assert report["replays"] > 0 and set(report["eager"]) <= {"WARMING_UP", "SCOPE_UNSUPPORTED", "NESTING"}
 
 
@@ -197,9 +192,7 @@ def test_scopes_without_what_a_model_has_leave_it_eager_by_name(
 ) -> None:
     install(cuda_graph_modules="mamba")
     trainer = MambaTrainer(pattern="*-")
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        for _ in range(3):
-            step(trainer, [Documented(lengths=(9, 20))])
+    step(trainer, [Documented(lengths=(9, 20))], times=3)
     assert set(report_of(trainer)["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
     assert "it has nothing that mamba would graph" in caplog.text
 
@@ -211,13 +204,11 @@ def test_the_models_own_config_names_the_scope(install: Install) -> None:
     install()
     option = "cuda_graph_modules" if has_modules else "cuda_graph_scope"
     trainer = MambaTrainer(config={option: ["mamba"]})
-    for _ in range(3):
-        step(trainer, [Documented(lengths=(9, 20))])
+    step(trainer, [Documented(lengths=(9, 20))], times=3)
     assert report_of(trainer)["replays"] == 2 * 2
 
 
-def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state(install: Install) -> None:
-    install()
+def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state() -> None:
     pair = pair_of()
     mixers = [trainer.chunk.decoder.layers[0].mixer for trainer in pair.both]
     for is_stale in (True, True, False, True):

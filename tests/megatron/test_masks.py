@@ -17,6 +17,7 @@ from megatron_rig import (
     CAPACITY,
     HYBRID_PATTERN,
     LAYERS,
+    ON_GPU,
     OPTIONS,
     HybridTrainer,
     Install,
@@ -36,8 +37,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
-pytestmark = pytest.mark.megatron
-
 ONE = Micro(lengths=(9, 20), tail=7, mask_seed=1)
 TWO = Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
 PLAIN = Micro(lengths=(5, 40), seed=2)
@@ -55,7 +54,9 @@ def seen() -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=str)
 def test_masks_that_change_every_micro_batch_replay_with_eager_bits(modules: tuple[str, ...]) -> None:
-    report = compare_runs(steps_of(12, masks=True, align=4), plugin={"cuda_graph_modules": modules}).report
+    report = compare_runs(
+        steps_of(12 if ON_GPU else 4, masks=True, align=4), plugin={"cuda_graph_modules": modules}
+    ).report
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
     assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
@@ -129,8 +130,7 @@ def test_evaluation_with_masks_is_graphed_too(pair: Pair) -> None:
 def test_capacities_are_learned_from_packs_with_masks(install: Install) -> None:
     install(capacities=(), cuda_graph_warmup_steps=2)
     trainer = Trainer(OPTIONS)
-    for _ in range(4):
-        step(trainer, [TWO, FULL])
+    step(trainer, [TWO, FULL], times=4)
     report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 2 * 2 * LAYERS} and report["failures"] == []
     assert report["verification"]["verified"] > 0 and report["verification"]["unverified"] == 0
@@ -148,8 +148,7 @@ def test_a_later_table_of_another_kind_keeps_the_mask(install: Install) -> None:
     """Layers that are handed another table run eager, with the mask of the rows that they get."""
     install()
     trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [TWO], update=False)
+    step(trainer, [TWO], update=False, times=2)
     wanted = step(trainer, [TWO], update=False)
 
     def other(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -191,8 +190,7 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
     micro, change = CHANGED[case]
     install(mode=mode)
     trainer = Trainer(OPTIONS)
-    for _ in range(3):
-        step(trainer, [FULL, PLAIN], update=False)
+    step(trainer, [FULL, PLAIN], update=False, times=3)
     handed: list[Any] = []
 
     def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -219,8 +217,7 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
 def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: Install, mode: str) -> None:
     install(mode=mode)
     trainer = Trainer(OPTIONS)
-    for _ in range(3):
-        step(trainer, [FULL], update=False)
+    step(trainer, [FULL], update=False, times=3)
     tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in FULL.row_lists())
     mask = FULL.padding_mask()
     assert mask is not None
@@ -265,8 +262,7 @@ def test_a_mask_that_changes_inside_of_the_block_reaches_the_layers(
         install()
         try:
             trainer = Trainer(OPTIONS)
-            for _ in range(2):
-                step(trainer, [micro], update=False)
+            step(trainer, [micro], update=False, times=2)
             assert report_of(trainer)["replays"] == LAYERS
             hands = True
             seen.clear()

@@ -26,7 +26,10 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 from benchmarks.measuring.figures import publish  # noqa: E402
 from benchmarks.measuring.results import Figure  # noqa: E402
 
-pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.gpu,
+]
 ITERATIONS, HALF = 100, 50
 MANY_ITERATIONS = 1000  # of a small model
 TIMEOUT_SECONDS = 300

@@ -17,8 +17,6 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, Variant
 from megagraph.packs.packing import TailConvention
 
-pytestmark = pytest.mark.megatron
-
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training and evaluation modes: layers are captured in those that they are found in, each set of its own."""
 
-import logging
 import weakref
 from typing import Any
 
@@ -27,9 +26,6 @@ from torch import Tensor, nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-
-pytestmark = pytest.mark.megatron
-
 
 MODES_SEEN: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
 
@@ -72,9 +68,8 @@ def _second_mlp(trainer: Trainer) -> Any:
     return trainer.chunk.decoder.layers[1].mlp
 
 
-def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train(install: Install) -> None:
+def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train() -> None:
     """Bug: the capture put every module into the model's own mode, and the layer trained from then on."""
-    install()
     pair = Pair(prepare=around_mlps(Doubles))
     for trainer in pair.both:
         _second_mlp(trainer).eval()
@@ -108,9 +103,8 @@ def test_modes_that_have_graphs_replay_however_often_they_alternate(install: Ins
     assert after["graphs"] == 2 * 2 * LAYERS
 
 
-def test_no_capture_calls_train_whose_side_effects_may_change_weights(install: Install) -> None:
+def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
     """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
-    install()
     pair = Pair(prepare=around_mlps(Merges))
     for _ in range(3):
         pair.step(ONE, TWO)
@@ -142,13 +136,11 @@ def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
 
 
 def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_once(
-    install: Install, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    install()
     pair = Pair(prepare=around_mlps(Doubles))
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        for _ in range(6):
-            assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [ONE, TWO])))
+    for _ in range(6):
+        assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [ONE, TWO])))
     assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * LAYERS}
     assert pair.report()["replays"] == 5 * 2 * LAYERS
     said = [line for line in caplog.messages if "in steps that begin in another state" in line]
@@ -161,10 +153,9 @@ def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_o
 def test_an_evaluation_that_training_steps_pass_over_is_none_of_those(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.evaluate(ONE)
-        pair.step(ONE, times=5)
-        pair.evaluate(TWO)
+    pair.evaluate(ONE)
+    pair.step(ONE, times=5)
+    pair.evaluate(TWO)
     assert not caplog.messages
     assert pair.report()["replays"] == (4 + 1) * LAYERS
 

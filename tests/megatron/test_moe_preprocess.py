@@ -18,7 +18,6 @@ from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
 from megagraph.megatron.seams import permutation_sorts
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),

@@ -21,7 +21,6 @@ from megagraph.megatron import seams
 from megagraph.megatron.scopes.moe import ROUTER
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
@@ -132,7 +131,7 @@ def test_metrics_that_are_watched_keep_their_memory(install: Install) -> None:
     assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
 
 
-def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero(install: Install) -> None:
+def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero() -> None:
     """Bug that might be: what the warm-up of a capture records would be in the first log."""
     from megagraph.megatron.scopes.moe import new_metrics_are_empty, read_by_routers
 

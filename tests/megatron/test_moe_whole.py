@@ -11,7 +11,6 @@ from worlds import World
 from megagraph.megatron.scopes.moe import MOE
 
 pytestmark = [
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts"),
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),

@@ -14,8 +14,6 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 
 @dataclass(kw_only=True)
 class Phases:

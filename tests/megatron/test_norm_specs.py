@@ -8,7 +8,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Install, Pair, Step, step
+from megatron_rig import LAYERS, ONE, OPTIONS, OTHER, TWO, Pair, Step, step
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
@@ -16,9 +16,6 @@ from worlds import World
 import megagraph
 from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.modules import Norm, VarlenAttention
-
-pytestmark = pytest.mark.megatron
-
 
 cores_final_norm = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -109,16 +106,13 @@ def test_training_keeps_the_bits_and_the_checkpoints_of_cores_norm(
 
 @each_kind
 @pytest.mark.parametrize("is_centered", [False, True], ids=["plain", "zero-centred"])
-def test_graphs_keep_eager_bits_with_every_norm(
-    normalization: str, is_centered: bool, install: Install
-) -> None:
+def test_graphs_keep_eager_bits_with_every_norm(normalization: str, is_centered: bool) -> None:
     config = {
         "normalization": normalization,
         "layernorm_zero_centered_gamma": is_centered,
         "persist_layer_norm": True,
         "qk_layernorm": True,
     }
-    install()
     pair = Pair(config=config, spec=block_spec(qk_layernorm=True))
     for micros in ((ONE, TWO), (OTHER, ONE), (TWO, OTHER), (TWO, ONE)):
         pair.step(*micros)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from host_rig import FULL, ONE, OTHER, TWO, HostTrainer, OwnBlock, OwnModel, host_pair, only
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, OPTIONS, Install, Pair, step
+from megatron_rig import LAYERS, OPTIONS, Pair, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
 import megagraph
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 
 class ScaledBlock(OwnBlock):
@@ -27,9 +27,8 @@ class ScaledBlock(OwnBlock):
 FOUR = dataclasses.replace(OPTIONS, layers=4)
 
 
-def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs(install: Install) -> None:
+def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs() -> None:
     """A layer that would be staged into the former one's output runs eager; without gradients none is."""
-    install()
     pair = Pair(HostTrainer, model_class=GPTModel, block_class=ScaledBlock, options=FOUR)
     for _ in range(5):
         pair.step(ONE, TWO)
@@ -53,8 +52,7 @@ class InPlaceBlock(OwnBlock):
         return hidden_states
 
 
-def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given(install: Install) -> None:
-    install()
+def test_rows_that_a_block_chooses_between_layers_are_those_of_the_pack_as_given() -> None:
     pair = host_pair(OwnModel, InPlaceBlock)
     for micro in (ONE, TWO, FULL, OTHER, ONE, TWO):
         for trainer in pair.both:
@@ -70,8 +68,7 @@ class BiasedBlock(OwnBlock):
         return {"padding_mask": torch.zeros(1)} if index == 1 else {}
 
 
-def test_a_layer_that_is_called_in_another_way_runs_as_given(install: Install) -> None:
-    install()
+def test_a_layer_that_is_called_in_another_way_runs_as_given() -> None:
     pair = host_pair(GPTModel, BiasedBlock)
     left = [step(trainer, [FULL]) for trainer in pair.both for _ in range(4)]
     for one, other in zip(left[:4], left[4:], strict=True):
@@ -98,8 +95,7 @@ class PartsBlock(OwnBlock):
         return self.final_layernorm(hidden_states)
 
 
-def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) -> None:
-    install()
+def test_a_block_that_calls_no_layer_is_refused_and_counted() -> None:
     pair = host_pair(GPTModel, PartsBlock)
     pair.step(FULL, times=6)
     report = pair.report()
@@ -107,8 +103,7 @@ def test_a_block_that_calls_no_layer_is_refused_and_counted(install: Install) ->
     assert "some calls do not reach" in report["failures"][-1]
 
 
-def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
-    install()
+def test_hooks_on_layers_of_an_overriding_block_run() -> None:
     pair = host_pair(GPTModel, OwnBlock)
     seen: list[torch.Size] = []
     for trainer in pair.both:
@@ -119,9 +114,8 @@ def test_hooks_on_layers_of_an_overriding_block_run(install: Install) -> None:
     assert only(pair.report(), "WARMING_UP", "FOREIGN_HOOK")
 
 
-def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch(install: Install) -> None:
+def test_a_hosts_own_forward_of_a_layer_is_still_there_after_a_micro_batch() -> None:
     """What the plugin takes away is its own alone."""
-    install()
     pair = host_pair(GPTModel, OwnBlock)
     forwards = []
     for trainer in pair.both:

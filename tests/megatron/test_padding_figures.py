@@ -12,8 +12,6 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 PADDED = (
     Micro(lengths=(9, 20), padded=(12, 24)),
     Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),
@@ -34,8 +32,7 @@ def _approx(share: float) -> object:
 def test_padding_inside_a_pack_counts_as_padding(install: Install) -> None:
     install()
     trainer = Trainer(OPTIONS)
-    for _ in range(3):
-        step(trainer, PADDED)
+    step(trainer, PADDED, times=3)
     report = report_of(trainer)
     assert report["replays"] == 2 * len(PADDED) * LAYERS
     assert report["padding_share"] == _approx(_share(PADDED * 2))
@@ -47,8 +44,7 @@ def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: I
     install()
     trainer = Trainer(dataclasses.replace(OPTIONS, layers=3))
     trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    for _ in range(3):
-        step(trainer, [ONE, *PADDED])
+    step(trainer, [ONE, *PADDED], times=3)
     report = report_of(trainer)
     assert report["replays"] == 2 * 4 * 2 and report["eager"]["FOREIGN_HOOK"] == 2 * 4
     assert report["padding_share"] == _approx(_share((ONE, *PADDED) * 2))
@@ -70,8 +66,7 @@ def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_to
         install()
         trainer = make(OPTIONS) if make is Trainer else make()
         layers = len(trainer.chunk.decoder.layers)
-        for _ in range(2):
-            step(trainer, [ONE])
+        step(trainer, [ONE], times=2)
         before = report_of(trainer)
         _other_tables(trainer)
         left.append(step(trainer, [ONE, TWO], eager=eager))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention or MLP of dense layers in graphs and the other eager: the bits of eager, and what is counted."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.scopes.moe import MOE, ROUTER
 from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
 from megagraph.megatron.scopes.plan import HALVES
-
-pytestmark = pytest.mark.megatron
 
 SCOPES = [("attn",), ("mlp",), ("attn", "mlp")]
 
@@ -93,8 +90,7 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay(
     for trainer in pair.both:
         layer = trainer.chunk.decoder.layers[1]
         layer.forward = forward.__get__(layer)
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(ONE, TWO, times=3)
+    pair.step(ONE, TWO, times=3)
     assert pair.report()["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2
     assert "so that its halves cannot be told apart" in caplog.text
 
@@ -116,8 +112,7 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
     megagraph.uninstall()
     install()
     trainer = Trainer(OPTIONS, config={option: ["attn"]})
-    for _ in range(3):
-        step(trainer, [ONE, TWO])
+    step(trainer, [ONE, TWO], times=3)
     assert report_of(trainer)["replays"] == 2 * 2 * LAYERS
     megagraph.uninstall()
     install(cuda_graph_modules="mlp")

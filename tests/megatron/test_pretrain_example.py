@@ -32,7 +32,6 @@ import packed_documents  # noqa: E402
 import pretrain_packed  # noqa: E402
 from packed_documents import PackedDocuments, canonical_sample, pack_sample  # noqa: E402
 
-pytestmark = pytest.mark.megatron
 TOKENS = 64
 LINES = ("def", "return", "import torch", "for row in rows:", "assert one == other", "x" * 70, "pass")
 

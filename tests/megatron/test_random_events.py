@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from changing import Undo
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from megatron_rig import Micro, Pair, graph_config, schedule
 from rl_rig import Offload
-from state_changes import CHANGES
-from state_rig import probes_in_place_of_mlps
+from state_changes import CHANGES, Undo, probes_in_place_of_mlps
 
 import megagraph
-
-pytestmark = pytest.mark.megatron
 
 PACKS = (
     Micro(lengths=(9, 20)),
@@ -94,36 +90,22 @@ class Events(RuleBasedStateMachine):
             return
         if not self._goes_with_what_lasts(name):
             return
-        change, undos = CHANGES[name], []
-        for trainer in self.pair.both:
-            is_shared = undos and change.do.__qualname__.startswith(("on_class", "hooks_all"))
-            if not is_shared:
-                undos.append(change.do(trainer))
-        self.undos[name] = lambda: [undo() for undo in reversed(undos)] and None
+        self.undos[name] = CHANGES[name].of_both(self.pair)
 
     def _goes_with_what_lasts(self, name: str) -> bool:
         """Changes are taken back one by one, so that no two may touch the same thing."""
 
         def touches(what: str) -> set[str]:
             words = {
-                "layers": ("layer", "layers", "list"),
-                "forward": ("forward",),
-                "values": (
-                    "adapter",
-                    "tensor",
-                    "buffer",
-                    "configuration",
-                    "tuple",
-                    "function",
-                    "lambda",
-                    "list",
-                ),
-                "class": ("class", "property", "method", "attribute"),
-                "weight": ("weight", "merged", "parameter"),
-                "mode": ("mode",),
-                "number": ("float", "integer"),
+                "layers": "layer layers list",
+                "forward": "forward",
+                "values": "adapter tensor buffer configuration tuple function lambda list",
+                "class": "class property method attribute",
+                "weight": "weight merged parameter",
+                "mode": "mode",
+                "number": "float integer",
             }
-            return {kind for kind, parts in words.items() if any(part in what for part in parts)}
+            return {kind for kind, parts in words.items() if any(part in what for part in parts.split())}
 
         mine = touches(name)
         return not any(mine & touches(other) or "layer" in name or "layer" in other for other in self.undos)

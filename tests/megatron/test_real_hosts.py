@@ -35,7 +35,7 @@ from megagraph.demo.compare import compare_steps
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import ModelOptions, Trainer
 
-pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.soak, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 NUM_EXITS = 10
 REPLAYED_MICRO_BATCHES = 84  # of 24 layers, forward and backward: more than 4,000 replays
 TIMEOUT_SECONDS = 540

@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import importlib
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 
 _BY_CONFIG = {
@@ -109,7 +108,7 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     ids=["experts", "attention"],
 )
 def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
-    install: Install, change: Callable[[Any], None], name: str
+    change: Callable[[Any], None], name: str
 ) -> None:
     chunk: Any = Trainer(OPTIONS).chunk
     assert refusal_of(chunk, None) is None
@@ -137,11 +136,10 @@ def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytes
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     install()
     # In evaluation: Megatron's checkpoint itself needs a GPU.
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        full, plain = Trainer(OPTIONS, config=recompute), Trainer(OPTIONS)
-        for _ in range(3):
-            evaluate(full, [ONE])
-            evaluate(plain, [ONE])
+    full, plain = Trainer(OPTIONS, config=recompute), Trainer(OPTIONS)
+    for _ in range(3):
+        evaluate(full, [ONE])
+        evaluate(plain, [ONE])
     reports = megagraph.reports()
     assert reports[0]["eager"] == {"RECOMPUTING": 3 * LAYERS}
     (failure,) = reports[0]["failures"]

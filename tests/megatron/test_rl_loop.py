@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Micro, Pair, Step, forward, grads, graph_config
+from megatron_rig import LAYERS, ON_GPU, OPTIONS, Micro, Pair, Step, forward, grads, graph_config
 from rl_rig import BANK, Loop, Offload, Round, fits, frozen_model, log_probs, rollouts, train
 from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
-ROUNDS = 50
+ROUNDS = 50 if ON_GPU else 12
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +72,7 @@ def _compare(loop: Loop) -> None:
 
 
 def test_rounds_differ_in_their_packs_and_some_packs_fit_no_capacity() -> None:
-    rounds = [rollouts(index, mini_batches=2) for index in range(ROUNDS)]
+    rounds = [rollouts(index, mini_batches=2) for index in range(50)]
     assert len({len(packs) for batches in rounds for packs in batches}) >= 4
     tokens = [micro.physical for batches in rounds for packs in batches for micro in packs]
     assert min(tokens) <= BANK[0].tokens < max(tokens) <= BANK[1].tokens
@@ -89,24 +87,24 @@ def test_weights_that_move_every_round_are_never_replayed_stale() -> None:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's
 @pytest.mark.parametrize("late_gradients", [False, True])
 def test_megatrons_own_offload_of_gradients_between_rounds(late_gradients: bool) -> None:
-    _compare(Loop(rounds=5, late_gradients=late_gradients, megatrons_own=True))
+    _compare(Loop(rounds=3, late_gradients=late_gradients, megatrons_own=True))
 
 
 def test_everything_back_before_the_first_pass() -> None:
-    _compare(Loop(rounds=5, mini_batches=3))
+    _compare(Loop(rounds=3, mini_batches=3))
 
 
 def test_a_single_schedule_call_in_each_phase_replays() -> None:
     """Memory that a host has announced to move costs no eager step: there would be no other step."""
-    _compare(Loop(rounds=6, mini_batches=1, late_gradients=True))
+    _compare(Loop(rounds=4, mini_batches=1, late_gradients=True))
 
 
 def test_moves_that_nobody_announces_cost_one_step_in_all() -> None:
-    _compare(Loop(rounds=5, announces=False))
+    _compare(Loop(rounds=4, announces=False))
 
 
 def test_rounds_without_offload_capture_once() -> None:
-    loop = Loop(rounds=8, moves=False)
+    loop = Loop(rounds=3, moves=False)
     _compare(loop)
     _, policy, reference = loop.run("graph")
     for reports in (policy, reference):

@@ -22,7 +22,7 @@ from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES, Asked, broken_rule, broken_rules
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 Config = dict[str, Any]
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")

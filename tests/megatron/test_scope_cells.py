@@ -25,7 +25,6 @@ from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.megatron,
     pytest.mark.usefixtures("experts", "deterministic_engine"),
     pytest.mark.filterwarnings("ignore"),  # of Transformer Engine and of mamba-ssm, of every kind
 ]

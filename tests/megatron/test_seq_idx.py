@@ -15,7 +15,7 @@ import megagraph
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +63,8 @@ PACKS = (
 )
 
 
-def test_a_layer_that_reads_seq_idx_has_the_bits_of_eager(install: Install) -> None:
+def test_a_layer_that_reads_seq_idx_has_the_bits_of_eager() -> None:
     """Bug: the canonical pack had none, so that such a layer did something else."""
-    install()
     pair = Pair(spec=layer_by_document())
     for shift in range(8):
         pair.step(*(PACKS[(shift + place) % len(PACKS)] for place in range(3)))
@@ -89,8 +88,7 @@ def test_valid_rows_have_the_losses_of_an_unpatched_run(install: Install) -> Non
     torch.testing.assert_close(patched, unpatched)
 
 
-def test_packs_with_and_without_are_of_two_kinds(install: Install) -> None:
-    install()
+def test_packs_with_and_without_are_of_two_kinds() -> None:
     pair = Pair(spec=layer_by_document())
     plain = Micro(lengths=(9, 20))
     pair.step(PACKS[0], times=3)
@@ -116,8 +114,7 @@ def test_a_seq_idx_that_cannot_be_staged_runs_as_given(install: Install, seq_idx
     install()
     trainer = Trainer(megatron_rig.OPTIONS)
     placed = seq_idx.to(trainer.device) if isinstance(seq_idx, Tensor) else seq_idx
-    for _ in range(3):
-        megatron_rig.step(trainer, [Indexed(lengths=(9, 20), fields={"seq_idx": placed})])
+    megatron_rig.step(trainer, [Indexed(lengths=(9, 20), fields={"seq_idx": placed})], times=3)
     report = megatron_rig.report_of(trainer)
     assert report["eager"] == {EagerReason.SIGNATURE_CHANGED.name: 3 * LAYERS}
 

@@ -15,8 +15,6 @@ import megagraph
 from benchmarks.subjects.stages import Batch, StageStep, StageTrainer
 from megagraph.decide.in_flight import Pass, StageSchedule
 
-pytestmark = pytest.mark.megatron
-
 FULL = OPTIONS.max_tokens
 SHAPES = [(9, 20), (FULL,), (3, 30, 8), (24, FULL - 24), (12,)]
 
@@ -25,8 +23,8 @@ def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
     return [StageSchedule(stages=stages, stage=stage, chunks=chunks) for stage in of or range(stages)]
 
 
-SCHEDULES = [*schedules(4, 1), *schedules(4, 2), *schedules(8, 4, 0, 3, 7)]
-REST = [pytest.param(it, marks=pytest.mark.soak) for it in schedules(8, 4, 1, 2, 4, 5, 6)]
+SCHEDULES = [*schedules(4, 1), *schedules(4, 2), *schedules(8, 4, 3)]
+REST = [pytest.param(it, marks=pytest.mark.soak) for it in schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
 
 
 def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
@@ -75,7 +73,7 @@ class StagePair:
 def counts(schedule: StageSchedule) -> Sequence[int]:
     """Few, and as many as it takes to have the most in flight."""
     group = schedule.stages if schedule.chunks > 1 else 1
-    return (group, 2 * group + schedule.stages, group)
+    return (group, 2 * group + schedule.stages)
 
 
 @pytest.mark.parametrize("deallocates", [False, True])
@@ -85,7 +83,7 @@ def test_bits(install: Install, schedule: StageSchedule, deallocates: bool) -> N
     pair = StagePair(schedule, deallocates=deallocates)
     for seed, count in enumerate(counts(schedule)):
         pair.step(count, seed)
-        pair.step(count, seed, forward_only=True)
+        pair.step(counts(schedule)[0], seed, forward_only=True)
     pair.check_reports(warm_up=2 * counts(schedule)[0])
 
 
@@ -117,10 +115,10 @@ def test_an_output_that_somebody_keeps_holds_no_slot(install: Install) -> None:
     pair = StagePair(StageSchedule(stages=2))
     kept = []
     hook = pair.graphed.models[0].register_forward_hook(lambda _model, _args, out: kept.append(out))
-    for seed in range(6):
+    for seed in range(4):
         pair.step(5, seed)
     hook.remove()
-    assert len(kept) == 6 * 5
+    assert len(kept) == 4 * 5
     pair.check_reports(warm_up=5)
 
 

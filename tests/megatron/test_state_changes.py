@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
 import torch
-from changing import Change, Undo
-from megatron_rig import LAYERS, Micro, Pair, Step, grads, schedule, step, te_layer_spec
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    grads,
+    needs_engine,
+    schedule,
+    te_layer_spec,
+)
 from same_bits import assert_same_bits
-from state_changes import CHANGES
-from state_rig import probes_in_place_of_mlps
+from state_changes import CHANGES, Undo, probes_in_place_of_mlps
 
 import megagraph
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
-
-pytestmark = pytest.mark.megatron
-
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-STEP = 2 * LAYERS  # calls of a step
-Install = Callable[..., GraphConfig]
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +34,6 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OURS, ENGINE = "our attention", "Transformer Engine"
-NEEDS_ENGINE = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
-    ),
-]
 # Who sees a change is the same in both kinds of layers: one change for each way in which it is seen.
 IN_ENGINE = (
     *("adapter off", "list in place", "another configuration", "mode of the model", "forward of a layer"),
@@ -49,7 +45,7 @@ def _table(names: Collection[str]) -> pytest.MarkDecorator:
     """Each of these changes in our layers, and some of them in those of Transformer Engine."""
     rows: list[Any] = [pytest.param(name, OURS, id=f"{name}-{OURS}") for name in names]
     rows += [
-        pytest.param(name, ENGINE, marks=NEEDS_ENGINE, id=f"{name}-{ENGINE}")
+        pytest.param(name, ENGINE, marks=[pytest.mark.gpu, needs_engine], id=f"{name}-{ENGINE}")
         for name in names
         if name in IN_ENGINE
     ]
@@ -68,52 +64,39 @@ def _eager_since(pair: Pair, before: dict[str, Any]) -> dict[str, int]:
     return {reason: count for reason, count in since.items() if count}
 
 
-def _do(pair: Pair, change: Change) -> Undo:
-    undos: list[Undo] = []
-    for trainer in pair.both:
-        is_shared = undos and change.do.__qualname__.startswith(("on_class", "hooks_all"))
-        if not is_shared:
-            undos.append(change.do(trainer))
-    return lambda: [undo() for undo in reversed(undos)] and None
-
-
-def _losses_of_eager(pair: Pair) -> list[torch.Tensor]:
-    losses = step(pair.eager, [ONE, TWO], update=False, eager=True).losses
-    pair.eager.chunk.zero_grad()  # of parameters that neither DDP nor the optimizer knows
-    return losses
-
-
 @_table(CHANGES)
 def test_a_change_between_steps(name: str, layers: str, install: Install) -> None:
     change = CHANGES[name]
-    install(cuda_graph_warmup_steps=2)
+    install()
     pair = _pair_of(layers)
-    pair.step(ONE, TWO, times=3)
-    before, losses = pair.report(), _losses_of_eager(pair)
-    assert before["eager"] == {"WARMING_UP": 2 * STEP}
+    pair.step(ONE)
+    losses = pair.step(TWO, update=False).losses
+    pair.eager.chunk.zero_grad()  # of parameters that neither DDP nor the optimizer knows
+    pair.graphed.chunk.zero_grad()
+    before = pair.report()
+    assert before["eager"] == {"WARMING_UP": LAYERS}
 
-    undo = _do(pair, change)
-    if change.matters:
-        assert not all(map(torch.equal, losses, _losses_of_eager(pair))), "the change changes nothing"
-    pair.step(ONE, TWO)
-    assert _eager_since(pair, before) == ({change.reason.name: STEP} if change.reason is not None else {})
-    changed = pair.report()
-    pair.step(TWO, ONE, times=2)
+    undo = change.of_both(pair)
+    changed = pair.step(TWO).losses
+    assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
+    assert _eager_since(pair, before) == ({change.reason.name: LAYERS} if change.reason is not None else {})
+    before = pair.report()
+    pair.step(ONE, times=2)
     if change.stays_eager:
-        assert set(_eager_since(pair, changed)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
+        assert set(_eager_since(pair, before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
     else:
-        assert _eager_since(pair, changed) == {}
-    lasting = pair.report()
+        assert _eager_since(pair, before) == {}
     if change.lasts:
         return
 
+    before = pair.report()
     undo()
-    pair.step(TWO, ONE)
-    eager_back = sum(_eager_since(pair, lasting).values())
-    assert eager_back == (STEP if change.is_eager_back else 0), _eager_since(pair, lasting)
-    back = pair.report()
-    pair.step(ONE, TWO)
-    assert _eager_since(pair, back) == {}
+    pair.step(TWO)
+    eager_back = sum(_eager_since(pair, before).values())
+    assert eager_back == (LAYERS if change.is_eager_back else 0), _eager_since(pair, before)
+    before = pair.report()
+    pair.step(ONE)
+    assert _eager_since(pair, before) == {}
 
 
 def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], None]) -> Step:
@@ -138,9 +121,9 @@ IN_STEP = [name for name, change in CHANGES.items() if change.in_step]
 @_table(IN_STEP)
 def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> None:
     change = CHANGES[name]
-    install(cuda_graph_warmup_steps=2)
+    install()
     pair = _pair_of(layers)
-    pair.step(ONE, TWO, times=3)
+    pair.step(ONE, times=2)
     before = pair.report()
 
     def changing(trainer: Trainer) -> Step:
@@ -149,35 +132,31 @@ def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> Non
             trainer, lambda: undos.append(change.do(trainer)), lambda: [it() for it in undos] and None
         )
 
-    with megagraph.disable_cuda_graphs_this_step():
-        eager = changing(pair.eager)
-    assert_same_bits(changing(pair.graphed), eager)
+    assert_same_bits(*pair.each(changing))
     # Of the second micro-batch alone.
     assert _eager_since(pair, before) == ({"STATE_CHANGED": LAYERS} if change.reason is not None else {})
-    after = pair.report()
-    pair.step(ONE, TWO)
-    expected = STEP if change.is_eager_back and not change.stays_eager else 0
-    assert sum(_eager_since(pair, after).values()) in (0, expected)
-    back = pair.report()
-    pair.step(TWO, ONE)
-    assert _eager_since(pair, back) == {}
+    before = pair.report()
+    pair.step(ONE)
+    expected = LAYERS if change.is_eager_back and not change.stays_eager else 0
+    assert sum(_eager_since(pair, before).values()) in (0, expected)
+    before = pair.report()
+    pair.step(TWO)
+    assert _eager_since(pair, before) == {}
 
 
-def test_states_that_have_graphs_replay_however_often_they_alternate(install: Install) -> None:
-    install()
-    pair = Pair()
-    pair.step(ONE, TWO, times=2)
+def test_states_that_have_graphs_replay_however_often_they_alternate(pair: Pair) -> None:
+    pair.step(ONE, times=2)
     changes = [CHANGES[name] for name in ("adapter off", "text", "mode of the model")]
     for change in changes:
-        undo = _do(pair, change)
-        pair.step(ONE, TWO, times=2)
+        undo = change.of_both(pair)
+        pair.step(ONE, times=2)
         undo()
     before = pair.report()
-    assert before["eager"] == {"WARMING_UP": STEP, "STATE_CHANGED": 3 * STEP}
-    for _ in range(3):
+    assert before["eager"] == {"WARMING_UP": LAYERS, "STATE_CHANGED": 3 * LAYERS}
+    for _ in range(2):
         for change in changes:
-            undo = _do(pair, change)
-            pair.step(ONE, TWO)
+            undo = change.of_both(pair)
+            pair.step(ONE)
             undo()
             pair.step(TWO)
     assert _eager_since(pair, before) == {}
@@ -191,12 +170,12 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go(install: Install) -> 
     pair.step(ONE, times=2)
     graphs = pair.report()["graphs"]
     for name in ("text", "flag"):
-        undo = _do(pair, CHANGES[name])
+        undo = CHANGES[name].of_both(pair)
         pair.step(ONE, times=2)
         undo()
         assert pair.report()["graphs"] == 2 * graphs
     before = pair.report()
-    undo = _do(pair, CHANGES["flag"])
+    undo = CHANGES["flag"].of_both(pair)
     pair.step(ONE)
     undo()
     assert _eager_since(pair, before) == {}
@@ -215,7 +194,7 @@ def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
     def round_of_all() -> dict[str, int]:
         before = pair.report()
         for name in names:
-            undo = _do(pair, CHANGES[name])
+            undo = CHANGES[name].of_both(pair)
             pair.step(ONE)
             undo()
         pair.step(ONE)
@@ -263,9 +242,7 @@ def test_a_schedule_from_the_first_step_on_is_never_replayed(install: Install) -
 SHARED = {"gain": 1.0}
 
 
-def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: Pair) -> None:
 
     def from_outside(hidden: torch.Tensor) -> torch.Tensor:
         return hidden * SHARED["gain"]
@@ -286,9 +263,7 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(install: In
         handle.remove()
 
 
-def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair: Pair) -> None:
     pair.step(ONE, times=2)
     gain = [1.0]
     handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
@@ -310,9 +285,7 @@ def test_watch_says_what_it_expects() -> None:
         megagraph.watch(torch.nn.Identity(), key=5)  # type: ignore[arg-type]
 
 
-def test_what_is_left_out_by_name_is_reported(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_what_is_left_out_by_name_is_reported(pair: Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[0].current_microbatch = 0
     pair.step(ONE, times=2)

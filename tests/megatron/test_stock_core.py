@@ -13,7 +13,7 @@ from torch import Tensor
 import megagraph
 from megagraph.demo.trainer import ModelOptions, Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 # Both sides add the same float32 products, in another order: attention per document or per pack,
 # GEMMs over one document's rows or all rows. A sum of n terms is off by up to n/2 roundings of 2^-24

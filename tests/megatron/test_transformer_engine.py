@@ -33,7 +33,6 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.megatron,
     needs_engine,
     pytest.mark.usefixtures("deterministic_engine"),
     pytest.mark.filterwarnings("ignore"),  # its own, of every kind
@@ -47,8 +46,7 @@ def packs(index: int) -> list[Micro]:
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("fused_rope", [True, False])
-def test_bits(install: Install, fused_rope: bool, normalization: str) -> None:
-    install()
+def test_bits(fused_rope: bool, normalization: str) -> None:
     pair = Pair(
         spec=te_layer_spec(), config={"apply_rope_fusion": fused_rope, "normalization": normalization}
     )
@@ -92,8 +90,7 @@ def test_layers_in_one_graph(install: Install, overlap: bool) -> None:
     assert report["graphs"] == 3 * 2  # forwards, and backwards of training, in each slot
 
 
-def test_padding_between_documents(install: Install) -> None:
-    install()
+def test_padding_between_documents() -> None:
     pair = Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
     for index in range(6):
         pair.step(

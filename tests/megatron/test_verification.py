@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs that are wrong for reasons that nobody watches: found before they are used, by name."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,6 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
-
-pytestmark = pytest.mark.megatron
 
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 
@@ -44,14 +41,11 @@ def baked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
-    install: Install, baked: None, caplog: pytest.LogCaptureFixture
+    baked: None, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install()
-    pair = Pair()
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(ONE, TWO, times=4)
-        pair.evaluate(ONE, TWO)
-        pair.evaluate(TWO, ONE)
+    pair.step(ONE, TWO, times=4)
+    pair.evaluate(ONE, TWO)
+    pair.evaluate(TWO, ONE)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": (2 + 2) * LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
     assert report["replays"] == 3 * 2 + 2
@@ -66,16 +60,13 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
 def test_without_verification_it_would_replay(install: Install, baked: None) -> None:
     install(verify="off")
     pair = Pair()
-    for _ in range(3):
-        step(pair.graphed, [ONE, TWO])
+    step(pair.graphed, [ONE, TWO], times=3)
     report = report_of(pair.graphed)
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == 2 * 2 * LAYERS
     assert report["failures"] == [] and report["verification"]["verified"] == 0
 
 
-def test_graphs_that_are_right_are_verified_and_counted_once(install: Install) -> None:
-    install()
-    pair = Pair()
+def test_graphs_that_are_right_are_verified_and_counted_once(pair: Pair) -> None:
     pair.step(ONE, TWO, times=3)
     pair.evaluate(ONE)
     pair.evaluate(TWO)
@@ -115,12 +106,10 @@ def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> 
     ]
 
 
-def test_rows_of_padding_between_documents_may_hold_anything(install: Install) -> None:
+def test_rows_of_padding_between_documents_may_hold_anything(pair: Pair) -> None:
     """Nobody reads them: kernels may leave there whatever the memory held."""
     from megatron.core.transformer import cuda_graphs
 
-    install()
-    pair = Pair()
     padded = Micro(lengths=(9, 20), padded=(12, 24))
     litter = torch.zeros(64, 1, 1)
     litter[9:12] = litter[32:36] = 7.0
@@ -197,8 +186,7 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
         pair.step(ONE, TWO, times=3)
         assert pair.report()["verification"]["verified"] > verified
         spoilt["by"] = 1.5
-        for _ in range(3):
-            step(pair.graphed, [ONE, TWO])
+        step(pair.graphed, [ONE, TWO], times=3)
         report = next(it for it in megagraph.reports() if it["replays"])
     finally:
         type(layer.mlp).forward = original  # type: ignore[method-assign]
@@ -271,11 +259,9 @@ KEPT: list[Tensor] = []
 
 
 @pytest.mark.gpu  # on the host, graphs have no pools
-def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(install: Install) -> None:
+def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: Pair) -> None:
     from megatron.core.transformer import cuda_graphs
 
-    install()
-    pair = Pair()
     for trainer in pair.both:
         mlp = trainer.chunk.decoder.layers[1].mlp
         original = mlp.forward

@@ -12,8 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from megagraph.config import GraphConfig
 from megagraph.demo.trainer import Trainer
 
-pytestmark = pytest.mark.megatron
-
 ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
 Install = Callable[..., GraphConfig]
 
@@ -27,8 +25,7 @@ def _ranges_of_a_step(trainer: Trainer) -> list[str]:
 def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) -> None:
     install(cuda_graph_nvtx=True)
     trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [ONE, TWO])
+    step(trainer, [ONE, TWO], times=2)
     found = _ranges_of_a_step(trainer)
     variant = "training, 64 tokens, 5 documents of up to 64, slot 0"
     expected = [
@@ -42,8 +39,7 @@ def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) ->
 def test_nobody_who_does_not_ask_gets_ranges(install: Install) -> None:
     install()
     trainer = Trainer(OPTIONS)
-    for _ in range(2):
-        step(trainer, [ONE, TWO])
+    step(trainer, [ONE, TWO], times=2)
     assert _ranges_of_a_step(trainer) == []
 
 

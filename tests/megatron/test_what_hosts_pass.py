@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from megagraph.demo.trainer import Trainer
 
-pytestmark = [pytest.mark.megatron, pytest.mark.both]
+pytestmark = pytest.mark.both
 
 
 def trained(install: Install, **changes: Any) -> Trainer:
@@ -145,15 +145,13 @@ def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
     assert new_eager_calls(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
-def test_layers_that_a_caller_wants_to_see_run_eager(install: Install) -> None:
+def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
     """Bug: `extract_layer_indices` ended in an AttributeError."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     forward_of_block = inspect.unwrap(TransformerBlock.forward)
     if "extract_layer_indices" not in inspect.signature(forward_of_block).parameters:
         pytest.skip("this release of megatron-core has no extract_layer_indices")
-    install()
-    pair = Pair()
     pair.step(ONE, times=4)
     before = pair.report()
     seen: list[list[Tensor]] = []

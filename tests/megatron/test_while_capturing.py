@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs import while_capturing
 
-pytestmark = pytest.mark.megatron
-
 
 def test_megatron_is_told_of_the_whole_capture_and_of_its_end() -> None:
     assert not is_capturing()
