@@ -271,14 +271,9 @@ def other_list(trainer: Trainer) -> Undo:
     return sets("layers", nn.ModuleList(reversed(block.layers)), lambda _: block)(trainer)
 
 
-def hooks(trainer: Trainer) -> Undo:
-    handle = probe(trainer).register_forward_hook(lambda _module, _args, out: (out[0] * 0.5, out[1]))
-    return handle.remove
-
-
-def hooks_before(trainer: Trainer) -> Undo:
-    handle = probe(trainer).register_forward_pre_hook(lambda _module, args: (args[0] * 0.5, *args[1:]))
-    return handle.remove
+def hooks(register: Callable[[Trainer], Any]) -> Do:
+    """What `register` answers has `remove()`."""
+    return lambda trainer: register(trainer).remove
 
 
 def hooks_all(trainer: Trainer) -> Undo:
@@ -417,9 +412,21 @@ MODULES: dict[str, Do] = {
     "another list of layers": other_list,
 }
 HOOKS: dict[str, Do] = {
-    "hook": hooks,
-    "hook before a forward": hooks_before,
+    "hook": hooks(
+        lambda it: probe(it).register_forward_hook(lambda _module, _args, out: (out[0] * 0.5, out[1]))
+    ),
+    "hook before a forward": hooks(
+        lambda it: probe(it).register_forward_pre_hook(lambda _module, args: (args[0] * 0.5, *args[1:]))
+    ),
     "hook on all modules": hooks_all,
+}
+# Bug: one on the accumulation of a gradient that came after the capture never ran.
+BACKWARD_HOOKS: dict[str, Do] = {
+    "hook behind a backward": hooks(lambda it: probe(it).register_full_backward_hook(lambda *_: None)),
+    "hook on a gradient": hooks(lambda it: fc2(it).weight.register_hook(lambda grad: grad * 0.5)),
+    "hook after adding": hooks(
+        lambda it: fc2(it).weight.register_post_accumulate_grad_hook(lambda _param: None)
+    ),
 }
 IN_PLACE: dict[str, Do] = {
     "tensor in place": in_place(lambda it: it.vector.mul_(0.5), lambda it: it.vector.mul_(2.0)),
@@ -432,6 +439,7 @@ CHANGES: dict[str, Change] = {
     **{name: Change(do=do, in_step=False) for name, do in BEHIND.items()},
     **{name: Change(do=do, reason=_OTHERS, is_eager_back=True) for name, do in MODULES.items()},
     **{name: Change(do=do, **_FOREIGN) for name, do in HOOKS.items()},
+    **{name: Change(do=do, in_step=False, matters=False, **_FOREIGN) for name, do in BACKWARD_HOOKS.items()},
     **{name: Change(do=do, reason=None) for name, do in IN_PLACE.items()},
     "frozen parameter": Change(
         do=in_place(lambda it: it.weight.requires_grad_(False), lambda it: it.weight.requires_grad_(), fc2),

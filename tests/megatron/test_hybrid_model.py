@@ -20,7 +20,6 @@ from megatron_rig import (
     Pair,
     compare_runs,
     evaluate,
-    graph_config,
     refused,
     report_of,
     step,
@@ -145,18 +144,6 @@ def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
     assert all(map(torch.equal, one.losses, other.losses))
 
 
-def test_uninstall_puts_back_the_very_forwards_of_hybrid_models() -> None:
-    def held() -> dict[str, Any]:
-        return {seam.path: vars(seam.owner())[seam.name] for seam in HYBRID}
-
-    before, names = held(), [set(vars(seam.owner())) for seam in HYBRID]
-    megagraph.install(graph_config())
-    assert all(held()[path] is not function for path, function in before.items())
-    megagraph.uninstall()
-    assert all(held()[path] is function for path, function in before.items())
-    assert [set(vars(seam.owner())) for seam in HYBRID] == names
-
-
 def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,13 +155,6 @@ def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
     assert [seam.function() for seam in HYBRID] == before
     with pytest.raises(ImportError, match="neither HybridModel nor MambaModel"):
         megagraph.get_hybrid_stack_varlen_spec()
-
-
-@pytest.mark.parametrize("seam", HYBRID, ids=lambda seam: seam.path)
-def test_a_hybrid_seam_that_is_missing_is_named(seam: seams.Seam, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(seam.owner(), seam.name)
-    with pytest.raises(RuntimeError, match=rf"does not fit.*{seam.module}\.{seam.path} (is missing|has no)"):
-        megagraph.install(graph_config())
 
 
 def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:

@@ -24,7 +24,7 @@ from megagraph.megatron.patch.installation import installed_plugin
 pytestmark = pytest.mark.both
 
 ROPE = (seams.ATTENTION_ROPE, seams.LATENT_ROPE)
-SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE)
+SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE, *(seams.hybrid_seams() or ()))
 
 
 def _where(seam: seams.Seam) -> str:

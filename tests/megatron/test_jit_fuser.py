@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 from megatron_rig import LAYERS, ON_GPU, OPTIONS, Micro, compare_runs, graph_config, step
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,11 +26,12 @@ QUIET = "ignore::UserWarning:torch"
 def compiler(megatron: None) -> Iterator[None]:
     """torch.compile, where it works at all, with nothing compiled before."""
     torch._dynamo.reset()
-    try:
-        _bias_gelu(ROWS)
-    except Exception as error:
-        pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
-    yield
+    with torch._inductor.config.patch(compile_threads=1):  # processes of its own take longer to start
+        try:
+            _bias_gelu(ROWS)
+        except Exception as error:
+            pytest.skip(f"torch.compile does not work here: {type(error).__name__}")
+        yield
     torch._dynamo.reset()
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may change of captured layers between two steps is noticed, each under its reason."""
+"""What may change of captured layers between two steps is noticed, each under its reason.
 
-import copy
+In a training: test_state_changes.py.
+"""
+
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,90 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import OPTIONS, Micro, report_of, step
 from torch import nn
 
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import SiteSpec
-from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import Trainer
-from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.megatron.watch.layers import LayerWatch
 
-ONE = Micro(lengths=(9, 20))
-Install = Callable[..., GraphConfig]
 _MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
-
-
-def _replace_weight(layer: Any) -> None:
-    linear = layer.mlp.linear_fc1
-    linear.weight = nn.Parameter(linear.weight.detach().clone())
-
-
-def _replace_main_grad(layer: Any) -> None:
-    weight = layer.mlp.linear_fc1.weight
-    weight.main_grad = weight.main_grad.clone()
 
 
 def _moved(param: Any) -> None:
     param.data = param.data.clone()
-
-
-def _replace_submodule(layer: Any) -> None:
-    layer.self_attention.core_attention = copy.deepcopy(layer.self_attention.core_attention)
-
-
-CHANGES: dict[str, tuple[Callable[[Any], Any], EagerReason]] = {
-    "moved weight": (lambda layer: _moved(layer.mlp.linear_fc1.weight), _MOVED),
-    "other weight": (_replace_weight, _MOVED),
-    "other main_grad": (_replace_main_grad, _MOVED),
-    "moved main_grad": (lambda layer: _moved(layer.mlp.linear_fc1.weight.main_grad), _MOVED),
-    "frozen weight": (lambda layer: layer.mlp.linear_fc1.weight.requires_grad_(False), _OTHERS),
-    "other submodule": (_replace_submodule, _OTHERS),
-    "further submodule": (lambda layer: layer.mlp.add_module("further", nn.Identity()), _OTHERS),
-    "forward hook": (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), _HOOK),
-    "forward pre-hook": (lambda layer: layer.mlp.register_forward_pre_hook(lambda *_: None), _HOOK),
-    "backward hook": (lambda layer: layer.mlp.register_full_backward_hook(lambda *_: None), _HOOK),
-    "gradient hook": (lambda layer: layer.mlp.linear_fc1.weight.register_hook(lambda grad: grad), _HOOK),
-    "accumulation hook": (
-        lambda layer: layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(lambda param: None),
-        _HOOK,
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed_and_costs_a_step(change: str, install: Install) -> None:
-    """Bugs: a hook on the accumulation of a gradient that came after the capture never ran, and a submodule
-    that was replaced was replayed as it had been."""
-    install()
-    trainer = Trainer(OPTIONS)
-    step(trainer, [ONE], update=False, times=2)
-    plugin = installed_plugin()
-    assert plugin is not None
-    (graphs,) = plugin.all_graphs()
-    work, reason = CHANGES[change]
-    assert graphs.block.what_changed() is None and graphs.block.what_changed() is None
-    work(trainer.chunk.decoder.layers[1])
-    assert graphs.block.what_changed() is reason
-    step(trainer, [ONE], update=False)
-    assert report_of(trainer)["eager"][reason.name] > 0
-
-
-def test_a_buffer_that_is_replaced_is_noticed(install: Install) -> None:
-    """Bug: graphs went on to read the buffer of their capture."""
-    install()
-    trainer = Trainer(OPTIONS)
-    mlp = trainer.chunk.decoder.layers[1].mlp
-    mlp.register_buffer("table", torch.ones(3, device=trainer.device), persistent=False)
-    for _ in range(3):
-        step(trainer, [ONE], update=False)
-        mlp.table.add_(1)  # in place: graphs read it
-    assert set(report_of(trainer)["eager"]) == {"WARMING_UP"}
-    mlp.table = torch.zeros(3, device=trainer.device)
-    step(trainer, [ONE], update=False)
-    assert report_of(trainer)["eager"]["ADDRESS_MOVED"] == 2
 
 
 class Watched:

@@ -79,30 +79,6 @@ def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train() -
     assert pair.report()["replays"] == 3 * 2 * LAYERS
 
 
-def test_modes_that_have_graphs_replay_however_often_they_alternate(install: Install) -> None:
-    """Bug: the modes of submodules were no part of a kind, so that a layer that went into evaluation mode was
-    replayed as it had trained."""
-    install(cuda_graph_warmup_steps=2)
-    pair = Pair(prepare=around_mlps(Doubles))
-    pair.step(ONE, times=3)
-
-    def put(mode: bool) -> None:
-        for trainer in pair.both:
-            _second_mlp(trainer).train(mode)
-
-    put(False)
-    pair.step(TWO)  # seen once: the model is warm
-    before = pair.report()
-    assert before["eager"] == {"WARMING_UP": 2 * LAYERS, "STATE_CHANGED": LAYERS}
-    for mode in (False, True, False, True):
-        put(mode)
-        pair.step(ONE, TWO)
-    after = pair.report()
-    assert after["eager"] == before["eager"]
-    assert after["replays"] - before["replays"] == 4 * 2 * LAYERS
-    assert after["graphs"] == 2 * 2 * LAYERS
-
-
 def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
     """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
     pair = Pair(prepare=around_mlps(Merges))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning with adapters: the reference is the policy with its adapters switched off.
+
+Adapters are those of state_changes.py, and Megatron-Bridge's own where its wheel is there.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from bridge_rig import adapt, lora_linear, wrappers
+from megatron_rig import (
+    LAYERS,
+    ON_GPU,
+    ONE,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    around_mlps,
+    evaluate,
+    forward,
+    grads,
+    schedule,
+)
+from rl_rig import rollouts
+from same_bits import assert_same_bits
+from state_changes import Probe
+
+OURS, BRIDGES = "ours", "Megatron-Bridge's"
+ROUNDS = {OURS: 50 if ON_GPU else 15, BRIDGES: 50 if ON_GPU else 8}
+Disabled = Callable[..., contextlib.AbstractContextManager[None]]
+
+
+@pytest.fixture(params=[OURS, BRIDGES])
+def whose(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture
+def pair(install: Install, whose: str) -> Pair:
+    """Two models with adapters of the same weights."""
+    if whose == BRIDGES:
+        lora_linear()
+    install(capacities=("64:12",))
+    return Pair(prepare=adapt if whose == BRIDGES else around_mlps(Probe))
+
+
+@contextlib.contextmanager
+def disabled(*trainers: Any) -> Iterator[None]:
+    """As the `disable_adapter()` of Megatron-Bridge and PEFT does it: a flag of each wrapper."""
+    mlps = [layer.mlp for trainer in trainers for layer in trainer.chunk.decoder.layers]
+    ours = [mlp.inner for mlp in mlps if isinstance(mlp, Probe)]
+    bridges = [] if ours else [wrapper for trainer in trainers for wrapper in wrappers(trainer)]
+    for wrapper in bridges:
+        wrapper.disable_adapter_layers()
+    for wrapper in ours:
+        wrapper._adapter_enabled = False
+    try:
+        yield
+    finally:
+        for wrapper in bridges:
+            wrapper.enable_adapter_layers()
+        for wrapper in ours:
+            wrapper._adapter_enabled = True
+
+
+@contextlib.contextmanager
+def merged(pair: Pair) -> Iterator[None]:
+    """The adapters' first paths in the weights that they go around, for rollouts elsewhere."""
+    paths = [layer.mlp.inner for trainer in pair.both for layer in trainer.chunk.decoder.layers]
+    weights = [path.inner.linear_fc2.weight.detach() for path in paths]
+    before = [weight.clone() for weight in weights]
+    with torch.no_grad():
+        for path, weight in zip(paths, weights, strict=True):
+            weight[:, : weight.shape[0]] += path.paths["first_up"] @ path.paths["first_down"]
+            path.is_merged = True
+    yield
+    for path, weight, saved in zip(paths, weights, before, strict=True):
+        weight.copy_(saved)
+        path.is_merged = False
+
+
+def test_a_reference_without_adapters_beside_a_policy_with_them(pair: Pair, whose: str) -> None:
+    """Every pass has the bits of eager, and replays from the second round on."""
+    left = []
+    for index in range(rounds := ROUNDS[whose]):
+        packs = rollouts(index, mini_batches=2)
+        everything = [micro for mini_batch in packs for micro in mini_batch]
+        pair.evaluate(*everything)
+        with disabled(*pair.both):
+            pair.evaluate(*everything)
+        for mini_batch in packs:
+            pair.step(*mini_batch)
+        with merged(pair) if whose == OURS else contextlib.nullcontext():
+            report = pair.report()
+        left.append((report["eager"], report["capture_seconds"]))
+    assert left[2:] == left[2:3] * (rounds - 2) and set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED"}
+    assert len(report["states"]) == 3  # training, and both modes of evaluation
+    assert report["graphs"] == (2 + 1 + 1) * LAYERS
+    assert whose == BRIDGES or report["replays"] / report["calls"] > 0.95
+    assert report["failures"] == [] and report["verification"]["unverified"] == 0
+    # Adapters matter.
+    with disabled(pair.eager):
+        without = evaluate(pair.eager, [ONE], eager=True)
+    assert not torch.equal(without[0], evaluate(pair.eager, [ONE], eager=True)[0])
+
+
+@pytest.mark.parametrize("whose", [OURS], indirect=True)
+def test_a_merged_policy_has_graphs_of_its_own(pair: Pair) -> None:
+    packs = [Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)]
+    pair.evaluate(*packs)
+    for index in range(4):
+        pair.evaluate(*packs)
+        with merged(pair):
+            before = pair.report()["eager"].get("STATE_CHANGED", 0)
+            pair.evaluate(*packs)
+            changed = pair.report()["eager"].get("STATE_CHANGED", 0) - before
+        assert changed == (2 * LAYERS if index == 0 else 0)
+
+
+def _step_with_a_reference(trainer: Any) -> Step:
+    """As a DPO step: each micro-batch twice, first without adapters and without gradients."""
+
+    def micros() -> Iterator[Micro]:
+        for micro in (ONE, TWO):
+            with disabled(trainer), torch.no_grad():
+                references.append(forward(trainer.model, micro, trainer.device)[0])
+            yield micro
+
+    references: list[torch.Tensor] = []
+    trainer.zero_grad()
+    losses = schedule(trainer.model, micros(), 2, trainer.device)
+    left = Step(losses=[*losses, *references], grads=grads(trainer.chunk))
+    trainer.update()
+    return left
+
+
+def test_a_reference_inside_of_a_step_is_never_the_policy(pair: Pair) -> None:
+    for _ in range(6):
+        assert_same_bits(*pair.each(_step_with_a_reference))
+    report = pair.report()
+    assert report["replays"] >= 4 * 2 * LAYERS
+    assert report["calls"] == 6 * 4 * LAYERS

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of layers of experts is in graphs: their routers, rows permuted to experts too, or all of padded ones.
+
+Bits: test_expert_bits.py.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import moe_jobs
+import moe_rig
+import pytest
+import torch
+from host_rig import OwnBlock
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron_rig import Install, Micro, Pair, forget_metrics, report_of, step, steps_of
+from moe_rig import BIAS, PADDED, PERMUTED, PLACES, ROUTED, Config, ExpertTrainer, can_permute, compare, lose
+from same_bits import assert_same_bits
+from torch import Tensor
+from worlds import World, Worlds
+
+import megagraph
+from megagraph.megatron import seams
+from megagraph.megatron.scopes.moe import MOE, ROUTER
+from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
+
+pytestmark = [
+    pytest.mark.usefixtures("experts"),
+    # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
+
+BOTH, WHOLE = ("attn", "moe_router"), ("attn", "moe")
+ROUTER_TOO = ("moe_router", "moe_preprocess")
+ALL = ("attn", *ROUTER_TOO)
+DROP_AND_PAD = ("drop and pad", "drop and pad, shared experts")
+
+
+@pytest.fixture
+def trained(install: Install) -> Any:
+    """Trains a model with some scopes named."""
+
+    def train(scopes: Sequence[str], steps: int = 2, **changes: Any) -> ExpertTrainer:
+        install(cuda_graph_modules=scopes)
+        trainer = ExpertTrainer(**changes)
+        for micros in steps_of(steps):
+            step(trainer, micros)
+        return trainer
+
+    return train
+
+
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
+def test_shared_experts_that_recompute(scopes: Sequence[str]) -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "core_attn"]}
+    report = compare("EE", steps_of(5), scopes, **ROUTED["shared experts"], **recompute)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
+def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
+    trainer = ExpertTrainer(**ROUTED[case])
+    layer, rows = trainer.chunk.decoder.layers[0], 24
+    hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
+    mask = torch.arange(rows, device=trainer.device)[None] >= 20
+    for given in (hidden, hidden.clone().requires_grad_() * 1):
+        normed, probs, routing_map, *shared, residual = ROUTER.run(layer, given, {"padding_mask": mask})
+        assert normed.shape == residual.shape == hidden.shape and torch.equal(residual, hidden)
+        assert torch.equal(normed, layer.pre_mlp_layernorm(hidden))
+        assert probs.shape == routing_map.shape == (rows, moe_rig.EXPERTS) and probs.requires_grad
+        assert routing_map.dtype is torch.bool and not routing_map.requires_grad
+        if case == "shared experts":
+            assert torch.equal(shared[0], layer.mlp.shared_experts(normed))
+        else:
+            assert shared == []
+        kept = getattr(layer, "mlp_norm_manager", None)  # it would keep the graph's memory, too
+        assert kept is None
+        # What entered a site lies where the next micro-batch's will.
+        assert (residual is given) == (not given.is_leaf)
+
+
+@pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
+def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Sequence[str]) -> None:
+    """What enters a router alone is then what leaves it, too."""
+    install(cuda_graph_modules=scopes)
+    pair = Pair(ExpertTrainer, **ROUTED["shared experts"])
+    for trainer in pair.both:
+        for layer in trainer.chunk.decoder.layers:
+            layer.pre_mlp_layernorm = IdentityOp()
+    assert pair.train(steps_of(5))["eager"] == {"WARMING_UP": 3 * 2}
+
+
+@pytest.mark.parametrize("case", ("alltoall", "shared experts", *DROP_AND_PAD))
+def test_what_leaves_a_permutation_and_in_which_order(case: str) -> None:
+    if not can_permute(PERMUTED[case]):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    trainer = ExpertTrainer(**PERMUTED[case])
+    layer, rows, end = trainer.chunk.decoder.layers[0], 24, 20
+    hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
+    mask = torch.arange(rows, device=trainer.device)[None] >= end
+    routed: Any = ROUTER.run(layer, hidden, {"padding_mask": mask})
+    normed, all_probs, routing_map, *shared, residual = routed
+    out: Any = PREPROCESS.run(layer, routed, {})
+    permuted, probs, places, constant, same_map, *same_shared, same_residual = out
+    most = moe_rig.EXPERTS * 12 if case in DROP_AND_PAD else rows * 2
+    assert permuted.shape == (most, 32) and probs.shape == places.shape == (most,)
+    assert torch.equal(permuted, normed.view(rows, 32)[places]) and probs.requires_grad
+    assert torch.equal(constant, all_probs) and not constant.requires_grad
+    assert same_map is routing_map and same_residual is residual
+    assert len(same_shared) == len(shared) and all(a is b for a, b in zip(same_shared, shared, strict=True))
+    if case not in DROP_AND_PAD:
+        routed_rows = int(routing_map.sum())
+        assert routed_rows <= 2 * rows and not probs[routed_rows:].any()
+    of_shared = (5,) if shared else ()
+    assert PREPROCESS.transient(layer) == (of_shared if case in DROP_AND_PAD else (0, 1, *of_shared))
+
+
+@pytest.mark.parametrize("scopes", [BOTH, ROUTER_TOO, ALL, WHOLE], ids=str)
+def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
+    install(cuda_graph_modules=scopes)
+    pair = Pair(ExpertTrainer, **PERMUTED["drop and pad"])
+    for trainer in pair.both:
+        trainer.chunk.decoder.__class__ = OwnBlock
+    report = pair.train(steps_of(5, tails=False))
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
+
+
+def test_steps_without_graphs_between(install: Install) -> None:
+    install(cuda_graph_modules=BOTH)
+    pair = Pair(ExpertTrainer, **BIAS)
+    for index, micros in enumerate(steps_of(6)):
+        with megagraph.disable_cuda_graphs_this_step() if index in (2, 4) else nullcontext():
+            pair.step(*micros)
+    assert pair.report()["eager"] == {"WARMING_UP": 3 * 2, "DISABLED": 2 * 3 * 2}
+
+
+# -- state that no module owns -----------------------------------------------------------------------
+
+
+def _replace_scale(device: torch.device, scale: float | None) -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = (
+        None if scale is None else torch.full((1,), scale, device=device)
+    )
+
+
+REPLACED: dict[str, tuple[Sequence[str], Any, Config]] = {
+    # Graphs would go on adding to tensors that nobody reads.
+    "metrics": (BOTH, lambda device: forget_metrics(), ROUTED["several losses"]),
+    "metrics of whole layers": (WHOLE, lambda device: forget_metrics(), PADDED["sigmoid, bias, groups"]),
+    # Bug that was: where there was no scale, a capture's warm-up made one that no schedule could set.
+    "no scale of losses": (BOTH, partial(_replace_scale, scale=None), {}),
+    "a scale of losses": (BOTH, partial(_replace_scale, scale=3.0), {}),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_between_steps_is_noticed(install: Install, what: str) -> None:
+    scopes, replace, changes = REPLACED[what]
+    install(cuda_graph_modules=scopes)
+    pair = Pair(ExpertTrainer, **changes)
+    for index, micros in enumerate(steps_of(8)):
+        if index not in (3, 6):
+            pair.step(*micros)
+            continue
+        left = []
+        for trainer in pair.both:
+            replace(trainer.device)
+            left.append(step(trainer, micros, eager=trainer is pair.eager))
+        assert_same_bits(*left)
+    eager = pair.report()["eager"]
+    assert eager["ADDRESS_MOVED"] >= 3 * 2 and eager["WARMING_UP"] == 3 * 2
+    assert set(eager) == {"ADDRESS_MOVED", "WARMING_UP"}
+
+
+def test_metrics_that_are_watched_keep_their_memory(trained: Any) -> None:
+    """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
+    trainer = trained(BOTH, **ROUTED["several losses"])
+    before = {values.data_ptr() for values in seams.moe_metrics().values()}
+    forget_metrics()
+    step(trainer, steps_of(1)[0], eager=True)
+    assert before.isdisjoint(values.data_ptr() for values in seams.moe_metrics().values())
+
+
+def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero() -> None:
+    """Bug that might be: what the warm-up of a capture records would be in the first log."""
+    from megagraph.megatron.scopes.moe import new_metrics_are_empty, read_by_routers
+
+    trainer = ExpertTrainer(**ROUTED["several losses"])
+    forget_metrics()
+    with new_metrics_are_empty():
+        step(trainer, [Micro(lengths=(64,))])
+        for values in seams.moe_metrics().values():
+            values.add_(1)
+    assert len(seams.moe_metrics()) == 4
+    assert not any(values.any() for values in seams.moe_metrics().values())
+    held = read_by_routers(trainer.chunk.decoder.layers[0])
+    assert {id(values) for values in seams.moe_metrics().values()} < {id(tensor) for tensor in held}
+
+
+# -- what goes wrong, and what is around ---------------------------------------------------------------
+
+
+def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -> None:
+    trainer = trained(BOTH, **{**ROUTED["shared experts, overlapped"], "moe_shared_expert_gate": True})
+    where = f"megatron.core.transformer.moe.{PLACES['dispatch']}"
+    with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+        step(trainer, steps_of(3)[2])
+    assert moe_rig.tensors_of_calls(trainer) == []
+
+
+def test_a_dispatcher_keeps_nothing_of_a_capture(trained: Any) -> None:
+    """Its tensors would take their memory out of the slot's pool."""
+    for layer in trained(WHOLE, **PADDED["padded"]).chunk.decoder.layers:
+        dispatcher = layer.mlp.token_dispatcher
+        assert dispatcher.probs is None and dispatcher.routing_map is None
+
+
+HOOKED = [(BOTH, where, True) for where in ("mlp", "mlp.router", "pre_mlp_layernorm")]
+
+
+@pytest.mark.parametrize(
+    ("scopes", "where", "is_eager"), [*HOOKED, (BOTH, "mlp.experts", False), (WHOLE, "mlp.experts", True)]
+)
+def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
+    install: Install, scopes: Sequence[str], where: str, is_eager: bool
+) -> None:
+    """Beside the graph it runs."""
+    install(cuda_graph_modules=scopes)
+    pair = Pair(ExpertTrainer, **(PADDED["padded"] if scopes == WHOLE else {}))
+    seen: list[str] = []
+    for trainer in pair.both:
+        module = trainer.chunk.decoder.layers[1].get_submodule(where)
+        module.register_forward_hook(lambda *_: seen.append(where))
+    eager = {"FOREIGN_HOOK": 3 * 3} if is_eager else {}
+    assert pair.train(steps_of(4))["eager"] == {"WARMING_UP": 3 * 2, **eager}
+    assert len(seen) == 2 * 4 * 3
+
+
+def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
+    """It would permute what stands for the rows in the eager part, where nobody reads it."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    trainer = trained(ALL, **PERMUTED["drop and pad"])
+    ours: Any = token_dispatcher.permute
+    with (
+        mock.patch.object(token_dispatcher, "permute", ours.__wrapped__),
+        pytest.raises(RuntimeError, match="has permuted rows by another function than Megatron's"),
+    ):
+        step(trainer, steps_of(1)[0])
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(seams.permutation_sorts(), reason="this release sorts")
+def test_a_release_that_permutes_by_a_mask_is_named(trained: Any) -> None:
+    report = report_of(trained(ALL, 3))
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3 * 2}
+    assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
+
+
+OVERLAPPED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher 'allgather' counts rows on the host"),
+        (OVERLAPPED, "moe_shared_expert_overlap=True is not supported yet"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "'moe' in recompute_modules is not supported yet",
+        ),
+    ],
+)
+def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: Config, words: str) -> None:
+    trainer = trained(WHOLE, **{**PADDED["padded"], **changes})
+    assert words in str(MOE.unsupported(trainer.chunk.decoder.layers[0]))
+    report = report_of(trainer)
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
+    assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
+
+
+def permuting_layer(**changes: Any) -> Any:
+    """One whose rows a graph can permute."""
+    layer = ExpertTrainer(**PERMUTED["drop and pad"], **changes).chunk.decoder.layers[0]
+    assert PREPROCESS.unsupported(layer) is None
+    return layer
+
+
+UNBUILT: dict[str, Any] = {
+    "moe_permute_fusion": True,
+    "moe_latent_size": 16,
+    "moe_router_padding_for_quantization": True,
+}
+
+
+@pytest.mark.parametrize("option", UNBUILT)
+def test_an_option_is_refused_by_name(option: str) -> None:
+    layer = permuting_layer()
+    with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
+        why = PREPROCESS.unsupported(layer)
+    assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
+
+
+def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_name() -> None:
+    """Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order."""
+    layer = permuting_layer(**OVERLAPPED)
+    layer.pre_mlp_layernorm = IdentityOp()
+    assert "without a norm before them are not supported yet" in str(PREPROCESS.unsupported(layer))
+
+
+def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
+    layer = permuting_layer()
+    dispatcher = layer.mlp.token_dispatcher
+
+    def dispatch_preprocess(*args: Tensor) -> Any:
+        return type(dispatcher).dispatch_preprocess(dispatcher, *args)
+
+    dispatcher.dispatch_preprocess = dispatch_preprocess
+    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.unsupported(layer))
+
+
+# -- over ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_with_packs_of_their_own(worlds: Worlds) -> None:
+    """No collective of a router goes over them, but that of its global loss. Fused functions are compiled."""
+    for report in worlds.of(2, compiles=True).run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **BIAS):
+        assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []
+
+
+def test_whole_layers_of_ranks_with_packs_of_their_own(world2: World) -> None:
+    """Bug that was: experts have the group that saves their shards over ranks, and no forward uses it."""
+    for report in world2.run(moe_jobs.train_pair, scopes=(*WHOLE, "mlp"), num_steps=5, **PADDED["padded"]):
+        assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []
+
+
+def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(world2: World) -> None:
+    changes = {"moe_router_load_balancing_type": "global_aux_loss"}
+    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **changes):
+        assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
+        assert "collectives of ranks that run other packs (tp_dp_cp, 2 ranks" in report["failures"][0]
+
+
+def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
+    """What is in a graph holds no communicator of experts: a pack of one rank alone may fit no capacity."""
+    assert [report["failures"] for report in reports] == [[], []]
+    assert reports[0]["eager"] == {"WARMING_UP": 3 * 2}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * 2, "TOO_MANY_SEQUENCES": misfits * 2}
+
+
+@pytest.mark.gpu
+def test_a_hundred_steps_of_experts_over_ranks(world2: World) -> None:
+    scopes, changes = (*BOTH, "moe_preprocess", "mlp"), {**BIAS, "moe_shared_expert_intermediate_size": 24}
+    job = moe_jobs.train_spread
+    check_spread(world2.run(job, scopes=scopes, num_steps=100, misfits_on=1, **changes), 50)
+
+
+SPREAD: dict[str, tuple[Sequence[str], Config]] = {
+    "dropless, bias": (BOTH, BIAS),
+    **{case: (BOTH, ROUTED[case]) for case in ("drop", "shared experts", "shared experts, overlapped")},
+    # Counts are gathered over the ranks in the eager part.
+    "permuted": (
+        (*BOTH, "moe_preprocess"),
+        {**BIAS, **ROUTED["shared experts"], "moe_router_load_balancing_type": "aux_loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) -> None:
+    scopes, changes = SPREAD[case]
+    if case == "permuted" and not moe_rig.can_permute(changes):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    job = moe_jobs.train_spread
+    check_spread(world2.run(job, scopes=(*scopes, "mlp"), num_steps=6, misfits_on=1, **changes), 3)
