@@ -13,7 +13,7 @@ import pytest
 import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import forget_loss_scale, free_models, models_in_memory
-from megatron_rig import Install, Pair, forget_metrics, graph_config
+from megatron_rig import OPTIONS, Install, Pair, forget_metrics, graph_config
 from moe_rig import experts_on_cpu
 from streams import seed_streams
 from worlds import World, Worlds
@@ -21,7 +21,7 @@ from worlds import World, Worlds
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.demo.cpu import megatron_on_cpu
-from megagraph.demo.trainer import process_groups
+from megagraph.demo.trainer import Trainer, process_groups
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
@@ -93,6 +93,13 @@ def install() -> Install:
 def pair() -> Pair:
     """Two plain models of the same weights, of which one runs eager and the other with graphs."""
     return Pair()
+
+
+@pytest.fixture
+def trainer(install: Install) -> Trainer:
+    """A plain model, with the plugin installed."""
+    install()
+    return Trainer(OPTIONS)
 
 
 @pytest.fixture

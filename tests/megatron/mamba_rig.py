@@ -146,3 +146,8 @@ class HybridExpertTrainer(ExpertTrainer):
     def __init__(self, pattern: str, **changes: Any) -> None:
         self._pattern = pattern
         super().__init__(pattern, **{"spec": expert_spec(), **changes})
+
+
+def grouped_hybrid(pattern: str, **changes: Any) -> HybridExpertTrainer:
+    """One whose experts never wait for the device."""
+    return HybridExpertTrainer(pattern, spec=megagraph.with_grouped_experts(expert_spec()), **changes)

@@ -42,23 +42,16 @@ def graph_config(**changes: Any) -> GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Micro:
-    """One micro-batch.
+    """One micro-batch."""
 
-    Args:
-        lengths: valid tokens of each document.
-        seed: of the tokens.
-        padded: physical rows of each document; None where the pack carries no padded offsets.
-        tail: rows past the last offset.
-        tail_token: what stands in those rows.
-        mask_seed: of its padding mask; None where it has none.
-    """
-
-    lengths: tuple[int, ...]
-    seed: int = 0
-    padded: tuple[int, ...] | None = None
-    tail: int = 0
-    tail_token: int = 0
-    mask_seed: int | None = None
+    lengths: tuple[int, ...]  # valid tokens of each document
+    seed: int = 0  # of the tokens
+    padded: tuple[int, ...] | None = (
+        None  # physical rows of each document, if the pack carries padded offsets
+    )
+    tail: int = 0  # rows past the last offset
+    tail_token: int = 0  # what stands in those rows
+    mask_seed: int | None = None  # of its padding mask, if it has one
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -209,23 +202,16 @@ def forget_metrics() -> None:
 
 @dataclass(kw_only=True)
 class Step:
-    """What one step left, and what experts and predicted tokens counted in it.
+    """What one step left, and what experts and predicted tokens counted in it."""
 
-    Args:
-        losses: of each micro-batch, a row a token.
-        grads: of each parameter.
-        metrics: of routers, by name, of each layer.
-        counts: tokens of each expert, of each layer that counts them, before its bias is updated.
-        bias: of the experts, afterwards.
-        logged: what Megatron logs of predicted tokens, by name.
-    """
-
-    losses: list[Tensor]
-    grads: dict[str, Tensor]
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    counts: list[Tensor] = field(default_factory=list)
-    bias: list[Tensor] = field(default_factory=list)
-    logged: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor]  # of each micro-batch, a row a token
+    grads: dict[str, Tensor]  # of each parameter
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # of routers, by name, of each layer
+    counts: list[Tensor] = field(
+        default_factory=list
+    )  # tokens of each expert of each layer, before its update
+    bias: list[Tensor] = field(default_factory=list)  # of the experts, afterwards
+    logged: dict[str, Tensor] = field(default_factory=dict)  # what Megatron logs of predicted tokens
 
 
 def step(
@@ -300,13 +286,7 @@ def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
 
 
 class PreparedTrainer(Trainer):
-    """The reference loop around a GPTModel to which something is done before DDP sees it.
-
-    Args:
-        options: of the model.
-        prepare: called with the model.
-        further: of `Trainer`.
-    """
+    """The reference loop around a GPTModel to which `prepare` does something before DDP sees it."""
 
     def __init__(self, options: ModelOptions, *, prepare: Callable[[Any], None], **further: Any) -> None:
         self._prepare = prepare
@@ -370,26 +350,16 @@ Around = Callable[[Trainer, int], AbstractContextManager[None]]
 
 
 def train(
-    plugin: GraphConfig | None,
-    steps: Sequence[Sequence[Micro]],
-    make: Make = plain,
+    plugin: GraphConfig | None,  # installed for this run alone; None for Megatron alone
+    steps: Sequence[Sequence[Micro]],  # the micro-batches of each step
+    make: Make = plain,  # makes the trainer
     *,
-    eager: bool = False,
-    evaluate_at: Collection[int] = (),
-    around: Around = lambda trainer, index: nullcontext(),
-    **given: Any,
+    eager: bool = False,  # switch graphs off in every step
+    evaluate_at: Collection[int] = (),  # the steps before which the first one's packs are evaluated
+    around: Around = lambda trainer, index: nullcontext(),  # entered around each step
+    **given: Any,  # to `make`
 ) -> Run:
-    """Trains a fresh model; the same arguments begin with the same weights.
-
-    Args:
-        plugin: installed for this run alone; None for Megatron alone.
-        steps: the micro-batches of each step.
-        make: makes the trainer.
-        eager: switch graphs off in every step.
-        evaluate_at: the steps before which the first one's packs are evaluated.
-        around: entered around each step.
-        given: to `make`.
-    """
+    """Trains a fresh model; the same arguments begin with the same weights."""
     run = Run()
     forget_metrics()
     if plugin is not None:
@@ -414,21 +384,15 @@ def train(
 def compare_runs(
     steps: Sequence[Sequence[Micro]],
     make: Make = plain,
-    plugin: dict[str, Any] | None = None,
+    plugin: dict[str, Any] | None = None,  # options of `graph_config()`
     *,
-    tamper: Around = lambda trainer, index: nullcontext(),
+    tamper: Around = lambda trainer, index: nullcontext(),  # entered around each step of the graphed run
     shared: dict[str, tuple[Run, Any]] | None = None,
     **given: Any,
 ) -> Run:
     """Trains in mode `eager` and with graphs, which must leave the same bits. Returns the graphed run.
 
-    Args:
-        steps: the micro-batches of each step.
-        make: makes each trainer.
-        plugin: options of `graph_config()`.
-        tamper: entered around each step of the graphed run.
-        shared: runs in mode `eager` that serve further comparisons of the same steps and the same `given`.
-        given: to `train()`.
+    `shared` has runs in mode `eager` that serve further comparisons of the same steps and models.
     """
     options, runs, of = plugin or {}, {} if shared is None else shared, repr((steps, make, given))
     if of not in runs:
@@ -445,10 +409,6 @@ class Pair:
     """Two models of the same weights in one process: one trains eager, the other with graphs.
 
     Installs the plugin, unless it is.
-
-    Args:
-        make: makes each trainer.
-        given: to `make`.
     """
 
     def __init__(self, make: Make = plain, **given: Any) -> None:
@@ -495,18 +455,15 @@ class Pair:
 
 
 def steps_of(
-    count: int, *, masks: bool = False, tails: bool = True, align: int = 1, make: Any = Micro, **given: Any
+    count: int,
+    *,
+    masks: bool = False,  # of each
+    tails: bool = True,  # of every second one, of up to half the capacity
+    align: int = 1,  # of physical rows of each document
+    make: Any = Micro,
+    **given: Any,
 ) -> list[list[Any]]:
-    """Steps of three packs, no two alike.
-
-    Args:
-        count: of the steps.
-        masks: each has a padding mask.
-        tails: every second one has a tail, of up to half the capacity.
-        align: physical rows of each document are a multiple of it.
-        make: makes each micro-batch.
-        given: to `make`.
-    """
+    """Steps of three packs, no two alike."""
 
     def pack(index: int) -> Any:
         lengths = tuple(4 + (5 * index + 7 * place) % 9 for place in range(1 + index % 5))

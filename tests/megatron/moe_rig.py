@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -133,6 +133,24 @@ GROUPED: dict[str, Config] = {
 GROUPED_ON_GPU: dict[str, Config] = {"fused swiglu": {**_SWIGLU, "bias_activation_fusion": True}}
 
 
+class Way(NamedTuple):
+    """A way to graph layers of experts: what is named, and the models."""
+
+    scopes: str | tuple[str, ...]
+    cases: dict[str, Config]
+
+
+ATTENTION, ROUTERS, PERMUTATION = "attention", "attention, routers", "attention, routers, permutation"
+PADDED_EXPERTS, GROUPED_EXPERTS = "padded experts", "grouped experts"
+BIASED = "sigmoid, bias, groups"
+WAYS = {
+    ATTENTION: Way("attn", CASES),
+    ROUTERS: Way(("attn", "moe_router"), ROUTED),
+    PERMUTATION: Way(("attn", "moe_router", "moe_preprocess"), PERMUTED),
+    PADDED_EXPERTS: Way(("attn", "moe"), PADDED),
+    GROUPED_EXPERTS: Way((), {**GROUPED, **GROUPED_ON_GPU}),
+}
+
 # One pack, and tails that it is given.
 PACK = Micro(lengths=(9, 14, 5))
 TAILS = (0, 1, 13, CAPACITY.tokens // 2)
@@ -243,6 +261,11 @@ class ExpertTrainer(Trainer):
         """What a step has left in its layers of experts."""
         bias = [router.expert_bias.clone() for router in routers(self) if router.expert_bias is not None]
         return {"metrics": metrics(), "counts": self.counts, "bias": bias}
+
+
+def grouped_trainer(kinds: str = "EE", **changes: Any) -> ExpertTrainer:
+    """A model whose experts never wait for the device."""
+    return ExpertTrainer(kinds, spec=grouped_spec(kinds), **changes)
 
 
 def tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:

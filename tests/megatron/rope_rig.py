@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, report_of, step, weights
+from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, train
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer, gpt_model
 
@@ -20,17 +19,11 @@ MODES = ("off", "eager", "graph")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declared(Micro):
-    """A pack that says of itself what a host says, not what its documents are.
+    """A pack that says of itself what a host says, not what its documents are."""
 
-    Args:
-        max_seqlen: what it declares; at least the longest document.
-        num_seqs: document slots of its offsets, empty ones included; None for its documents alone.
-        aliased: its padded offsets are the actual ones.
-    """
-
-    max_seqlen: int
-    num_seqs: int | None = None
-    aliased: bool = False
+    max_seqlen: int  # what it declares; at least the longest document
+    num_seqs: int | None = None  # document slots of its offsets, empty ones included
+    aliased: bool = False  # its padded offsets are the actual ones
 
     def params(self, device: torch.device) -> Any:
         params = super().params(device)
@@ -57,25 +50,8 @@ def run(
     make: Callable[[], Trainer] = lambda: Trainer(OPTIONS),
     **changes: Any,
 ) -> Run:
-    """Trains a fresh model; `off` patches nothing.
-
-    Args:
-        mode: the plugin's.
-        steps: the micro-batches of each step.
-        make: makes the model, the same one each time.
-        changes: of the plugin's options.
-    """
-    left = Run()
-    megagraph.install(graph_config(mode=mode, **changes))
-    try:
-        trainer = make()
-        left.steps = [step(trainer, micros) for micros in steps]
-        left.weights = weights(trainer.chunk)
-        if mode != "off":
-            left.report = report_of(trainer)
-    finally:
-        megagraph.uninstall()
-    return left
+    """Trains a fresh model, the same one each time, in a mode of the plugin; `off` patches nothing."""
+    return train(graph_config(mode=mode, **changes), steps, make)
 
 
 def three_modes(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens between steps: evaluation, moved and frozen parameters, settings, suspension, errors."""
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import re
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from megatron_rig import (
-    CAPACITY,
     LAYERS,
     ONE,
     OPTIONS,
@@ -21,11 +21,9 @@ from megatron_rig import (
     forward,
     graph_config,
     report_of,
-    schedule,
     step,
     train,
 )
-from same_bits import assert_same_bits
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -55,9 +53,7 @@ def test_evaluation_alone_is_graphed(pair: Pair) -> None:
     assert pair.report()["graphs"] == LAYERS
 
 
-def test_evaluation_leaves_gradients_and_the_models_mode_alone(install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
+def test_evaluation_leaves_gradients_and_the_models_mode_alone(trainer: Trainer) -> None:
     for _ in range(2):
         before = step(trainer, [ONE], update=False).grads
         evaluate(trainer, [TWO])
@@ -69,26 +65,15 @@ def test_evaluation_leaves_gradients_and_the_models_mode_alone(install: Install)
 def _freeze(pattern: str) -> Callable[[torch.nn.Module], None]:
     def change(model: torch.nn.Module) -> None:
         for name, param in model.named_parameters():
-            if pattern == "all but biases":
-                param.requires_grad_(name.endswith("bias"))
-            elif any(part in name for part in pattern.split(" and ")):
-                param.requires_grad_(False)
+            param.requires_grad_(not re.search(pattern, name))
 
     return change
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "layers.0.",
-        "layers.1.",
-        "embedding and layers.0.",
-        "decoder.layers",
-        "embedding and decoder.layers",
-        "all but biases",
-        "linear_qkv and linear_fc1.weight",
-    ],
-)
+FROZEN = ("layers.0.", "layers.1.", "embedding|layers.0.", "decoder.layers", "embedding|decoder.layers")
+
+
+@pytest.mark.parametrize("pattern", [*FROZEN, "(?<!bias)$", "linear_qkv|linear_fc1.weight"])
 def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str) -> None:
     pair = Pair(prepare=_freeze(pattern))
     pair.step(ONE, TWO, times=4)
@@ -112,33 +97,25 @@ def test_parameters_frozen_or_thawed_later_cost_one_eager_step(pair: Pair) -> No
 def _move_weights(trainer: Trainer) -> list[torch.Tensor]:
     """Moves every parameter; what reads the old place from now on reads NaN."""
     old = [param.data for param in trainer.chunk.parameters()]
-    for param in trainer.chunk.parameters():
-        param.data = param.data.clone()
-    for tensor in old:
+    for param, tensor in zip(trainer.chunk.parameters(), old, strict=True):
+        param.data = tensor.clone()
         tensor.fill_(float("nan"))
     return old
 
 
-def _move_main_grads(trainer: Trainer) -> list[torch.Tensor]:
-    """Moves every main gradient out of the DDP's buffer."""
-    old = [param.main_grad for param in trainer.chunk.parameters()]
-    for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
-        param.main_grad = torch.zeros_like(grad)
-    for tensor in old:
-        tensor.fill_(float("nan"))
-    return old
-
-
-def _move_main_grads_in_place(trainer: Trainer) -> list[torch.Tensor]:
-    """Gives every main gradient other memory; the tensors, and all else, stay the same objects."""
+def _move_main_grads(trainer: Trainer, *, in_place: bool = False) -> list[torch.Tensor]:
+    """Moves every main gradient out of the DDP's buffer; all objects may stay the same ones."""
     old = [param.main_grad.detach() for param in trainer.chunk.parameters()]
     for param, grad in zip(trainer.chunk.parameters(), old, strict=True):
-        param.main_grad.data = torch.zeros_like(grad)
+        if in_place:
+            param.main_grad.data = torch.zeros_like(grad)
+        else:
+            param.main_grad = torch.zeros_like(grad)
         grad.fill_(float("nan"))
     return old
 
 
-@pytest.mark.parametrize("move", [_move_weights, _move_main_grads, _move_main_grads_in_place])
+@pytest.mark.parametrize("move", [_move_weights, _move_main_grads, partial(_move_main_grads, in_place=True)])
 @pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
 def test_moved_memory_is_never_replayed_and_is_captured_again(
     move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, pair: Pair
@@ -166,10 +143,8 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     assert len(held[0]) == len(held[1])
 
 
-def test_a_call_outside_of_any_schedule_never_replays_moved_memory(install: Install) -> None:
+def test_a_call_outside_of_any_schedule_never_replays_moved_memory(trainer: Trainer) -> None:
     """Bug: addresses are looked at before a schedule only, so a bare call replayed on the old ones."""
-    install()
-    trainer = Trainer(OPTIONS)
     with torch.no_grad():
         forward(trainer.model.eval(), ONE, trainer.device)
     for _ in range(2):
@@ -184,18 +159,7 @@ def test_a_call_outside_of_any_schedule_never_replays_moved_memory(install: Inst
 
 
 def test_suspended_models_run_eager_and_replay_again_after_resume(pair: Pair) -> None:
-    pair.step(ONE, times=2)
-    megagraph.suspend()
-    pair.step(TWO, times=2)
-    pair.evaluate(TWO)
-    megagraph.resume()
-    pair.step(OTHER, times=2)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "SUSPENDED": 3 * LAYERS}
-    assert report["replays"] == 3 * LAYERS
-
-
-def test_nothing_is_captured_while_suspended(pair: Pair) -> None:
+    """Nothing is captured meanwhile."""
     pair.step(ONE)
     megagraph.suspend()
     pair.step(ONE, times=2)
@@ -203,45 +167,23 @@ def test_nothing_is_captured_while_suspended(pair: Pair) -> None:
     megagraph.resume()
     pair.step(ONE)
     assert pair.report()["graphs"] == 2 * LAYERS
-
-
-def test_other_numeric_settings_run_eager_until_they_are_back(pair: Pair) -> None:
-    pair.step(ONE, times=2)
-    torch.use_deterministic_algorithms(False)
-    step(pair.graphed, [TWO], update=False)
-    torch.use_deterministic_algorithms(True)
-    pair.step(TWO)
+    megagraph.suspend()
+    pair.step(TWO, times=2)
+    pair.evaluate(TWO)
+    megagraph.resume()
+    pair.step(OTHER, times=2)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "NUMERICS_CHANGED": LAYERS}
-    assert report["replays"] == 2 * LAYERS
+    assert report["eager"] == {"WARMING_UP": LAYERS, "SUSPENDED": 5 * LAYERS}
+    assert report["replays"] == 3 * LAYERS
 
 
-def test_packs_that_run_eager_push_no_graphs_tables_out(install: Install) -> None:
+def test_packs_that_run_eager_push_no_graphs_tables_out(trainer: Trainer) -> None:
     """Bug: Megatron keeps 32 rotary tables; after an eviction every call was SIGNATURE_CHANGED."""
-    install()
-    trainer = Trainer(OPTIONS)
     step(trainer, [ONE], times=2)
     evaluate(trainer, [Micro(lengths=(65 + i,)) for i in range(40)])
     step(trainer, [ONE])
     assert "SIGNATURE_CHANGED" not in report_of(trainer)["eager"]
     assert report_of(trainer)["replays"] == 2 * LAYERS
-
-
-def test_a_step_that_raises_in_the_middle_leaves_the_next_ones_right(pair: Pair) -> None:
-    pair.step(ONE, times=2)
-
-    def broken() -> Iterator[Micro]:
-        yield ONE
-        raise RuntimeError("no more data")
-
-    for trainer, eager in zip(
-        pair.both, (megagraph.disable_cuda_graphs_this_step(), nullcontext()), strict=True
-    ):
-        trainer.zero_grad()
-        with eager, pytest.raises(RuntimeError, match="no more data"):
-            schedule(trainer.model, broken(), 3, trainer.device)
-    pair.step(ONE, TWO, times=2)
-    assert set(pair.report()["eager"]) == {"WARMING_UP"}
 
 
 def test_a_model_called_before_its_first_step_loses_no_graph(pair: Pair) -> None:
@@ -268,25 +210,14 @@ def test_grouped_queries_have_eager_bits(query_groups: int) -> None:
     assert run.report["replays"] == 2 * 2 * LAYERS
 
 
-def test_an_overlapped_gradient_reduction_of_one_rank_changes_nothing() -> None:
-    steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
-    graphed = compare_runs(steps, ddp={"overlap_grad_reduce": True, "bucket_size": 10_000})
-    assert_same_bits(graphed, train(graph_config(), steps))
-    assert graphed.report["replays"] == 3 * 2 * LAYERS
-
-
 def test_two_models_in_one_process_each_have_their_own_graphs_and_bits(install: Install) -> None:
     install()
-    alone = train_alone = Trainer(OPTIONS)
-    other = Trainer(OPTIONS)
-    assert CAPACITY.tokens >= OTHER.physical
-    for index in range(3):
-        one = step(alone, [ONE, TWO])
-        two = step(other, [OTHER])
-        assert not torch.equal(one.losses[0], two.losses[0]), index
+    alone, other = Trainer(OPTIONS), Trainer(OPTIONS)
+    for _ in range(3):
+        assert not torch.equal(step(alone, [ONE, TWO]).losses[0], step(other, [OTHER]).losses[0])
     reports = megagraph.reports()
     assert [report["replays"] for report in reports] == [2 * 2 * LAYERS, 2 * LAYERS]
     megagraph.uninstall()
     again = train(graph_config(), [[ONE, TWO]] * 3)
-    for name, weight in train_alone.chunk.named_parameters():
+    for name, weight in alone.chunk.named_parameters():
         assert torch.equal(weight, again.weights[name])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from mamba_rig import Documented, HybridExpertTrainer, expert_spec
 from megatron_rig import (
     HYBRID_PATTERN,
-    ON_GPU,
     ONE,
     OPTIONS,
     OTHER,
@@ -37,25 +37,14 @@ from megagraph.modules import Norm
 
 HYBRID = seams.hybrid_seams() or ()
 LAYERS = len(HYBRID_PATTERN)
-STEPS = 12 if ON_GPU else 4
 
 pytestmark = pytest.mark.both
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap_grad_reduce"])
-@pytest.mark.parametrize("position", ["rope", "none"])
-def test_packs_that_change_every_micro_batch_replay_with_eager_bits(position: str, overlap: bool) -> None:
-    ddp = {"overlap_grad_reduce": overlap}
-    report = compare_runs(steps_of(STEPS, align=4), HybridTrainer, position=position, ddp=ddp).report
-    assert report["model"] == HYBRID[0].owner().__name__ and report["failures"] == []
-    assert report["calls"] == STEPS * 3 * LAYERS
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
 
 
 def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
     over = Micro(lengths=(4,) * 6)
     report = compare_runs([[ONE, over], [TWO, over], [over, OTHER], [TWO]], HybridTrainer).report
+    assert report["model"] == HYBRID[0].owner().__name__
     assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
     assert report["replays"] == 3 * LAYERS
 
@@ -208,3 +197,21 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
         assert_same_bits(one, step(trainer, [ONE, TWO]))
     assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
     assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a layer of Mamba ('M' in" in caplog.text
+
+
+def test_where_nothing_is_named_layers_of_experts_alone_stay_eager(experts: None) -> None:
+    steps = steps_of(3, make=Documented)
+    report = compare_runs(steps, HybridExpertTrainer, pattern="ME*E-").report
+    assert len(report["failures"]) == 2
+    assert set(report["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
+    assert report["replays"] == 2 * 3 * 3
+
+
+def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
+    experts: None, install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    spec = expert_spec()
+    spec.submodules.moe_layer = spec.submodules.mlp_layer
+    step(HybridExpertTrainer("*E", spec=spec), [Documented(lengths=(9, 20))])
+    assert "MLPLayer as a layer of experts ('E' in the hybrid layer pattern)" in caplog.text

@@ -144,10 +144,8 @@ def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: Pair) -> N
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 3}
 
 
-def test_a_later_table_of_another_kind_keeps_the_mask(install: Install) -> None:
+def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     """Layers that are handed another table run eager, with the mask of the rows that they get."""
-    install()
-    trainer = Trainer(OPTIONS)
     step(trainer, [TWO], update=False, times=2)
     wanted = step(trainer, [TWO], update=False)
 

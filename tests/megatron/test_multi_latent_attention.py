@@ -11,7 +11,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from latent_rig import KINDS, LatentHybridTrainer, LatentTrainer, ScatteredLatent
+from latent_rig import LatentHybridTrainer, LatentTrainer, ScatteredLatent
 from megatron_rig import (
     CAPACITY,
     HYBRID_PATTERN,
@@ -38,9 +38,6 @@ from megagraph.megatron.graphs.refusals import refusal_of
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
-
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
 
 # -- bits ----------------------------------------------------------------------------------------
 
@@ -221,18 +218,6 @@ def test_selective_recompute_has_the_bits_of_none(
 
 
 # -- other models --------------------------------------------------------------------------------
-
-
-@each_kind
-def test_a_hybrid_model_of_such_layers(kind: str) -> None:
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-    pair = Pair(LatentHybridTrainer, kind=kind)
-    pair.train(parallel_jobs.steps_of(20 if ON_GPU else 4))
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
-    report = pair.report()
-    assert report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": (3 + 2) * len(HYBRID_PATTERN)}
 
 
 @pytest.mark.parametrize(("seam", "is_refused"), [(seams.LATENT_ROPE, True), (seams.ATTENTION_ROPE, False)])

@@ -29,9 +29,7 @@ def _approx(share: float) -> object:
     return pytest.approx(share, abs=1e-12)
 
 
-def test_padding_inside_a_pack_counts_as_padding(install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
+def test_padding_inside_a_pack_counts_as_padding(trainer: Trainer) -> None:
     step(trainer, PADDED, times=3)
     report = report_of(trainer)
     assert report["replays"] == 2 * len(PADDED) * LAYERS

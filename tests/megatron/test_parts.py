@@ -7,7 +7,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, TWO, HybridTrainer, Install, Micro, Pair, report_of, step
+from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, report_of, step
 
 import megagraph
 from megagraph.config import MODULES
@@ -93,16 +93,6 @@ def test_a_layer_that_cannot_be_split_is_named_and_the_others_replay(
     pair.step(ONE, TWO, times=3)
     assert pair.report()["eager"]["SCOPE_UNSUPPORTED"] == 2 * 2
     assert "so that its halves cannot be told apart" in caplog.text
-
-
-@pytest.mark.parametrize(("scope", "layers"), [("attn", (0, 2)), ("mlp", (1, 3))])
-def test_layers_of_one_half_are_graphed_whole_or_not_at_all(
-    install: Install, scope: str, layers: Sequence[int]
-) -> None:
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-    install(cuda_graph_modules=scope)
-    report = Pair(HybridTrainer).train(parallel_jobs.steps_of(5))
-    assert report["replays"] == 4 * 3 * len(layers) and report["layers"] == len(layers)
 
 
 def test_the_models_own_config_names_scopes(install: Install) -> None:

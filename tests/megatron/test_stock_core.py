@@ -120,10 +120,8 @@ def test_a_pack_that_fits_no_capacity_has_the_losses_of_stock_megatron(install: 
         _close(grad, alone.grads[name], name)
 
 
-def test_the_model_sees_its_documents_and_their_order(install: Install) -> None:
+def test_the_model_sees_its_documents_and_their_order(trainer: Trainer) -> None:
     """Without this, the comparisons above could pass on a model that ignores its context."""
-    install()
-    trainer = Trainer(OPTIONS)
     one, two = (
         step(trainer, [Micro(lengths=lengths)], update=False).losses[0] for lengths in ((40,), (20, 20))
     )
@@ -132,9 +130,7 @@ def test_the_model_sees_its_documents_and_their_order(install: Install) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
-def test_another_documents_tokens_change_no_bit_of_a_documents_losses(eager: bool, install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
+def test_another_documents_tokens_change_no_bit_of_a_documents_losses(eager: bool, trainer: Trainer) -> None:
     micro = Micro(lengths=(11, 17, 6, 25))
     before = [step(trainer, [micro], update=False, eager=eager) for _ in range(2)][-1].losses[0]
     original = micro.documents()
@@ -152,10 +148,8 @@ def test_another_documents_tokens_change_no_bit_of_a_documents_losses(eager: boo
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphed"])
 @pytest.mark.parametrize("padded", [None, (14, 24)], ids=["plain", "padded"])
 def test_nan_in_the_rows_past_the_pack_changes_no_bit(
-    eager: bool, padded: tuple[int, int] | None, install: Install
+    eager: bool, padded: tuple[int, int] | None, trainer: Trainer
 ) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
     poison = OPTIONS.vocab - 1
     with torch.no_grad():
         trainer.chunk.embedding.word_embeddings.weight[poison] = float("nan")

@@ -36,9 +36,7 @@ def test_replays_are_ranges_that_name_site_variant_and_slot(install: Install) ->
     assert sorted(found) == sorted(2 * expected)
 
 
-def test_nobody_who_does_not_ask_gets_ranges(install: Install) -> None:
-    install()
-    trainer = Trainer(OPTIONS)
+def test_nobody_who_does_not_ask_gets_ranges(trainer: Trainer) -> None:
     step(trainer, [ONE, TWO], times=2)
     assert _ranges_of_a_step(trainer) == []
 
