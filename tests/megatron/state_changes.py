@@ -332,7 +332,6 @@ class Change:
     do: Do  # makes it; returns what takes it back
     reason: EagerReason | None = EagerReason.STATE_CHANGED  # of the step after it; None where layers replay
     is_eager_back: bool = False  # taking it back costs an eager step, too; memory that moves again does not
-    in_step: bool = True  # also noticed inside a step
     stays_eager: bool = False  # the changed layer is not captured while it lasts
     lasts: bool = False  # it cannot be taken back
     matters: bool = True  # eager's own losses are others afterwards
@@ -435,20 +434,17 @@ IN_PLACE: dict[str, Do] = {
 _OTHERS, _MOVED = EagerReason.PARAMETERS_CHANGED, EagerReason.ADDRESS_MOVED
 _FOREIGN: dict[str, Any] = {"reason": EagerReason.FOREIGN_HOOK, "is_eager_back": True, "stays_eager": True}
 CHANGES: dict[str, Change] = {
-    **{name: Change(do=do) for name, do in STATES.items()},
-    **{name: Change(do=do, in_step=False) for name, do in BEHIND.items()},
+    **{name: Change(do=do) for name, do in (STATES | BEHIND).items()},
     **{name: Change(do=do, reason=_OTHERS, is_eager_back=True) for name, do in MODULES.items()},
     **{name: Change(do=do, **_FOREIGN) for name, do in HOOKS.items()},
-    **{name: Change(do=do, in_step=False, matters=False, **_FOREIGN) for name, do in BACKWARD_HOOKS.items()},
+    **{name: Change(do=do, matters=False, **_FOREIGN) for name, do in BACKWARD_HOOKS.items()},
     **{name: Change(do=do, reason=None) for name, do in IN_PLACE.items()},
     "frozen parameter": Change(
         do=in_place(lambda it: it.weight.requires_grad_(False), lambda it: it.weight.requires_grad_(), fc2),
-        **{"reason": _OTHERS, "is_eager_back": True, "in_step": False, "matters": False},
+        **{"reason": _OTHERS, "is_eager_back": True, "matters": False},
     ),
-    "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED, in_step=False),
-    "parametrized weight": Change(
-        do=parametrizes, reason=_MOVED, in_step=False, stays_eager=True, lasts=True
-    ),
-    "normalised weight": Change(do=normalises_weight, reason=_MOVED, in_step=False),
-    "tied weights": Change(do=ties, reason=_MOVED, in_step=False, stays_eager=True),
+    "buffer of another shape": Change(do=loads_other_shape, reason=_MOVED),
+    "parametrized weight": Change(do=parametrizes, reason=_MOVED, stays_eager=True, lasts=True),
+    "normalised weight": Change(do=normalises_weight, reason=_MOVED),
+    "tied weights": Change(do=ties, reason=_MOVED, stays_eager=True),
 }

@@ -115,7 +115,29 @@ def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], 
     return Step(losses=losses, grads=grads(trainer.chunk))
 
 
-IN_STEP = [name for name, change in CHANGES.items() if change.in_step]
+# Every call asks what every boundary asks but for containers and memory: one change for each way of asking.
+IN_STEP = (
+    *(
+        "adapter off",
+        "merged adapter",
+        "float",
+        "text",
+        "another list",
+        "function",
+        "tensor",
+        "tensor in place",
+    ),
+    *("configuration of its own", "another configuration", "Megatron's configuration", "buffer in place"),
+    *(
+        "mode of one module",
+        "mode of the model",
+        "forward of a layer",
+        "forward of a class",
+        "value of a class",
+    ),
+    *("property of a class", "another norm", "a copy of a layer", "another list of layers"),
+    *("hook", "hook before a forward", "hook on all modules"),
+)
 
 
 @_table(IN_STEP)
