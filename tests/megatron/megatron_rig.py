@@ -321,6 +321,17 @@ def around_mlps(wrapper: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
     return prepare
 
 
+def changes_output(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """From now on a module hands out what `change` makes of its output; no hook shows it."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        out, *others = original(*args, **kwargs)
+        return change(out), *others
+
+    module.forward = forward
+
+
 @dataclass(kw_only=True)
 class Run:
     """A whole run: every step, evaluations between them, and what it left behind."""

@@ -15,6 +15,7 @@ from megatron_rig import (
     Install,
     Micro,
     Pair,
+    changes_output,
     compare_runs,
     is_capturing,
     plain,
@@ -117,15 +118,13 @@ def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays
 
 def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
     """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
-    mlp = _mlp(trainer, index)
-    original = mlp.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def fail(out: Tensor) -> Tensor:
         if when():
             raise ArithmeticError("an injected failure")
-        return original(*args, **kwargs)
+        return out
 
-    mlp.forward = forward
+    changes_output(_mlp(trainer, index), fail)
 
 
 @pytest.mark.parametrize("index", range(LAYERS))
@@ -190,16 +189,6 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
     """Bug: it ran on canonical packs, which some layers cannot take; nothing is gained by them then."""
     rows: list[int] = []
 
-    def look(trainer: Trainer) -> None:
-        mlp = _mlp(trainer)
-        original = mlp.forward
-
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            rows.append(hidden.size(0))
-            return original(hidden, *args, **kwargs)
-
-        mlp.forward = forward
-
     def left(trainer: Trainer) -> list[Any]:
         return [step(trainer, [micro]) for micro in (FULL, ONE, TWO)]
 
@@ -209,7 +198,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> No
     trainer = plain(layers=LAYERS)
     for index in range(LAYERS):
         _breaks(trainer, is_capturing, index)
-    look(trainer)
+    changes_output(_mlp(trainer), lambda out: rows.append(out.size(0)) or out)
     for given, ours in zip(expected, left(trainer), strict=True):
         assert_same_bits(given, ours)
     assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
@@ -239,14 +228,12 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
     pair = Pair(layers=LAYERS)
-    mlp = _mlp(pair.graphed)
-    original = mlp.forward
 
-    def draws(*args: Any, **kwargs: Any) -> Any:
+    def draws(out: Tensor) -> Tensor:
         tracker.states_["test"] = tracker.states_["test"] + 1
-        return original(*args, **kwargs)
+        return out
 
-    mlp.forward = draws
+    changes_output(_mlp(pair.graphed), draws)
     pair.step(ONE, TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}

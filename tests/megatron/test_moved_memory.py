@@ -16,6 +16,7 @@ from megatron_rig import (
     Micro,
     Pair,
     Step,
+    changes_output,
     compare_runs,
     forward,
     grads,
@@ -339,13 +340,7 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     def scaled(model: Any) -> None:
         mlp = model.decoder.layers[0].mlp
         mlp.scale = scale = nn.Parameter(torch.full((), 1.5))
-        inner = mlp.forward
-
-        def forward(*arguments: Any, **further: Any) -> tuple[Tensor, Tensor | None]:
-            out, bias = inner(*arguments, **further)
-            return (out * scale if uses[0] else out), bias
-
-        mlp.forward = forward
+        changes_output(mlp, lambda out: out * scale if uses[0] else out)
 
     def run(**ddp: Any) -> tuple[list[Step], dict[str, Any]]:
         megagraph.install(graph_config())

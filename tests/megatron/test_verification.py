@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, report_of, step
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    TWO,
+    Install,
+    Micro,
+    Pair,
+    changes_output,
+    forward,
+    is_capturing,
+    report_of,
+    step,
+)
 from torch import Tensor
 
 import megagraph
@@ -16,13 +29,10 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
 
-ONE, TWO = Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)
-
 
 @pytest.fixture
 def baked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's MLP does something else in a capture, which nothing in its state tells."""
-    from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -34,7 +44,7 @@ def baked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward_with_a_global(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = forward(mlp, *args, **kwargs)
-        return out * (1.5 if mlp.is_baked and cuda_graphs.is_graph_capturing() else 1.0), bias
+        return out * (1.5 if mlp.is_baked and is_capturing() else 1.0), bias
 
     monkeypatch.setattr(TransformerLayer, "__init__", changed)
     monkeypatch.setattr(MLP, "forward", forward_with_a_global)
@@ -108,19 +118,12 @@ def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> 
 
 def test_rows_of_padding_between_documents_may_hold_anything(pair: Pair) -> None:
     """Nobody reads them: kernels may leave there whatever the memory held."""
-    from megatron.core.transformer import cuda_graphs
-
     padded = Micro(lengths=(9, 20), padded=(12, 24))
     litter = torch.zeros(64, 1, 1)
     litter[9:12] = litter[32:36] = 7.0
-    mlp = pair.graphed.chunk.decoder.layers[1].mlp
-    original, litter = mlp.forward, litter.to(pair.graphed.device)
-
-    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        out, bias = original(*args, **kwargs)
-        return (out + litter.to(out.dtype) if cuda_graphs.is_graph_capturing() else out), bias
-
-    mlp.forward = forward
+    changes_output(
+        pair.graphed.chunk.decoder.layers[1].mlp, lambda out: out + litter.to(out) if is_capturing() else out
+    )
     pair.step(padded, times=3)
     report = pair.report()
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": LAYERS}
@@ -170,13 +173,11 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
     assert pair.report()["verification"]["verified"] == 1
     spoilt = {"by": 1.0}
     layer = pair.graphed.chunk.decoder.layers[0]
-    from megatron.core.transformer import cuda_graphs
-
     original = type(layer.mlp).forward
 
     def spoiling(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = original(mlp, *args, **kwargs)
-        is_graph = mlp is layer.mlp and cuda_graphs.is_graph_capturing()
+        is_graph = mlp is layer.mlp and is_capturing()
         return out * (spoilt["by"] if is_graph else 1.0), bias
 
     type(layer.mlp).forward = spoiling  # type: ignore[method-assign]
@@ -230,14 +231,7 @@ def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(
     read, change = source()
     pair = Pair()
     for trainer in pair.both:
-        mlp = trainer.chunk.decoder.layers[1].mlp
-        original = mlp.forward
-
-        def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> tuple[Tensor, Any]:
-            out, bias = original(*args, **kwargs)
-            return out * read(), bias
-
-        mlp.forward = forward
+        changes_output(trainer.chunk.decoder.layers[1].mlp, lambda out: out * read())
 
     def losses_differ() -> bool:
         one = step(pair.eager, [ONE, TWO], update=False, eager=True).losses
@@ -260,19 +254,14 @@ KEPT: list[Tensor] = []
 
 @pytest.mark.gpu  # on the host, graphs have no pools
 def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: Pair) -> None:
-    from megatron.core.transformer import cuda_graphs
+
+    def keep(out: Tensor) -> Tensor:
+        if not is_capturing():
+            KEPT[:] = [out.detach()]
+        return out
 
     for trainer in pair.both:
-        mlp = trainer.chunk.decoder.layers[1].mlp
-        original = mlp.forward
-
-        def forward(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> tuple[Tensor, Any]:
-            out, bias = original(*args, **kwargs)
-            if not cuda_graphs.is_graph_capturing():
-                KEPT[:] = [out.detach()]
-            return out, bias
-
-        mlp.forward = forward
+        changes_output(trainer.chunk.decoder.layers[1].mlp, keep)
     try:
         pair.step(ONE, TWO, times=4)
     finally:
