@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of layers of experts is in graphs: their routers, rows permuted to experts too, or all of padded ones.
 
-Bits: test_bits.py.
+Bits: test_model_bits.py.
 """
 
 from collections.abc import Sequence
