@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, evaluate, graph_config, report_of, step
+from megatron_rig import LAYERS, ONE, OPTIONS, Install, evaluate, graph_config, report_of, step
 
 import megagraph
 from megagraph import _C
@@ -70,13 +70,13 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
         return found | {f"parameter {name}": set(vars(param)) for name, param in model.named_parameters()}
 
     unpatched = Trainer(OPTIONS)  # trained alike, without the plugin
-    step(unpatched, [Micro(lengths=(9, 20))])
-    evaluate(unpatched, [Micro(lengths=(9, 20))])
+    step(unpatched, [ONE])
+    evaluate(unpatched, [ONE])
     megagraph.install(graph_config())
     trainer = Trainer(OPTIONS)
     for _ in range(3):
-        step(trainer, [Micro(lengths=(9, 20))])
-        evaluate(trainer, [Micro(lengths=(9, 20))])
+        step(trainer, [ONE])
+        evaluate(trainer, [ONE])
     assert report_of(trainer)["replays"] > 0
     megagraph.uninstall()
     left = attributes(trainer.model)
@@ -86,32 +86,24 @@ def test_uninstall_leaves_no_attribute_on_a_model_that_was_trained() -> None:
 
 
 def test_a_model_trains_on_unpatched_after_uninstall_and_replays_again_after_another_install() -> None:
-    micros = [Micro(lengths=(9, 20))]
     trainer = Trainer(OPTIONS)
     for _ in range(2):
         megagraph.install(graph_config())
-        for _ in range(3):
-            replayed = step(trainer, micros, update=False)
+        replayed = step(trainer, [ONE], update=False, times=3)
         assert report_of(trainer)["replays"] == 2 * LAYERS
         megagraph.uninstall()
         assert megagraph.reports() == []
         assert replayed.grads.keys() == {name for name, _ in trainer.named_main_grads()}
 
 
-def test_a_second_install_is_refused() -> None:
-    megagraph.install(graph_config())
-    with pytest.raises(RuntimeError, match=r"installed already; uninstall\(\) first"):
-        megagraph.install(graph_config())
-    megagraph.uninstall()
-    megagraph.install(graph_config())
-
-
-def test_a_refused_second_install_changes_nothing() -> None:
+def test_a_second_install_is_refused_and_changes_nothing() -> None:
     megagraph.install(graph_config())
     before, installed = _held(), installed_plugin()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"installed already; uninstall\(\) first"):
         megagraph.install(graph_config(mode="eager"))
     assert _held() == before and installed_plugin() is installed
+    megagraph.uninstall()
+    megagraph.install(graph_config())
 
 
 def test_uninstall_without_install_does_nothing() -> None:
@@ -213,7 +205,7 @@ def test_models_of_one_class_are_told_apart(install: Install, caplog: pytest.Log
         trainers = [Trainer(OPTIONS), Trainer(OPTIONS)]
         for _ in range(2):
             for trainer in reversed(trainers):
-                step(trainer, [Micro(lengths=(9, 20))])
+                step(trainer, [ONE])
     assert [report["model"] for report in megagraph.reports()] == ["GPTModel", "GPTModel #2"]
     captured = [line.partition(" captured ")[0] for line in caplog.messages if " captured " in line]
     assert captured == ["GPTModel:", "GPTModel #2:"]
@@ -288,7 +280,7 @@ def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
 ) -> None:
     install(mode=mode)
     trainer = Trainer(OPTIONS, ddp={"overlap_grad_reduce": overlap})
-    step(trainer, [Micro(lengths=(9, 20))], times=3)
+    step(trainer, [ONE], times=3)
     before = report_of(trainer)
     chunk = weakref.ref(trainer.chunk)
     del trainer
@@ -301,7 +293,7 @@ def test_a_model_that_nobody_holds_any_more_is_freed_and_its_figures_stay(
 def test_uninstall_lets_go_of_every_model(install: Install) -> None:
     install()
     trainer = Trainer(OPTIONS)
-    step(trainer, [Micro(lengths=(9, 20))], times=3)
+    step(trainer, [ONE], times=3)
     layer = weakref.ref(trainer.chunk.decoder.layers[0])
     megagraph.uninstall()
     del trainer

@@ -104,88 +104,79 @@ def test_a_host_that_moves_memory_around_every_phase_replays_every_call(mini_bat
     assert after["calls"] - before["calls"] == after["replays"] - before["replays"] > 0
 
 
-def _move_gradients(pair: Pair, held: list[Any]) -> None:
-    for trainer in pair.both:
-        held.append(Offload())  # and with it what takes the old place
-        held[-1].move_gradients(trainer.model)
-
-
-def test_gradients_that_move_leave_evaluation_its_graphs(pair: Pair) -> None:
-    """Bug: every graph was dropped, and evaluation was captured again for nothing."""
+@pytest.fixture
+def captured(pair: Pair) -> Pair:
+    """Two models of which one has graphs for training and for evaluation."""
     for _ in range(2):
         pair.step(ONE)
         pair.evaluate(TWO)
-    held: list[Any] = []
+    return pair
+
+
+def _move_gradients(pair: Pair) -> list[Offload]:
+    """Of both; what is returned holds what takes the old place."""
+    offloads = [Offload(), Offload()]
+    for trainer, offload in zip(pair.both, offloads, strict=True):
+        offload.move_gradients(trainer.model)
+    return offloads
+
+
+def test_gradients_that_move_leave_evaluation_its_graphs(captured: Pair) -> None:
+    """Bug: every graph was dropped, and evaluation was captured again for nothing."""
+    held = []
     for index in range(3):
-        before = pair.report()
-        _move_gradients(pair, held)
-        pair.evaluate(TWO, ONE)
-        between = pair.report()
+        before = captured.report()
+        held += _move_gradients(captured)
+        captured.evaluate(TWO, ONE)
+        between = captured.report()
         assert between["eager"] == before["eager"]
         assert between["graphs"] == LAYERS and between["capture_seconds"] == before["capture_seconds"]
-        pair.step(TWO, ONE)
-        after = pair.report()
+        captured.step(TWO, ONE)
+        after = captured.report()
         assert after["eager"] == before["eager"], index
         assert after["graphs"] == (2 + 1) * LAYERS
 
 
-def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(pair: Pair) -> None:
-    for _ in range(2):
-        pair.step(ONE)
-        pair.evaluate(TWO)
-    held: list[Any] = []
+def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(captured: Pair) -> None:
+    held = []
     for _ in range(3):
-        _move_gradients(pair, held)
-        pair.step(TWO, ONE)
-        pair.evaluate(ONE)
-    report = pair.report()
+        held += _move_gradients(captured)
+        captured.step(TWO, ONE)
+        captured.evaluate(ONE)
+    report = captured.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
     assert report["replays"] == ((1 + 2 * 2) + (1 + 3)) * LAYERS
 
 
-def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(pair: Pair) -> None:
+def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(captured: Pair) -> None:
     """Only between leases can the graphs of one variant be taken out of a slot."""
+    trainer, kept = captured.graphed, []
+    trainer.zero_grad()
+    handle = trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out))
+    forward(trainer.model, Micro(lengths=(64,)), trainer.device)
+    handle.remove()
+    held = _move_gradients(captured)
+    seconds = captured.report()["capture_seconds"]
+    captured.evaluate(TWO)
+    assert held and captured.report()["capture_seconds"] > seconds
+    kept.clear()
     for _ in range(2):
-        pair.step(ONE)
-        pair.evaluate(TWO)
-    held: list[Any] = []
-    kept = _forward(pair.graphed)
-    _move_gradients(pair, held)
-    seconds = pair.report()["capture_seconds"]
-    pair.evaluate(TWO)
-    assert pair.report()["capture_seconds"] > seconds
-    del kept
-    for _ in range(2):
-        pair.evaluate(TWO)
-        pair.step(ONE)
-    report = pair.report()
+        captured.evaluate(TWO)
+        captured.step(ONE)
+    report = captured.report()
     assert report["graphs"] == (2 + 1) * LAYERS
     assert set(report["eager"]) == {"WARMING_UP"}
 
 
-def test_gradients_that_move_hide_no_other_change(pair: Pair) -> None:
-    for _ in range(2):
-        pair.step(ONE)
-        pair.evaluate(TWO)
-    held: list[Any] = []
-    _move_gradients(pair, held)
-    for trainer in pair.both:
+def test_gradients_that_move_hide_no_other_change(captured: Pair) -> None:
+    held = _move_gradients(captured)
+    for trainer in captured.both:
         attention = trainer.chunk.decoder.layers[1].self_attention
         attention.core_attention = copy.deepcopy(attention.core_attention)
-    pair.evaluate(TWO)
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS, "PARAMETERS_CHANGED": LAYERS}
-    assert pair.report()["graphs"] == 0
-
-
-def _forward(trainer: Trainer) -> torch.Tensor:
-    """Of a block alone: a replayed tensor that somebody keeps."""
-    trainer.zero_grad()
-    kept: list[torch.Tensor] = []
-    handle = trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out))
-    losses = forward(trainer.model, Micro(lengths=(64,)), trainer.device)
-    handle.remove()
-    del losses
-    return kept[0]
+    captured.evaluate(TWO)
+    report = captured.report()
+    assert held and report["eager"] == {"WARMING_UP": 2 * LAYERS, "PARAMETERS_CHANGED": LAYERS}
+    assert report["graphs"] == 0
 
 
 # -- adapters, tied embeddings, weights loaded in the middle ---------------------------------------

@@ -79,28 +79,23 @@ def test_rounds_differ_in_their_packs_and_some_packs_fit_no_capacity() -> None:
     assert len(set(tokens)) >= 20
 
 
-def test_weights_that_move_every_round_are_never_replayed_stale() -> None:
-    """As verl calls the core: gradients come back only for the training pass."""
-    _compare(Loop(rounds=ROUNDS, late_gradients=True))
+LOOPS = {
+    # As verl calls the core: gradients come back only for the training pass.
+    "weights that move every round": Loop(rounds=ROUNDS, late_gradients=True),
+    "Megatron's own offload": Loop(rounds=3, megatrons_own=True),
+    "Megatron's own offload, late gradients": Loop(rounds=3, late_gradients=True, megatrons_own=True),
+    "everything back before the first pass": Loop(rounds=3, mini_batches=3),
+    # Memory that a host has announced to move costs no eager step: there would be no other step.
+    "one schedule call a phase": Loop(rounds=4, mini_batches=1, late_gradients=True),
+    # Which cost one step in all.
+    "moves that nobody announces": Loop(rounds=4, announces=False),
+}
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's
-@pytest.mark.parametrize("late_gradients", [False, True])
-def test_megatrons_own_offload_of_gradients_between_rounds(late_gradients: bool) -> None:
-    _compare(Loop(rounds=3, late_gradients=late_gradients, megatrons_own=True))
-
-
-def test_everything_back_before_the_first_pass() -> None:
-    _compare(Loop(rounds=3, mini_batches=3))
-
-
-def test_a_single_schedule_call_in_each_phase_replays() -> None:
-    """Memory that a host has announced to move costs no eager step: there would be no other step."""
-    _compare(Loop(rounds=4, mini_batches=1, late_gradients=True))
-
-
-def test_moves_that_nobody_announces_cost_one_step_in_all() -> None:
-    _compare(Loop(rounds=4, announces=False))
+@pytest.mark.parametrize("name", LOOPS)
+def test_weights_that_move_are_never_replayed_stale(name: str) -> None:
+    _compare(LOOPS[name])
 
 
 def test_rounds_without_offload_capture_once() -> None:
