@@ -163,8 +163,8 @@ def test_what_is_replaced_between_steps_is_noticed(install: Install, what: str) 
     scopes, replace, changes = REPLACED[what]
     install(cuda_graph_modules=scopes)
     pair = Pair(ExpertTrainer, **changes)
-    for index, micros in enumerate(steps_of(8)):
-        if index not in (3, 6):
+    for index, micros in enumerate(steps_of(6)):
+        if index not in (2, 4):
             pair.step(*micros)
             continue
         left = []
