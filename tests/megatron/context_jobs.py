@@ -171,7 +171,7 @@ def train_shared(
     *,
     cp_size: int,  # how many share the rows of a pack
     tp_size: int = 1,  # how many share each of their layers
-    num_steps: int = 20,  # to train
+    num_steps: int = 8,  # to train
     misfits: bool = False,  # every fifth pack fits no capacity
     has_tails: bool = True,
     plugin: dict[str, Any] | None = None,  # further options of the plugin
@@ -230,7 +230,7 @@ def beside_one_process(
     """Runs the same micro-batches on packs that all ranks share, and each rank alone on whole ones."""
     found = []
     # Calls outside of schedules get packs of several sizes as they are given.
-    shared = [micro for micros in steps_of(2, cp_size, has_tails=is_static) for micro in micros]
+    shared = [micro for micros in steps_of(1, cp_size, has_tails=is_static) for micro in micros]
     shared += at_borders(cp_size)
     whole = [rig.Micro(**vars(micro)) for micro in shared]
     capacity = {"capacities": (), "cuda_graph_max_packed_seqs": (5,)}

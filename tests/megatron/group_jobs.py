@@ -20,8 +20,8 @@ from megagraph.demo.trainer import Trainer
 from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.parallel.peers import Peers
 
-NUM_STEPS = 6
-COMES_AT = 3
+NUM_STEPS = 4
+COMES_AT = 2
 
 
 class _Model(nn.Module):

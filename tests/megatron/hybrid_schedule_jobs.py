@@ -124,9 +124,9 @@ class _Steps:
 
 
 def _trained(steps: _Steps, number: int, trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
-    """Every third step is an evaluation."""
+    """Every second step is an evaluation."""
     for index in range(number):
-        if index % 3 == 2:
+        if index % 2:
             trainer.model.eval()
             with torch.no_grad():
                 losses = scheduled(_forward_step, steps, 1, trainer, eager=eager, forward_only=True)

@@ -19,7 +19,7 @@ def train_pair(
 ) -> dict[str, Any]:
     """As `parallel_jobs.train_pair()`, which takes `options`; what is left of them is of the model."""
     plugin = {"cuda_graph_modules": scopes, **(plugin or {})}
-    options = {"num_steps": 8, "own_packs": True, **options}
+    options = {"own_packs": True, **options}
     return parallel_jobs.train_pair(make=partial(ExpertTrainer, "E-"), plugin=plugin, **options)
 
 
@@ -53,7 +53,7 @@ def assert_valid_rows_alone_are_routed(*, mode: str, expert_parallel: int, **opt
     changes = {**_share_rows(expert_parallel), **options}
     micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
     config = graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
-    run = train(config, [micros] * 3, ExpertTrainer, sequence_parallel=True, **changes)
+    run = train(config, [micros] * 2, ExpertTrainer, sequence_parallel=True, **changes)
     for step in run.steps:
         for counts in step.counts:
             distributed.all_reduce(counts)

@@ -24,7 +24,7 @@ from megagraph.demo.trainer import Trainer, transformer_config
 from megagraph.megatron.graphs.block_bank import BlockBank
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
-TAMPERED_STEP = 3
+TAMPERED_STEP = 2
 
 
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
@@ -111,7 +111,7 @@ def train_pair(
     *,
     make: rig.Make = model,  # makes each trainer
     steps_of: Callable[..., list[list[rig.Micro]]] = steps_of,  # makes the packs
-    num_steps: int = 6,  # to train
+    num_steps: int = 4,  # to train
     own_packs: bool = False,  # give each rank packs of its own
     misfits_on: int | None = None,  # the rank some of whose packs fit no capacity
     **options: Any,  # for `compare_runs()`

@@ -158,7 +158,7 @@ def _trained(
         losses = scheduled(_forward_step, step, len(step), trainer, eager=eager)
         yield rig.Step(losses=losses, grads=context_models.left(trainer.chunk))
         trainer.update()
-        if evaluates and index % 3 == 2:
+        if evaluates and index % 2:
             trainer.model.train(in_training)
             with torch.no_grad(), context_models.without_adapters(trainer.chunk):
                 losses = scheduled(
@@ -205,7 +205,7 @@ def train_scheduled(
     forced: int | None = None,  # all are shared by as many
     plugin: dict[str, Any] | None = None,  # further options of the plugin
     model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
-    evaluates: bool = False,  # the first step's packs after each third step, too, without adapters
+    evaluates: bool = False,  # the first step's packs after each second step, too, without adapters
     in_training: bool = False,  # the model is in training mode then, as hosts take log-probabilities
     has_reference: bool = True,  # losses are sums over tokens alone, of which one process is asked, too
     **options: Any,  # further ones of Megatron's config
@@ -268,7 +268,7 @@ def train_scheduled(
     return {
         "report": report,
         "num_sizes": len({*cp_sizes, static}),
-        "evaluated": len(scheduled[0]) * (len(scheduled) // 3 - 1) * evaluates,
+        "evaluated": len(scheduled[0]) * (len(scheduled) // 2 - 1) * evaluates,
         "numbers": [len(step) for step in scheduled],
         "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in scheduled],
         "off": how_far(eager_steps[0].grads, expected) if is_whole else 0.0,

@@ -25,7 +25,7 @@ def test_a_tail_that_is_a_document(world2: World) -> None:
 @pytest.mark.parametrize("model", [{}, {"latent": "plain, RoPE"}, {"adapters": True}], ids=str)
 def test_passes_for_log_probabilities(world2: World, model: dict[str, Any]) -> None:
     """Without gradients, in training mode, between steps of another size."""
-    lengths = [[[60], [60]], *[[[120, 7], [60]]] * 5]
+    lengths = [[[60], [60]], *[[[120, 7], [60]]] * 3]
     options = {"model": model, "evaluates": True, "in_training": True}
     runs = world2.run(schedule_jobs.train_scheduled, **{**TWO, **options, "lengths": lengths})
     check(runs)

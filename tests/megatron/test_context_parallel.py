@@ -32,7 +32,7 @@ def test_packs_that_fit_no_capacity_run_eager_on_all_ranks(world2: World) -> Non
 
 def test_a_tail_that_is_a_document(world2: World) -> None:
     plugin = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (6,)}
-    for report in world2.run(context_jobs.train_shared, cp_size=2, num_steps=6, plugin=plugin):
+    for report in world2.run(context_jobs.train_shared, cp_size=2, num_steps=4, plugin=plugin):
         assert set(report["eager"]) == WARMING_UP and report["failures"] == []
     for losses, gradients, _ in world2.run(context_jobs.beside_one_process, cp_size=2, plugin=plugin):
         assert losses <= BOUND and gradients <= BOUND
@@ -40,7 +40,7 @@ def test_a_tail_that_is_a_document(world2: World) -> None:
 
 def test_capacities_are_learned(world2: World) -> None:
     plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
-    reports = world2.run(context_jobs.train_shared, cp_size=2, num_steps=8, has_tails=False, plugin=plugin)
+    reports = world2.run(context_jobs.train_shared, cp_size=2, num_steps=4, has_tails=False, plugin=plugin)
     assert reports[0]["capacities"] == reports[1]["capacities"]
     for report in reports:
         (capacity, *_) = report["capacities"]
@@ -49,7 +49,7 @@ def test_capacities_are_learned(world2: World) -> None:
 
 def test_beside_tensor_parallelism(world4: World) -> None:
     sizes: dict[str, Any] = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}
-    for report in world4.run(context_jobs.train_shared, num_steps=8, **sizes):
+    for report in world4.run(context_jobs.train_shared, num_steps=4, **sizes):
         assert set(report["eager"]) == WARMING_UP and report["failures"] == []
 
 
@@ -64,9 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "case", "is_static"),
+    [
+        *((2, case, is_static) for case in MODELS for is_static in (True, False)),
+        *((4, "gathered", True), (4, "heads exchanged", False), (4, "latent", False)),
+    ],
+)
 def test_each_rank_has_its_share_of_whole_packs(
     worlds: Worlds, ranks: int, case: str, is_static: bool
 ) -> None:

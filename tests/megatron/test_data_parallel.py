@@ -26,7 +26,7 @@ DDP: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (SHARDED, ()),
     ({**SHARDED, **BUCKETS}, ()),
     ({**SHARDED, **BUCKETS, "align_param_gather": True}, ()),
-    *(({**SHARDED, "bucket_size": size}, (half,)) for half in ("attn", "mlp") for size in (1000, 4000, None)),
+    *(({**SHARDED, "bucket_size": size}, (half,)) for half in ("attn", "mlp") for size in (1000, 4000)),
 ]
 
 
@@ -39,8 +39,7 @@ def test_bits(world2: World, ddp: dict[str, Any], scopes: tuple[str, ...]) -> No
         plugin={"cuda_graph_modules": scopes},
         own_packs=True,
         make=sharded if "overlap_param_gather" in ddp else parallel_jobs.model,
-        num_steps=8,
-        evaluate_at=(4,),
+        evaluate_at=(2,),
     )
     for report in reports:
         assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
@@ -49,7 +48,7 @@ def test_bits(world2: World, ddp: dict[str, Any], scopes: tuple[str, ...]) -> No
         assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]
 
 
-@pytest.mark.parametrize("bucket_size", [1000, 2000, 4000])
+@pytest.mark.parametrize("bucket_size", [1000, 4000])
 def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size: int) -> None:
     """Bug: a replay told DDP of a layer's gradients in another order than eager, so that two ranks started
     the reductions of their buckets in different orders, and each got what was meant for another bucket."""
@@ -59,17 +58,14 @@ def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size:
         own_packs=True,
         make=sharded,
         misfits_on=1,
-        num_steps=8,
     )
     layers = reports[0]["layers"]
     assert reports[0]["eager"] == {"WARMING_UP": 3 * layers}
-    assert reports[1]["eager"] == {"WARMING_UP": 3 * layers, "TOO_MANY_SEQUENCES": 4 * layers}
+    assert reports[1]["eager"] == {"WARMING_UP": 3 * layers, "TOO_MANY_SEQUENCES": 2 * layers}
 
 
-@pytest.mark.parametrize("bucket_size", [1000, 4000, None])
-def test_an_eager_layer_tells_of_itself_between_those_that_replay(
-    world2: World, bucket_size: int | None
-) -> None:
+@pytest.mark.parametrize("bucket_size", [1000, 4000])
+def test_an_eager_layer_tells_of_itself_between_those_that_replay(world2: World, bucket_size: int) -> None:
     """Each layer that replays is then told of by itself, and buckets lie across layers."""
     reports = world2.run(
         parallel_jobs.train_pair,
@@ -78,8 +74,8 @@ def test_an_eager_layer_tells_of_itself_between_those_that_replay(
         own_packs=True,
     )
     for report in reports:
-        assert report["eager"] == {"WARMING_UP": 3 * 4, "FOREIGN_HOOK": 5 * 3}
-        assert report["replays"] == 5 * 3 * 3
+        assert report["eager"] == {"WARMING_UP": 3 * 4, "FOREIGN_HOOK": 3 * 3}
+        assert report["replays"] == 3 * 3 * 3
 
 
 def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "allgather": {**moe_rig.CASES["sigmoid, bias, groups"], "moe_token_dispatcher_type": "allgather"},
     "drop and pad": {**moe_rig.CASES["drop and pad"], "moe_shared_expert_intermediate_size": 24},
 }
-STEPS = 20
+STEPS = 10
 SITES = 2
 MISFITS = 3 * STEPS // equal_rows_jobs.EVERY * SITES
 

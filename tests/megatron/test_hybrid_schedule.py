@@ -22,13 +22,15 @@ pytestmark = [pytest.mark.megatron, pytest.mark.both]
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
 # By step and rank of data parallelism; a document has as many rows as the release wants on all ranks. Steps
 # of four ranks have up to three sub-steps.
-ON_TWO = [[[120, 8, 16], [64, 32]], [[40], [128, 128, 4]], [[20, 24, 28], [32]], [[8, 124], [12]]] * 2
+ON_TWO = [[[120, 8, 16], [64, 32]], [[40], [128, 128, 4]], [[20, 24, 28], [32]], [[8, 124], [12]]]
+ON_TWO.append(ON_TWO[1])  # in which one evaluates before
 ON_FOUR = [
     [[120, 8, 16], [64, 32], [248], [16, 24]],
     [[16], [8, 8, 40], [128], [64]],
     [[256], [256], [104, 16, 24, 32, 64], [8]],
     [[24, 40], [72], [8], [16, 16]],
-] * 2
+]
+ON_FOUR.append(ON_FOUR[1])
 
 
 def check(runs: list[dict[str, Any]], eager: frozenset[str] = frozenset({"WARMING_UP"})) -> None:
@@ -38,7 +40,7 @@ def check(runs: list[dict[str, Any]], eager: frozenset[str] = frozenset({"WARMIN
         assert report["failures"] == [] and set(report["eager"]) == eager
         assert run["off"] <= BOUND
         if eager == {"WARMING_UP"}:
-            training, evaluation = run["sizes"][0], run["sizes"][2]
+            training, evaluation = run["sizes"][:2]
             assert report["eager"]["WARMING_UP"] == LAYERS * (len(training) + len(evaluation))
 
 
@@ -69,8 +71,9 @@ def test_four_ranks(world4: World) -> None:
 
 def test_beside_tensor_parallelism(world4: World) -> None:
     """LayerPart of the ranks get no data from the scheduler."""
-    lengths = [[[120, 8, 16], [64, 32]], [[40], [128, 128, 8]]] * 3
+    one, other = [[120, 8, 16], [64, 32]], [[40], [128, 128, 8]]
     parallel = {"tensor_parallel": 2, "sequence_parallel": True}
+    lengths = [one, other, other, one]
     runs = world4.run(hybrid_jobs.train, lengths=lengths, cp_sizes=(1, 2), **parallel)
     check([run for run in runs if run["sizes"]])
     assert [bool(run["sizes"]) for run in runs] == [True, False] * 2

@@ -337,14 +337,14 @@ def test_ranks_with_packs_of_their_own(worlds: Worlds) -> None:
 
 def test_whole_layers_of_ranks_with_packs_of_their_own(world2: World) -> None:
     """Bug that was: experts have the group that saves their shards over ranks, and no forward uses it."""
-    for report in world2.run(moe_jobs.train_pair, scopes=(*WHOLE, "mlp"), num_steps=5, **PADDED["padded"]):
+    for report in world2.run(moe_jobs.train_pair, scopes=(*WHOLE, "mlp"), **PADDED["padded"]):
         assert report["eager"] == {"WARMING_UP": 3 * 2} and report["failures"] == []
 
 
 def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(world2: World) -> None:
     changes = {"moe_router_load_balancing_type": "global_aux_loss"}
     for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **changes):
-        assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
+        assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 3}
         assert "collectives of ranks that run other packs (tp_dp_cp, 2 ranks" in report["failures"][0]
 
 
@@ -379,4 +379,4 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
     if case == "permuted" and not moe_rig.can_permute(changes):
         pytest.skip("this release permutes into shapes that only the device knows")
     job = moe_jobs.train_spread
-    check_spread(world2.run(job, scopes=(*scopes, "mlp"), num_steps=6, misfits_on=1, **changes), 3)
+    check_spread(world2.run(job, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 2)

@@ -17,7 +17,7 @@ from megagraph.megatron.parallel.tensor import splits
 
 pytestmark = pytest.mark.megatron
 
-STEPS, MICROS, LAYERS = 6, 3, 2
+STEPS, MICROS, LAYERS = 4, 3, 2
 CALLS = STEPS * MICROS * LAYERS
 STEP_CALLS = MICROS * LAYERS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
@@ -57,17 +57,17 @@ def test_bits(world2: World, name: str) -> None:
         "plugin": {"cuda_graph_modules": scopes},
         "config": {**TENSOR_PARALLEL, **options},
     }
-    job, times = parallel_jobs.train_pair, {"num_steps": 8, "evaluate_at": (4, 6)}
+    job, times = parallel_jobs.train_pair, {"num_steps": STEPS, "evaluate_at": (2, 3)}
     for report in world2.run(job, tensor_parallel=2, make=make, **times, **given):
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * STEP_CALLS}
-        assert report["calls"] == (8 + 2) * STEP_CALLS
+        assert report["calls"] == (STEPS + 2) * STEP_CALLS
 
 
 def test_the_first_pack_of_shared_rows_may_have_a_tail(world2: World) -> None:
     """Bug: it reached Megatron's RoPE, which takes no rows behind the last document."""
     config = {**TENSOR_PARALLEL, **SHARES}
     job, packs = parallel_jobs.train_pair, parallel_jobs.steps_with_tails
-    for report in world2.run(job, tensor_parallel=2, steps_of=packs, num_steps=4, config=config):
+    for report in world2.run(job, tensor_parallel=2, steps_of=packs, config=config):
         assert report["failures"] == [] and report["eager"] == {"WARMING_UP": STEP_CALLS}
 
 
@@ -148,7 +148,7 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         tensor_parallel=2,
         how="gradients",
         config=TENSOR_PARALLEL,
-        evaluate_at=(1, 2, 4, 5),
+        evaluate_at=(1, 2, 3),
     )
     for report, reason in zip(reports, ("ADDRESS_MOVED", "GROUP_DISAGREED"), strict=True):
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS, reason: STEP_CALLS}
