@@ -82,8 +82,3 @@ class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
         Trainer.__init__(
             self, OPTIONS, config=config, spec=moe_rig.block_spec("E-", engine=engine, **attention)
         )
-
-
-def left(chunk: Any) -> dict[str, Any]:
-    """Gradients, and what routers have recorded since; that begins anew."""
-    return {**rig.grads(chunk), **{f"metric {name}": values for name, values in rig.metrics().items()}}

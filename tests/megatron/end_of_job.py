@@ -3,7 +3,9 @@
 
 import os
 import sys
+from typing import Any
 
+import megatron_rig as rig
 import sharing_jobs
 import torch
 import worlds
@@ -13,8 +15,27 @@ import megagraph
 from megagraph.demo.cpu import megatron_on_cpu
 
 
+def fail(*_args: Any) -> None:
+    """A hook."""
+    raise RuntimeError("on purpose")
+
+
+def end(way: str) -> None:
+    """Ends a job whose graphs hold communicators of several sizes."""
+    trainer = sharing_jobs.new_trainer()
+    micros = sharing_jobs.warmed(trainer)
+    assert rig.report_of(trainer)["replays"] > 0
+    if way == "raised":
+        trainer.chunk.output_layer.register_forward_hook(fail)
+        rig.step(trainer, micros)
+    if way == "released":
+        megagraph.uninstall()
+    if way != "forgotten":
+        distributed.destroy_process_group()
+
+
 def main(way: str) -> None:
-    """Trains and ends; `way` is that of `sharing_jobs.end()`."""
+    """Makes a rank of this process, which trains and ends."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -33,7 +54,7 @@ def main(way: str) -> None:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(7)
-        sharing_jobs.end(way)
+        end(way)
     print("has ended", flush=True)
 
 

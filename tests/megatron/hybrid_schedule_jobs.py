@@ -9,6 +9,7 @@ of its data loader, and the function that cuts a document to a rank's rows.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import torch
@@ -16,8 +17,7 @@ from latent_rig import LatentTrainer
 from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
-from same_bits import assert_same_bits
-from schedule_jobs import alone, how_far, scheduled, summed, text
+from schedule_jobs import alone, device, how_far, summed, text
 from streams import make_groups
 from torch import Tensor, distributed
 
@@ -123,33 +123,6 @@ class _Steps:
         return batch, groups
 
 
-def _trained(steps: _Steps, number: int, trainer: Trainer, *, eager: bool) -> Iterator[rig.Step]:
-    """Every second step is an evaluation."""
-    for index in range(number):
-        if index % 2:
-            trainer.model.eval()
-            with torch.no_grad():
-                losses = scheduled(_forward_step, steps, 1, trainer, eager=eager, forward_only=True)
-            trainer.model.train()
-            yield rig.Step(losses=losses, grads={})
-        else:
-            trainer.zero_grad()
-            losses = scheduled(_forward_step, steps, 1, trainer, eager=eager)
-            yield rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
-            trainer.update()
-
-
-def _documents(lengths: list[list[list[int]]], device: torch.device) -> list[list[list[dict[str, Tensor]]]]:
-    """Other ones in each place, by step and rank."""
-    return [
-        [
-            [text(100 * step + 10 * rank + place, length, device) for place, length in enumerate(own)]
-            for rank, own in enumerate(of_ranks)
-        ]
-        for step, of_ranks in enumerate(lengths)
-    ]
-
-
 def train(
     *,
     lengths: list[list[list[int]]],  # of documents, by step and rank of data parallelism
@@ -173,28 +146,34 @@ def train(
     make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
     if latent is not None:
         make = partial(LatentTrainer, kind=latent, config=config, ddp=ddp)
-    bare = make()
-    documents = _documents(lengths, bare.device)
+    documents = [
+        [
+            [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
+            for rank, own in enumerate(of_ranks)
+        ]
+        for step, of_ranks in enumerate(lengths)
+    ]
     is_whole = tensor_parallel == static == 1
-    expected = alone(bare.chunk, [each for own in documents[0] for each in own] if is_whole else [])
+    expected = alone(make().chunk, [each for own in documents[0] for each in own] if is_whole else [])
+    dealt: list[_Steps] = []  # one of each run
+
+    def with_steps() -> Trainer:
+        trainer = make()
+        dealt.append(_Steps(documents, trainer.chunk.config))
+        return trainer
+
+    def schedule(model: Any, _micros: Any, count: int, _device: Any, **given: Any) -> list[Tensor]:
+        found = rig.run_schedule(model, _forward_step, dealt[-1], count, **given)
+        return [loss["losses"] for loss in found]
 
     capacity = {"capacities": (), "max_seqlen_per_dp_cp_rank": TOKENS, "cuda_graph_max_packed_seqs": (1,)}
-
-    def run(eager: bool) -> tuple[list[rig.Step], dict[str, Any], list[list[int]]]:
-        megagraph.install(rig.graph_config(cp_sizes=cp_sizes, **(capacity if plugin is None else plugin)))
-        try:
-            trainer = make()
-            steps = _Steps(documents, trainer.chunk.config)
-            done = list(_trained(steps, len(lengths), trainer, eager=eager))
-            return done, rig.report_of(trainer), steps.sizes
-        finally:
-            megagraph.uninstall()
-
-    eager_steps, _, _ = run(True)
-    graphed_steps, report, sizes = run(False)
-    assert_same_bits(eager_steps, graphed_steps, "steps")
-    off = how_far(eager_steps[0].grads, expected) if is_whole else 0.0
-    return {"report": report, "sizes": sizes, "off": off}
+    given = {"cp_sizes": cp_sizes, **(capacity if plugin is None else plugin)}
+    evaluate_at = (1, 2)  # takes the second and the fourth of the steps
+    with mock.patch.object(rig, "schedule", schedule):
+        micros = [range(1)] * (len(lengths) - len(evaluate_at))  # the scheduler has its own
+        run = rig.compare_runs(micros, with_steps, given, evaluate_at=evaluate_at)
+    off = how_far(run.steps[0].grads, expected) if is_whole else 0.0
+    return {"report": run.report, "sizes": dealt[-1].sizes, "off": off}
 
 
 def groups(*, is_hybrid: bool) -> dict[int, bool]:
@@ -202,6 +181,6 @@ def groups(*, is_hybrid: bool) -> dict[int, bool]:
     if is_hybrid:
         start()
     found = megagraph.context_groups((1, 2, 4))
-    found.warm_up(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
+    found.warm_up(device())
     ask = parallel_state.get_hybrid_data_context_parallel_groups
     return {size: found.of_size(size) is ask(group_size=size) for size in (2, 4)}

@@ -3,7 +3,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -278,3 +278,15 @@ def two_in_flight(*, config: dict[str, Any]) -> dict[str, Any]:
     pair.train(steps)
     assert_same_bits(*pair.each(in_flight))
     return pair.report()
+
+
+def cannot_capture(micros: Sequence[rig.Micro], config: dict[str, Any]) -> None:
+    """Steps of a model of whose layers none can be captured leave what Megatron alone leaves."""
+    megagraph.install(rig.graph_config())
+    with mock.patch.object(capture.CapturePlan, "_empty_rows", _fails):
+        trainer = Trainer(OPTIONS, config=config)
+        found = [rig.step(trainer, micros, update=False) for _ in range(3)]
+    calls = len(micros) * OPTIONS.layers
+    assert rig.report_of(trainer)["eager"] == {"WARMING_UP": calls, "CAPTURE_FAILED": 2 * calls}
+    megagraph.uninstall()
+    assert_same_bits(found[-1], rig.step(trainer, micros, update=False))

@@ -5,7 +5,6 @@ from typing import Any
 
 import context_jobs
 import context_models
-import crossing_jobs
 import pytest
 from test_dynamic_context import BOUND
 from worlds import World, Worlds
@@ -30,14 +29,6 @@ def test_packs_of_one_size(world2: World, latent: str | None) -> None:
         **options,
     ):
         assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES"}
-
-
-def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees(world4: World) -> None:
-    """Bug: where packs may name the model's own ranks, graphs added up losses over others than eager.
-
-    On a GPU; without one a replay looks for them anew.
-    """
-    assert world4.run(crossing_jobs.look_at_own_ranks) == [True] * 4
 
 
 @pytest.mark.parametrize("cp_sizes", [(), (2,)])

@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs that each say by how many ranks they are shared: graphs of every size have the bits of eager."""
 
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import context_jobs
 import context_models
-import crossing_jobs
+import megatron_rig as rig
 import moe_rig
 import pytest
 import schedule_jobs
 import sharing_jobs
 import torch
-from worlds import World, Worlds
+from context_jobs import OwnMicro
+from megatron.core import parallel_state
+from sharing_jobs import eager_calls, losses_of, micros_of, new_trainer, warmed
+from streams import make_groups
+from torch import distributed, nn
+from worlds import World, Worlds, on_ranks
+
+import megagraph
+from megagraph.decide.dispatch import PackForm, VariantKey
+from megagraph.megatron.graphs.shared_kinds import SharedKinds
+from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
 
@@ -19,6 +35,7 @@ BOUND = 5e-2 if torch.cuda.is_available() else 2e-5
 # Over the process groups of a GPU a hundred, as where ranks have one each.
 STEPS = 100 if torch.cuda.is_available() else 4
 SIZES = (1, 2, 4)
+KIND = VariantKey(None, PackForm(False, False, None), grad=True)
 # By step and rank. Documents that need four ranks, two, and one; and all three in one micro-batch.
 LENGTHS = [
     [[120, 7], [60], [58, 3], [1]],
@@ -53,7 +70,7 @@ def check(runs: list[dict[str, Any]], *, warm_up_steps: int = 1) -> None:
         assert replayed == sum(run["numbers"][warm_up_steps:]) + run["evaluated"], found
 
 
-@pytest.mark.parametrize("forced", [None, *SIZES])
+@pytest.mark.parametrize("forced", [None, 2, 4])
 def test_every_size_forced_and_as_scheduled(world4: World, forced: int | None) -> None:
     lengths = steps(STEPS) if forced is None else [[[30, 7], [20], [25, 3], [16]]] * STEPS
     runs = world4.run(
@@ -180,103 +197,218 @@ def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world4: World
         assert set(run["report"]["eager"]) <= {"WARMING_UP", "TOO_MANY_SEQUENCES"}
 
 
-def test_a_group_that_graphs_were_not_captured_with(world2: World) -> None:
-    for run in world2.run(sharing_jobs.another_group):
-        assert run["eager"] == {"CP_SIZE_NOT_CAPTURED": 1} and run["is_same"]
+@on_ranks(2)
+def test_a_group_that_graphs_were_not_captured_with() -> None:
+    trainer = new_trainer()
+    shared, _ = warmed(trainer)
+    losses, before = losses_of(trainer, shared), rig.report_of(trainer)
+    other = dataclasses.replace(shared, group=distributed.new_group([0, 1]))
+    assert torch.equal(losses_of(trainer, other), losses)
+    assert eager_calls(trainer, before) == {"CP_SIZE_NOT_CAPTURED": 1}
 
 
-def test_groups_of_a_size_are_the_same_whatever_is_asked_for_with_it(world4: World) -> None:
+@on_ranks(4)
+def test_groups_of_a_size_are_the_same_whatever_is_asked_for_with_it() -> None:
     """Bug: packs of groups that a host had asked for with other sizes ran eager for ever."""
-    for eager in world4.run(sharing_jobs.groups_of_more_sizes):
-        assert set(eager) == {"WARMING_UP"}
+    trainer = new_trainer()
+    groups = megagraph.context_groups(SIZES)
+    for _ in range(sharing_jobs.STEPS):
+        rig.step(trainer, micros_of(groups.of_size(2)))
+    assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
 
-def test_groups_that_are_made_anew(world2: World) -> None:
+@on_ranks(2)
+def test_groups_that_are_made_anew() -> None:
     """Bug: packs of ranks whose groups had been destroyed and made again ran eager for ever."""
-    for run in world2.run(sharing_jobs.anew):
-        assert run["replays"] > 0 and run["failures"] == []
-        assert "CP_SIZE_NOT_CAPTURED" not in run["eager"]
+    trainer = new_trainer()
+    warmed(trainer)
+    before = rig.report_of(trainer)
+    make_groups()
+    warmed(trainer)
+    after = rig.report_of(trainer)
+    assert after["replays"] > before["replays"] and after["failures"] == []
+    assert "CP_SIZE_NOT_CAPTURED" not in after["eager"]
 
 
-def test_ranks_capture_what_others_have_met_before_they_run_any_themselves(world4: World) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongMicro(OwnMicro):
+    """One whose pack says that a document may have all of its rows."""
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.max_seqlen_q = params.max_seqlen_kv = self.physical
+        return params
+
+
+@on_ranks(4)
+def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> None:
     """Bug: ranks whose own packs no graph took raised, and the others waited for them for ever."""
-    for run in world4.run(sharing_jobs.unlike_on_ranks):
-        if run["is_sharing"]:
-            assert run["eager"] == {"SIGNATURE_CHANGED"} and run["replays"] == 0
-        else:
-            assert run["eager"] == {"WARMING_UP"} and run["replays"] > 0
+    trainer = new_trainer()
+    shared, own = micros_of(megagraph.context_groups((1, 2)).of_size(2))
+    is_sharing = distributed.get_rank() < 2
+    micro = LongMicro(**vars(shared)) if is_sharing else own
+    for _ in range(sharing_jobs.STEPS):
+        rig.step(trainer, [micro])
+    report = rig.report_of(trainer)
+    assert set(report["eager"]) == {"SIGNATURE_CHANGED" if is_sharing else "WARMING_UP"}
+    assert (report["replays"] == 0) == is_sharing
 
 
-def test_a_rank_that_waits_long_for_another_one_says_so_once(world2: World) -> None:
-    (sentence,), nothing = world2.run(sharing_jobs.wait_to_capture, steps=50, is_due=True)
-    assert "a capture has waited for 20 steps: rank 1 of those that may share packs" in sentence
-    assert nothing == []
-    assert world2.run(sharing_jobs.wait_to_capture, steps=50, is_due=False) == [[], []]
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """Warnings of the plugin."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megagraph")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
 
 
-def test_losses_that_are_not_per_token_are_a_warning(world2: World) -> None:
-    for nothing, (sentence,) in world2.run(sharing_jobs.said_of_losses):
-        assert nothing == [] and "calculate_per_token_loss=False" in sentence
+@on_ranks(2)
+def test_a_rank_that_waits_long_for_another_one_says_so_once() -> None:
+    rank, peers = distributed.get_rank(), Peers(new_trainer().chunk, (1, 2))
+    for due in ({KIND}, set()):
+        kinds = SharedKinds(peers)
+        with hearing() as said:
+            for _ in range(50):
+                assert not kinds.of_all(due, can_capture=rank == 0, has_gradients=True)
+        assert len(said) == (rank == 0 and len(due))
+        waits = "a capture has waited for 20 steps: rank 1 of those that may share packs"
+        assert all(waits in sentence for sentence in said)
 
 
-def test_a_rank_without_main_gradients_keeps_back_what_records_them_alone(world2: World) -> None:
-    for found in world2.run(sharing_jobs.capture_without_gradients):
-        assert found == [(False, 1), (False, 2)]
+@on_ranks(2)
+def test_losses_that_are_not_per_token_are_a_warning() -> None:
+    for is_per_token in (True, False):
+        model = new_trainer(calculate_per_token_loss=is_per_token).chunk
+        with hearing() as said:
+            Peers(model, (1, 2))
+        assert ["calculate_per_token_loss=False" in sentence for sentence in said] == [True] * (
+            not is_per_token
+        )
+        megagraph.uninstall()
 
 
-def test_packs_may_name_the_group_that_the_model_was_built_with(world2: World) -> None:
+@on_ranks(2)
+def test_a_rank_without_main_gradients_keeps_back_what_records_them_alone() -> None:
+    kinds = SharedKinds(Peers(new_trainer().chunk, (1, 2)))
+    due = {KIND, KIND.replace(grad=False)}
+    found = kinds.of_all(due, can_capture=True, has_gradients=distributed.get_rank() == 0)
+    assert sorted((kind.grad, kind.cp_size) for kind in found) == [(False, 1), (False, 2)]
+
+
+@on_ranks(2)
+def test_packs_may_name_the_group_that_the_model_was_built_with() -> None:
     """Bug: of two groups of the same ranks one alone was known."""
-    for eager in world2.run(sharing_jobs.own_group):
-        assert set(eager) == {"WARMING_UP"}
+    make_groups(context_parallel_size=2)
+    trainer = new_trainer(context_parallel_size=2)
+    micros = micros_of(parallel_state.get_context_parallel_group())
+    for _ in range(sharing_jobs.STEPS):
+        rig.step(trainer, micros)
+    assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
 
-def test_a_model_whose_own_ranks_are_no_neighbours_is_an_error(world4: World) -> None:
+@on_ranks(4)
+def test_a_model_whose_own_ranks_are_no_neighbours_is_an_error() -> None:
     """Bug: packs that named no ranks ran eager with one group and in graphs with another."""
-    for said in world4.run(sharing_jobs.error_of_groups):
-        assert "expected the model's own 2 context-parallel ranks to be neighbours" in said
+    make_groups(context_parallel_size=2, order="tp-dp-cp-ep-pp")
+    with pytest.raises(
+        ValueError, match="expected the model's own 2 context-parallel ranks to be neighbours"
+    ):
+        rig.step(new_trainer(), micros_of(None))
 
 
-def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting(world4: World) -> None:
+@on_ranks(4)
+def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
     """Bugs: they made it anew, which all ranks have to; others ran packs of more ranks in graphs."""
-    for rank, run in enumerate(world4.run(sharing_jobs.go_on_without_a_group)):
-        assert set(run["eager"]) <= {"WARMING_UP", "GROUP_DISAGREED"}
-        assert run["graphs"] == 0 and run["replays"] == 0
-        assert ("they have been destroyed" in run["said"]) == (rank < 2)
+    trainer, groups = new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
+    shared, own = micros_of(groups.of_size(4))
+    micros = [dataclasses.replace(shared, lengths=(24, 8), padded=(24, 8)), own]
+    for _ in range(sharing_jobs.STEPS):
+        rig.step(trainer, micros)
+    before, destroys = rig.report_of(trainer)["replays"], distributed.get_rank() < 2
+    if destroys:
+        distributed.destroy_process_group(groups.of_size(2))
+    for _ in range(sharing_jobs.STEPS):
+        rig.step(trainer, micros)
+    error = pytest.raises(ValueError, match="they have been destroyed")
+    with error if destroys else contextlib.nullcontext():
+        megagraph.context_groups(SIZES)
+    report = rig.report_of(trainer)
+    assert set(report["eager"]) <= {"WARMING_UP", "GROUP_DISAGREED"}
+    assert report["graphs"] == 0 and report["replays"] == before
 
 
-def test_owners_of_ranks_that_are_no_objects_of_megatrons(world2: World) -> None:
+@on_ranks(2)
+def test_owners_of_ranks_that_are_no_objects_of_megatrons() -> None:
     """Bug: a module of a host's whose `config` is a dictionary was an error."""
-    for run in world2.run(crossing_jobs.run_beside_foreign_modules):
-        assert set(run["eager"]) == {"WARMING_UP"} and run["seen"] == [2, 1] and run["size"] == 1
+    trainer = new_trainer()
+    table, spaced = nn.Identity(), nn.Identity()
+    table.config = {"context_parallel_size": 1}  # type: ignore[assignment]
+    spaced.config = SimpleNamespace(context_parallel_size=1)  # type: ignore[assignment]
+    trainer.chunk.adapters = nn.ModuleList([table, spaced])
+    micros, seen = warmed(trainer), []
+    trainer.chunk.output_layer.register_forward_hook(
+        lambda *_: seen.append(spaced.config.context_parallel_size)  # type: ignore[union-attr]
+    )
+    rig.step(trainer, micros)
+    assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
+    assert seen == [2, 1] and spaced.config.context_parallel_size == 1
 
 
-def test_calls_outside_of_schedules_run_eager(world2: World) -> None:
+@on_ranks(2)
+def test_calls_outside_of_schedules_run_eager() -> None:
     """Ranks need not make as many."""
-    for rank, run in enumerate(world2.run(sharing_jobs.call_alone)):
-        assert run == {"eager": {"GROUP_DISAGREED": 2 + rank}, "is_same": True}
+    trainer = new_trainer()
+    _, own = warmed(trainer)
+    expected, before = losses_of(trainer, own), rig.report_of(trainer)
+    times = 2 + distributed.get_rank()
+    with torch.no_grad():
+        for _ in range(times):
+            losses, _ = rig.forward(trainer.model, own, trainer.device)
+            mask = own.row_lists()[2].to(losses.device)
+            assert torch.equal(losses.float().view(-1).where(mask > 0, 0.0), expected)
+    assert eager_calls(trainer, before) == {"GROUP_DISAGREED": times}
 
 
-def test_a_pack_without_a_slot_is_an_error(world2: World) -> None:
+@on_ranks(2)
+def test_a_pack_without_a_slot_is_an_error() -> None:
     """Another rank that shares it may have one."""
-    for said in world2.run(sharing_jobs.error_of_slot):
-        assert "no slot is free for a pack that 2 ranks share" in said
+    trainer = new_trainer()
+    shared, _ = warmed(trainer)
+
+    def twice(data: Any, model: Any) -> Any:
+        micro = next(data)
+        first = rig.forward(model, micro, trainer.device)  # whose backward is still to come
+        return rig.forward(model, micro, trainer.device), first
+
+    trainer.zero_grad()
+    with pytest.raises(RuntimeError, match="no slot is free for a pack that 2 ranks share"):
+        rig.run_schedule(trainer.model, twice, [shared], 1)
 
 
-def test_graphs_go_before_their_groups(world2: World) -> None:
-    for run in world2.run(sharing_jobs.destroy):
-        assert run == {"before": 2 * 2 * 2, "after": 0}  # sizes, layers, both ways
+@on_ranks(2)
+def test_graphs_go_before_their_groups() -> None:
+    trainer = new_trainer()
+    shared, _ = warmed(trainer)
+    assert rig.report_of(trainer)["graphs"] == 2 * 2 * 2  # sizes, layers, both ways
+    distributed.destroy_process_group(shared.group)
+    assert rig.report_of(trainer)["graphs"] == 0
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"local_cp_size": 4, "cp_group": None}, "expected a cp_group of local_cp_size 4, got none"),
-        ({"local_cp_size": 2, "cp_group": None}, "expected a cp_group of local_cp_size 2, got none"),
-    ],
-)
-def test_a_pack_without_its_group_is_an_error(world2: World, change: dict[str, Any], message: str) -> None:
-    for said in world2.run(sharing_jobs.error_of_pack, change=change):
-        assert message in said
+@on_ranks(2)
+def test_a_pack_without_its_group_is_an_error() -> None:
+    trainer = new_trainer()
+    shared, _ = warmed(trainer)
+    tokens, labels, _, positions = (rows.to(trainer.device)[None] for rows in shared.row_lists())
+    given = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "labels": labels}
+    for size in (4, 2):
+        params = shared.params(trainer.device)
+        params.local_cp_size, params.cp_group = size, None
+        with pytest.raises(ValueError, match=f"expected a cp_group of local_cp_size {size}, got none"):
+            trainer.model(packed_seq_params=params, **given)
 
 
 EQUAL_ROWS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
@@ -294,8 +426,13 @@ EQUAL_ROWS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "all
         ),
     ],
 )
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
 def test_what_cannot_see_its_ranks_is_an_error(
-    world2: World, config: dict[str, Any], model: dict[str, Any], name: str
+    config: dict[str, Any], model: dict[str, Any], name: str
 ) -> None:
-    for said in world2.run(sharing_jobs.error_of_model, config=config, model=model):
-        assert said.startswith("cp_sizes: expected a model that can run packs of several") and name in said
+    context_jobs.start(1, expert_parallel=config.get("expert_model_parallel_size", 1))
+    trainer = new_trainer(model=model, **config)
+    message = "cp_sizes: expected a model that can run packs of several.*" + name
+    with pytest.raises(ValueError, match=message):
+        rig.step(trainer, micros_of(megagraph.context_groups((1, 2)).of_size(2)))

@@ -1,23 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """A graph holds collectives only of groups whose ranks run the same pack; they agree on what they learn."""
 
+import dataclasses
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
-import group_jobs
+import megatron_rig as rig
+import parallel_jobs
 import pytest
-from worlds import World
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from same_bits import assert_same_bits
+from streams import make_groups, seed_streams, seeded
+from torch import Tensor, distributed, nn
+from worlds import on_ranks
 
+import megagraph
+from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.learn import Needs
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.capacities import Capacities
-from megagraph.megatron.parallel.groups import ranks_of_pack
+from megagraph.megatron.parallel.groups import ModelGroups, ranks_of_pack
+from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
 
-LAYERS, MICROS = 2, 3
-CALLS = group_jobs.NUM_STEPS * MICROS * LAYERS
+LAYERS, MICROS, STEPS = 2, 3, 4
 STEP_CALLS = MICROS * LAYERS
+COMES_AT = 2  # in which step a layer gets a group
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
+
+
+class Model(nn.Module):
+    """A module with a config, and groups where it is given any."""
+
+    def __init__(self, **groups: Any) -> None:
+        super().__init__()
+        self.config = rig.transformer_config(rig.OPTIONS)
+        if groups:
+            self.pg_collection = ProcessGroupCollection(**groups)
+
+
+def of_each_rank() -> Any:
+    """A group of this rank alone."""
+    return [distributed.new_group([rank]) for rank in range(2)][distributed.get_rank()]
 
 
 @pytest.mark.parametrize(
@@ -29,11 +60,11 @@ TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
         ({"context_parallel_size": 2}, ["cp", "tp_cp"]),
     ],
 )
-def test_ranks_that_share_a_pack_run_the_same_one(
-    world2: World, sizes: dict[str, int], names: list[str]
-) -> None:
-    for found in world2.run(group_jobs.groups_of_pack, sizes=sizes):
-        assert found == (names, [0, 1] if names else [])
+@on_ranks(2)
+def test_ranks_that_share_a_pack_run_the_same_one(sizes: dict[str, int], names: list[str]) -> None:
+    make_groups(**sizes)
+    groups = ModelGroups(Model())
+    assert [*groups.of_pack()] == names and sorted(groups.ranks()) == ([0, 1] if names else [])
 
 
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:
@@ -47,58 +78,172 @@ def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> Non
     assert ranks_of_pack({"tp_cp": both}) == frozenset()
 
 
-def test_a_models_own_groups_come_first_and_megatrons_are_what_else_there_is(world2: World) -> None:
-    for alone, after_its_end, without in world2.run(group_jobs.own_groups, tensor_parallel=2):
-        assert alone == [] and after_its_end == without == [0, 1]
+@on_ranks(2, tensor_parallel=2)
+def test_a_models_own_groups_come_first_and_megatrons_are_what_else_there_is() -> None:
+    destroyed = distributed.new_group([0, 1])
+    distributed.destroy_process_group(destroyed)
+    alone, after_its_end, without = Model(tp=of_each_rank()), Model(tp=destroyed), Model()
+    assert not ModelGroups(alone).ranks()
+    assert sorted(ModelGroups(after_its_end).ranks()) == sorted(ModelGroups(without).ranks()) == [0, 1]
 
 
-def test_ranks_agree_only_on_what_all_of_them_say(world2: World) -> None:
-    for answers in world2.run(group_jobs.agreements, tensor_parallel=2):
-        assert answers == [True, False, True, False, True]
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_agree_only_on_what_all_of_them_say() -> None:
+    peers, rank = Peers(Model()), distributed.get_rank()
+    said = "the same", f"of rank {rank}", "", "x" * rank, "the same"
+    assert [peers.agree_on(what) for what in said] == [True, False, True, False, True]
 
 
-def test_ranks_that_have_left_their_groups_still_ask_each_other(world2: World) -> None:
-    world2.run(group_jobs.use_and_leave, tensor_parallel=2)
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_that_have_left_their_groups_still_ask_each_other() -> None:
+    """Bugs: torch names a group by its ranks and by how many groups a rank is in. A second one of the same
+    ranks could not be made when some group had been destroyed, and none where one rank was in more groups.
+    """
+    model, rank = Model(), distributed.get_rank()
+    if rank == 0:
+        distributed.new_group([0], use_local_synchronization=True)
+    peers, alone = Peers(model), Peers(Model(tp=of_each_rank()))
+    group = parallel_state.get_tensor_model_parallel_group()
+    other = distributed.new_group([0, 1])
+    world = distributed.group.WORLD
+    assert peers.use(group) and peers.use(None) and peers.use(world) and not peers.use(other)
+    assert not alone.use(group) and not alone.use(None) and alone.max_over_ranks([3]) == [3]
+    assert peers.max_over_ranks([3, rank]) == peers.max_over_ranks([3, 1]) == [3, 1]
+    assert peers.gather("ab"[:rank]) == ["", "a"]
+    distributed.destroy_process_group(other)
+    assert Peers(model).max_over_ranks([rank]) == [1]
+    peers.leave(None)
+    assert not peers.use(group) and peers.use(None)
+    assert peers.max_over_ranks([rank]) == [1] and peers.use(group)
 
 
-def test_a_group_that_only_released_graphs_had_is_used_no_more(world2: World) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_a_group_that_only_released_graphs_had_is_used_no_more() -> None:
     """Else whoever destroys it would drop the graphs of now, and it would stay in memory."""
-    world2.run(group_jobs.hold_and_let_go, tensor_parallel=2)
+    peers, layer, other = Peers(Model()), nn.Linear(3, 3), distributed.new_group([0, 1])
+    layer.ep_group = other
+    assert not peers.use(other)
+    peers.hold([SiteSpec(name="layer", module=layer)])
+    del layer.ep_group
+    assert peers.use(other)
+    peers.let_go()
+    assert not peers.use(other) and peers.use(None)
 
 
-@pytest.mark.parametrize("how", ["attribute", "parameter", "collection"])
-def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(world2: World, how: str) -> None:
-    """By name; the other layer replays, on packs that differ from rank to rank."""
-    for report in world2.run(group_jobs.hold_other_packs, how=how):
-        assert report["eager"] == {"WARMING_UP": STEP_CALLS, "SCOPE_UNSUPPORTED": (CALLS - STEP_CALLS) // 2}
-        (failure,) = report["failures"]
-        assert failure.startswith(
-            "layer 1 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): collectives of"
-        )
-        assert "other packs (ep, 2 ranks: mlp." in failure and failure.endswith("are not supported yet")
+# -- layers that hold groups --------------------------------------------------------------------------
 
 
-def test_groups_of_the_job_that_no_layer_has_taken_keep_nothing_eager(world2: World) -> None:
-    """Dense layers hold the collection of all groups, those of experts and of data parallelism among them."""
-    for report in world2.run(group_jobs.hold_other_packs, how="whole collection"):
+def averaging(mlp: Any, group: Any) -> None:
+    """Lets a module add the average over a group of what the first token of each rank's pack has."""
+    forward = mlp.forward
+
+    def with_average(hidden: Tensor, **arguments: Any) -> Any:
+        out, bias = forward(hidden, **arguments)
+        average = out[0].detach().mean()
+        distributed.all_reduce(average, group=group)
+        return out + average / group.size(), bias
+
+    mlp.forward = with_average
+
+
+def holds(chunk: Any, how: str, group: Any) -> None:
+    """Gives the second layer a group."""
+    mlp = chunk.decoder.layers[1].mlp
+    if how == "parameter":
+        mlp.linear_fc1.weight.group = group
+    elif how == "collection":
+        mlp.pg_collection = ProcessGroupCollection(tp=group)
+    elif how == "whole collection":
+        mlp.pg_collection = chunk.pg_collection
+    else:
+        mlp.ep_group = group
+        averaging(mlp, group)
+
+
+def compared(
+    make: rig.Make, change: Callable[..., None] = lambda trainer: None, **given: Any
+) -> dict[str, Any]:
+    """Trains eager and graphed. Returns the report of the latter.
+
+    Args:
+        make: makes each trainer.
+        change: called with each before a later step.
+        given: to `steps_of()`.
+    """
+
+    def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
+        if index == COMES_AT:
+            change(trainer)
+        return nullcontext()
+
+    return rig.compare_runs(parallel_jobs.steps_of(STEPS, **given), seeded(make), around=around).report
+
+
+def group_of_experts() -> Any:
+    """Megatron's, over both ranks; each trains on packs of its own."""
+    make_groups(expert_model_parallel_size=2)
+    return ProcessGroupCollection.use_mpu_process_groups().ep
+
+
+@pytest.mark.parametrize("how", ["attribute", "parameter", "collection", "whole collection"])
+@on_ranks(2)
+def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> None:
+    """By name; the other layer replays, on packs that differ from rank to rank.
+
+    Groups of the job that no layer has taken keep nothing eager: dense layers hold the collection of all of
+    them, those of experts and of data parallelism among them.
+    """
+    prepare = partial(holds, how=how, group=group_of_experts())
+    report = compared(partial(rig.plain, prepare=prepare), seed=distributed.get_rank())
+    if how == "whole collection":
         assert report["eager"] == {"WARMING_UP": STEP_CALLS} and report["failures"] == []
+        return
+    unsupported = (STEPS - 1) * STEP_CALLS // 2
+    assert report["eager"] == {"WARMING_UP": STEP_CALLS, "SCOPE_UNSUPPORTED": unsupported}
+    (failure,) = report["failures"]
+    assert failure.startswith("layer 1 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): collectives of")
+    assert "other packs (ep, 2 ranks: mlp." in failure and failure.endswith("are not supported yet")
 
 
-def test_a_layer_that_gets_such_a_group_later_leaves_the_graphs_then(world2: World) -> None:
-    for report in world2.run(group_jobs.hold_later):
-        assert report["eager"] == {
-            "WARMING_UP": STEP_CALLS,
-            "STATE_CHANGED": STEP_CALLS,
-            "SCOPE_UNSUPPORTED": (CALLS - 3 * STEP_CALLS) // 2,
-        }
-        assert any("other packs (ep, 2 ranks: mlp.ep_group)" in failure for failure in report["failures"])
+@on_ranks(2)
+def test_a_layer_that_gets_such_a_group_later_leaves_the_graphs_then() -> None:
+    group = group_of_experts()
+    report = compared(
+        partial(Trainer, rig.OPTIONS),
+        lambda trainer: holds(trainer.chunk, "attribute", group),
+        seed=distributed.get_rank(),
+    )
+    unsupported = (STEPS - COMES_AT - 1) * STEP_CALLS // 2
+    once = {"WARMING_UP": STEP_CALLS, "STATE_CHANGED": STEP_CALLS}
+    assert report["eager"] == {**once, "SCOPE_UNSUPPORTED": unsupported}
+    assert any("other packs (ep, 2 ranks: mlp.ep_group)" in failure for failure in report["failures"])
 
 
-def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes(world2: World) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> None:
     """Experts may be spread over tensor-parallel ranks: what counts is who they are."""
-    for report in world2.run(group_jobs.hold_same_packs, tensor_parallel=2, transformer=TENSOR_PARALLEL):
-        assert report["gone"] == (0, 0)  # not with a group that nobody holds
-        assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
+    first, second = (distributed.new_group([0, 1]) for _ in range(2))
+
+    def replace(trainer: Trainer) -> None:
+        (before,) = megagraph.reports()
+        mlp = trainer.chunk.decoder.layers[1].mlp
+        mlp.ep_group = second
+        del mlp.forward
+        averaging(mlp, second)
+        distributed.destroy_process_group(distributed.new_group([0, 1]))
+        (between,) = megagraph.reports()
+        assert between["graphs"] == before["graphs"]  # which go not with a group that nobody holds
+        if before["graphs"]:  # or both runs could not have it
+            distributed.destroy_process_group(first)
+        (after,) = megagraph.reports()
+        assert after["graphs"] == 0
+
+    prepare = partial(holds, how="attribute", group=first)
+    report = compared(partial(rig.plain, prepare=prepare, config=TENSOR_PARALLEL), replace)
+    assert report["failures"] == [] and report["replays"] >= 2 * STEP_CALLS
+
+
+# -- ranks that count other packs ----------------------------------------------------------------------
 
 
 def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,14 +265,41 @@ def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int
     assert found == [tokens] * 2 * len(cp_sizes)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unreadable(rig.Micro):
+    """A pack whose keys have offsets of their own, for all that anybody can tell without waiting."""
+
+    def params(self, device: torch.device) -> Any:
+        params = super().params(device)
+        params.cu_seqlens_kv = params.cu_seqlens_kv.clone()
+        return params
+
+
 @pytest.mark.parametrize("how", ["unreadable", "longer"])
-def test_ranks_learn_the_same_capacities_from_other_packs(world2: World, how: str) -> None:
-    """Bug: each rank learned its own, so that they captured different graphs, and used none."""
-    job = group_jobs.learn_apart
-    runs = world2.run(job, tensor_parallel=2, how=how, transformer=TENSOR_PARALLEL)
-    most, warm_up = (16, 2) if how == "unreadable" else (32, 1)
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_learn_the_same_capacities_from_other_packs(how: str) -> None:
+    """Bug: each rank learned its own, so that they captured different graphs, and used none.
+
+    Rank 0 has other attributes of the same packs in its first step.
+    """
+    many = [rig.Micro(lengths=(4,) * 10 + (24,)), rig.Micro(lengths=(33, 7), seed=1)]
+    steps = [many, *(micros[::2] for micros in parallel_jobs.steps_of(STEPS - 1, seed=1))]
+    if distributed.get_rank() == 0:
+        fields = [vars(micro) for micro in many]
+        if how == "unreadable":
+            steps[0] = [Unreadable(**each) for each in fields]
+        else:  # its offsets end in empty documents
+            steps[0] = [rig.Micro(**{**each, "lengths": each["lengths"] + (0,) * 20}) for each in fields]
+    runs = {}
     for mode in ("eager", "graph"):
-        here, there = (run[mode] for run in runs)
-        assert here["capacities"] == there["capacities"] and here["failures"] == there["failures"] == []
-        assert max(capacity["num_seqs"] for capacity in here["capacities"]) == most
-    assert here["replays"] == there["replays"] == (group_jobs.NUM_STEPS - warm_up) * 2 * LAYERS
+        seed_streams()
+        config = rig.graph_config(capacities=(), mode=mode)
+        runs[mode] = rig.train(config, steps, config=TENSOR_PARALLEL)
+        capacities = runs[mode].report["capacities"]
+        everywhere: list[Any] = [None, None]
+        distributed.all_gather_object(everywhere, capacities)
+        assert everywhere == [capacities] * 2 and runs[mode].report["failures"] == []
+        assert max(it["num_seqs"] for it in capacities) == (16 if how == "unreadable" else 32)
+    assert_same_bits(runs["eager"], runs["graph"])
+    warm_up = 2 if how == "unreadable" else 1
+    assert runs["graph"].report["replays"] == (STEPS - warm_up) * 2 * LAYERS

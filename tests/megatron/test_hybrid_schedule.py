@@ -73,7 +73,7 @@ def test_beside_tensor_parallelism(world4: World) -> None:
     """LayerPart of the ranks get no data from the scheduler."""
     one, other = [[120, 8, 16], [64, 32]], [[40], [128, 128, 8]]
     parallel = {"tensor_parallel": 2, "sequence_parallel": True}
-    lengths = [one, other, other, one]
+    lengths = [one, other, other, one, one]
     runs = world4.run(hybrid_jobs.train, lengths=lengths, cp_sizes=(1, 2), **parallel)
     check([run for run in runs if run["sizes"]])
     assert [bool(run["sizes"]) for run in runs] == [True, False] * 2

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding masks: metadata that changes with each micro-batch, as the pack's offsets do."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import mask_jobs
+import parallel_jobs
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
@@ -31,7 +32,7 @@ from megatron_rig import (
 )
 from same_bits import assert_same_bits
 from torch import Tensor
-from worlds import World
+from worlds import on_ranks
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -45,10 +46,31 @@ FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3, mask_seed=3)
 SMALL = dataclasses.replace(PLAIN, mask_seed=4)
 
 
+@contextlib.contextmanager
+def mlps_that_read_masks() -> Iterator[list[Tensor]]:
+    """While inside, masked rows of an MLP count half. Yields copies, on the host, of the masks seen."""
+    from megatron.core.transformer.mlp import MLP
+
+    original, seen = MLP.forward, []
+
+    def forward(mlp: Any, hidden_states: Tensor, *args: Any, padding_mask: Any = None, **further: Any) -> Any:
+        out, bias = original(mlp, hidden_states, *args, **further)
+        if padding_mask is None:
+            return out, bias
+        if not (padding_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            seen.append(padding_mask.to("cpu", copy=True))  # memory of a call may not be kept
+        assert padding_mask.shape == (1, out.size(0))
+        # The mask itself is kept for the backward pass.
+        return out.masked_fill(padding_mask.bool().transpose(0, 1)[..., None], 0) + 0.5 * out, bias
+
+    with mock.patch.object(MLP, "forward", forward):
+        yield seen
+
+
 @pytest.fixture(autouse=True)
 def seen() -> Iterator[list[Tensor]]:
-    """MLPs read their mask; the masks that they have seen."""
-    with mask_jobs.mlps_that_read_masks() as masks:
+    """MLPs read their mask, as routers of experts do; the masks that they have seen."""
+    with mlps_that_read_masks() as masks:
         yield masks
 
 
@@ -328,16 +350,22 @@ def test_a_hybrid_model_takes_masks_too(install: Install) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_masks_on_two_tensor_parallel_ranks(world2: World, sequence_parallel: bool) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_masks_on_two_tensor_parallel_ranks(sequence_parallel: bool) -> None:
     """Under sequence parallelism each rank has the mask of its rows."""
     config = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-    for report in world2.run(mask_jobs.train_pair, tensor_parallel=2, config=config):
-        assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
-        assert report["verification"]["unverified"] == 0
+    with mlps_that_read_masks() as seen:
+        report = parallel_jobs.train_pair(
+            steps_of=functools.partial(parallel_jobs.steps_of, masks=True), config=config
+        )
+    assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
+    assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
+    assert report["verification"]["unverified"] == 0
 
 
-def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows(world2: World) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows() -> None:
     """Bug: where no layer had a graph, a rank's rows were made as many as the whole pack's."""
-    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    for report in world2.run(mask_jobs.left_eager, tensor_parallel=2, config=config):
-        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2 * LAYERS}
+    micros = Micro(lengths=(40, 24), mask_seed=1), Micro(lengths=(20, 10), mask_seed=2)
+    with mlps_that_read_masks():
+        parallel_jobs.cannot_capture(micros, {"tensor_model_parallel_size": 2, "sequence_parallel": True})

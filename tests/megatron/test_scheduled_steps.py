@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of several ranks come to those that their schedule names, cut as attention expects them."""
 
+from collections.abc import Iterable
+from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import schedule_jobs
 import torch
-from worlds import World
+from megatron.core import parallel_state
+from schedule_jobs import device
+from torch import Tensor, distributed
+from worlds import World, on_ranks
 
 from megagraph.decide.dispatch import PackShape
-from megagraph.megatron.scheduled_steps import ScheduledSteps
+from megagraph.megatron.parallel.context import ContextGroups
+from megagraph.megatron.scheduled_steps import MicroBatch, ScheduledSteps
 from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.schedule import ScheduleLimits, schedule_packs
 
@@ -21,62 +27,96 @@ OPTIONS = {"cp_sizes": (1, 2, 4), "max_seqlen_per_dp_cp_rank": 64, "max_packed_s
 LENGTHS = [[[120, 7], [60], [58, 3], [1]], [[], [250, 30, 31], [], [5, 6, 7, 8, 9]], [[], [], [11], []]]
 
 
-def check_step(batches: list[list[dict[str, Any]]], lengths: list[int], limits: ScheduleLimits) -> None:
-    """The micro-batches of every rank, by rank."""
-    schedule = schedule_packs(lengths, limits)
-    for rank, of_rank in enumerate(batches):
-        assert [batch["pack"] for batch in of_rank] == [tuple(pack) for pack in schedule.of_rank(rank)]
-        for batch in of_rank:
-            size, first, documents = batch["pack"]
-            assert batch["size"] == size and batch["group"] == list(range(first, first + size))
-            whole = [schedule_jobs.document(i, lengths[i], torch.device("cpu")) for i in documents]
-            padded = [limits.rows(lengths[i], size) * size for i in documents]
-            bounds = torch.tensor([0, *padded]).cumsum(0).int()
-            indices = thd_partition_indices(bounds, int(bounds[-1]), size, rank - first).long()
-            for name, share in batch["tensors"].items():
-                rows = [
-                    torch.nn.functional.pad(document[name], (0, num - document[name].numel()))
-                    for document, num in zip(whole, padded, strict=True)
-                ]
-                assert torch.equal(share, torch.cat(rows)[indices][None]), (rank, name)
-            positions = torch.cat([torch.arange(num) for num in padded])
-            assert torch.equal(batch["position_ids"], positions[indices][None])
-            assert torch.equal(batch["offsets"].diff(), torch.tensor([lengths[i] for i in documents]))
-            assert (batch["padded"] is None) == (limits.cp_sizes == (1,) and limits.alignment == 1)
-            if batch["padded"] is not None:
-                assert torch.equal(batch["padded"], bounds)
-            shape = PackShape(indices.numel(), len(documents), batch["max_seqlen"], size)
-            assert shape.exceeds(limits.capacity(size)) is None
+CONFIG = SimpleNamespace(calculate_per_token_loss=True)
+
+
+def document(number: int, length: int) -> dict[str, Tensor]:
+    """One that tells by each token which it is."""
+    tokens = torch.arange(length) + 1000 * (number + 1)
+    return {"tokens": tokens, "loss_mask": torch.ones(length), "even": tokens % 2 == 0}
+
+
+def on_device(documents: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{name: rows.to(device()) for name, rows in each.items()} for each in documents]
+
+
+def groups_of(cp_sizes: tuple[int, ...]) -> ContextGroups:
+    groups = ContextGroups(parallel_state.get_data_parallel_group(with_context_parallel=True), cp_sizes)
+    groups.warm_up(device())
+    return groups
+
+
+def check_share(pack: Any, batch: MicroBatch, lengths: list[int], limits: ScheduleLimits, rank: int) -> None:
+    """Of a rank, of a pack of documents that have these lengths."""
+    size, first, documents = pack
+    params = batch.packed_seq_params
+    assert batch.cp_size == params.local_cp_size == size
+    ranks = [rank] if params.cp_group is None else distributed.get_process_group_ranks(params.cp_group)
+    assert ranks == list(range(first, first + size))
+    whole = [document(i, lengths[i]) for i in documents]
+    padded = [limits.rows(lengths[i], size) * size for i in documents]
+    bounds = torch.tensor([0, *padded]).cumsum(0).int()
+    indices = thd_partition_indices(bounds, int(bounds[-1]), size, rank - first).long()
+    for name, share in batch.tensors.items():
+        rows = [
+            torch.nn.functional.pad(each[name], (0, num - each[name].numel()))
+            for each, num in zip(whole, padded, strict=True)
+        ]
+        assert torch.equal(share.cpu(), torch.cat(rows)[indices][None]), name
+    positions = torch.cat([torch.arange(num) for num in padded])
+    assert torch.equal(batch.position_ids.cpu(), positions[indices][None])
+    assert params.cu_seqlens_q.diff().tolist() == [lengths[i] for i in documents]
+    bounds_in_pack = params.cu_seqlens_q_padded
+    if limits.cp_sizes == (1,) and limits.alignment == 1:
+        assert bounds_in_pack is None
+    else:
+        assert bounds_in_pack.tolist() == bounds.tolist()
+    shape = PackShape(indices.numel(), len(documents), params.max_seqlen_kv, size)
+    assert shape.exceeds(limits.capacity(size)) is None
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
-def test_every_rank_gets_its_share_of_every_pack(world4: World, alignment: int) -> None:
-    options = {**OPTIONS, "alignment": alignment}
-    limits = ScheduleLimits(ranks=4, **options)
-    of_ranks = world4.run(schedule_jobs.steps_of_rank, lengths=LENGTHS, options=options)
-    sizes = set()
-    for number, of_step in enumerate(LENGTHS):
-        lengths = [length for of_rank in of_step for length in of_rank]
-        batches = [[batch for batch in found if batch["step"] == number] for found in of_ranks]
-        check_step(batches, lengths, limits)
-        sizes |= {batch["size"] for of_rank in batches for batch in of_rank}
+@on_ranks(4)
+def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
+    limits = ScheduleLimits(ranks=4, alignment=alignment, **OPTIONS)
+    groups, sizes = groups_of(limits.cp_sizes), set()
+    own = []
+    for of_ranks in LENGTHS:
+        first = sum(map(len, of_ranks[: groups.rank]))
+        own.append(on_device(starmap(document, enumerate(of_ranks[groups.rank], first))))
+    steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
+    for step, of_ranks in zip(steps, LENGTHS, strict=True):
+        lengths = [length for of_rank in of_ranks for length in of_rank]
+        schedule = schedule_packs(lengths, limits)
+        assert len(step) == len(list(step)) == len(schedule.micro_batches)
+        for pack, batch in zip(schedule.of_rank(groups.rank), step, strict=True):
+            assert batch.packed_seq_params.cp_group is groups.of_size(batch.cp_size)
+            check_share(pack, batch, lengths, limits, groups.rank)
+        sizes |= {pack.cp_size for rank in range(4) for pack in schedule.of_rank(rank)}
     assert sizes == {1, 2, 4}
 
 
-def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank(world4: World) -> None:
-    def errors(lengths: list[list[int] | None], case: str = "") -> set[str]:
-        return set(world4.run(schedule_jobs.error_of_rank, lengths=lengths, case=case))
-
-    [error] = errors([[5], [5], [5], None])
-    assert error == "expected a step of every rank, got none of ranks [3]"
-    [error] = errors([[5], [5], [5], [5]], "shape")
-    assert error.startswith("rank 1: document 0: expected tensors of one shape [L]")
-    [error] = errors([[5], [5], [5], [5]], "dtype")
-    assert error.startswith("expected documents with the same tensors on every rank, got rank")
-    [error] = errors([[5], [33], [5], []])
-    assert error.startswith("document 1 of 33 tokens is too long")
-    [error] = errors([[], [], [], []])
-    assert error.startswith("0 documents cannot fill")
+@on_ranks(4)
+def test_documents_that_cannot_be_dealt_are_an_error_on_every_rank() -> None:
+    rank, groups = distributed.get_rank(), groups_of((1, 2))
+    limits = ScheduleLimits(ranks=4, cp_sizes=(1, 2), max_seqlen_per_dp_cp_rank=16, max_packed_seqs=4)
+    short = {name: rows[:-1] if name == "tokens" else rows for name, rows in document(0, 5).items()}
+    narrow = {name: rows.int() if name == "tokens" else rows for name, rows in document(0, 5).items()}
+    one = [document(0, 5)]
+    for of_ranks, message in (
+        ([[one], [one], [one], []], r"^expected a step of every rank, got none of ranks \[3\]$"),
+        ([[one], [[short]], [one], [one]], r"^rank 1: document 0: expected tensors of one shape \[L\]"),
+        (
+            [[one], [[narrow]], [one], [one]],
+            "^expected documents with the same tensors on every rank, got rank",
+        ),
+        ([[one], [[document(0, 33)]], [one], [[]]], "^document 1 of 33 tokens is too long"),
+        ([[[]], [[]], [[]], [[]]], "^0 documents cannot fill"),
+    ):
+        own = map(on_device, of_ranks[rank])
+        steps = ScheduledSteps(own, limits=limits, groups=groups, config=CONFIG, device=device())
+        with pytest.raises(ValueError, match=message):
+            next(steps)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +147,7 @@ def test_ranks_train_what_one_process_would(world2: World) -> None:
         [[64], [3, 3, 3, 3, 3, 3]],
         [[], [40, 41, 42, 8]],
     ]
-    lengths = [shapes[index % 4] for index in range(24)]
-    one, other = world2.run(schedule_jobs.train_scheduled, lengths=lengths)
+    one, other = world2.run(schedule_jobs.train_scheduled, lengths=shapes)
     numbers = one["numbers"]
     assert numbers == other["numbers"] and set(numbers) == {1, 2}
     for run in (one, other):

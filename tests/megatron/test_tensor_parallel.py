@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
-import inspect
 from functools import partial
 from typing import Any
 
-import entry_jobs
 import parallel_jobs
 import pytest
 from latent_rig import LatentTrainer
-from megatron.core.models.gpt import GPTModel
 from worlds import World
 
 from megagraph.decide.dispatch import Capacity
-from megagraph.megatron.parallel.tensor import splits
 
 pytestmark = pytest.mark.megatron
 
@@ -22,7 +18,6 @@ CALLS = STEPS * MICROS * LAYERS
 STEP_CALLS = MICROS * LAYERS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
 SHARED_ROWS = {**TENSOR_PARALLEL, "sequence_parallel": True}
-HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 
 def eager_calls(report: dict[str, Any]) -> dict[str, int]:
@@ -172,64 +167,3 @@ def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2:
     for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, config=TENSOR_PARALLEL):
         assert eager_calls(report) == {} and report["failures"] == []
         assert report["graphs"] == 2 * LAYERS
-
-
-@pytest.mark.parametrize("way", entry_jobs.WAYS)
-def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(world2: World, way: str) -> None:
-    """Under sequence parallelism packs are padded where the model is entered. There each rank has rows of its
-    own, of the capacity's others than of the pack's: they are handed round."""
-    if way.startswith("output_processor") and not HAS_OUTPUT_PROCESSOR:
-        pytest.skip("this megatron-core has no output_processor")
-    for report in world2.run(entry_jobs.calls, tensor_parallel=2, way=way, config=SHARED_ROWS):
-        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "DISABLED": 3 * LAYERS}
-        assert report["replays"] == (2 + 3) * LAYERS
-
-
-@pytest.mark.skipif(not HAS_OUTPUT_PROCESSOR, reason="this megatron-core has no output_processor")
-def test_a_pack_that_ranks_cannot_share_is_megatrons_error_as_ever(world2: World) -> None:
-    """An output processor has no rows to see there; padding would have hidden it."""
-    for error in world2.run(entry_jobs.uneven, tensor_parallel=2, config=SHARED_ROWS):
-        assert "divisible by tensor parallel size" in error
-
-
-@pytest.mark.parametrize("in_schedule", [True, False])
-def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(world2: World, in_schedule: bool) -> None:
-    """Bug outside of schedules: the block's output got as many rows on each rank as they have together."""
-    job = entry_jobs.first_stage
-    for report in world2.run(job, tensor_parallel=2, in_schedule=in_schedule, config=SHARED_ROWS):
-        if in_schedule:
-            assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
-            assert report["replays"] == 2 * LAYERS and report["failures"] == []
-        else:
-            assert report["eager"]["FOREIGN_HOOK"] > 0 and report["replays"] == 0
-
-
-def test_rows_and_their_gradients_go_to_the_ranks_that_have_them_afterwards(world2: World) -> None:
-    for given, wanted in ((7, 16), (16, 7), (9, 11), (11, 9), (1, 8), (8, 1), (5, 5)):
-        world2.run(entry_jobs.share_anew, tensor_parallel=2, given=given, wanted=wanted)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize(("given", "wanted"), [(7, 16), (16, 7), (1, 8), (5, 5)])
-def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wanted: int) -> None:
-    sent, got = zip(*(splits(given, wanted, rank, size) for rank in range(size)), strict=True)
-    assert [list(column) for column in zip(*sent, strict=True)] == list(got)
-    total = min(given, wanted) * size  # of which each rank has those from its own multiple on
-    assert [sum(rows) for rows in sent] == [min(given, max(0, total - rank * given)) for rank in range(size)]
-    assert [sum(rows) for rows in got] == [min(wanted, max(0, total - rank * wanted)) for rank in range(size)]
-
-
-def test_what_could_not_be_captured_keeps_each_ranks_rows(world2: World) -> None:
-    """Bug: the block's output got as many rows on each rank as the ranks have together."""
-    for report in world2.run(entry_jobs.left_eager, tensor_parallel=2, config=SHARED_ROWS):
-        assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 2 * 2 * LAYERS}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_model_with_forwards_of_its_own_on_several_ranks(world2: World, sequence_parallel: bool) -> None:
-    """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""
-    config = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(entry_jobs.overridden, tensor_parallel=2, config=config):
-        assert report["calls"] == 5 * 2 * LAYERS and report["failures"] == []
-        assert {*report["eager"]} == {"WARMING_UP", *(["SIGNATURE_CHANGED"] if sequence_parallel else [])}
-        assert report["replays"] >= 2 * (1 if sequence_parallel else 2) * LAYERS

@@ -11,8 +11,10 @@ test of its own, the last one of each file.
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import itertools
 import logging
 import os
@@ -116,7 +118,8 @@ def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     random_streams.model_parallel_cuda_manual_seed(7)
     try:
-        return getattr(importlib.import_module(module), name)(**arguments)
+        job = getattr(importlib.import_module(module), name)
+        return getattr(job, "of_each_rank", job)(**arguments)
     finally:
         megagraph.uninstall()
         parallel_state.destroy_model_parallel()
@@ -203,7 +206,7 @@ class World:
             function: of a module of this folder.
             tensor_parallel: size of the tensor-parallel groups.
             timeout_seconds: how long all of it may take on a machine that does nothing else.
-            late_seconds: how long the others have once the first has answered, if it is to be less.
+            late_seconds: how long the others have once the first has answered or failed, if it is to be less.
             arguments: of the function.
 
         Raises:
@@ -223,6 +226,7 @@ class World:
     def _answers(self, seconds: float, late_seconds: float | None = None) -> list[Any]:
         """What every rank answers, in their order."""
         start, slower = time.monotonic(), patience()
+        grace_seconds = GRACE_SECONDS if late_seconds is None else late_seconds
         deadline = start + seconds * slower
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -242,7 +246,7 @@ class World:
                         deadline = min(deadline, time.monotonic() + late_seconds * slower)
                 else:
                     failures[index] = f"rank {index}: {answer}\n{_end_of(self._ranks[index].log, 2000)}"
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS * slower)
+                    deadline = min(deadline, time.monotonic() + grace_seconds * slower)
         waited = time.monotonic() - start
         for index in waiting.values():
             stacks = self._ranks[index].stacks()
@@ -297,3 +301,20 @@ class Worlds:
         for world in self._made.values():
             world.codes.clear()
         return codes
+
+
+def on_ranks(size: int, *, tensor_parallel: int = 1) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each of some ranks does, given what the test is parametrized with."""
+
+    def decorate(of_each_rank: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(of_each_rank)
+        def test(worlds: Worlds, **arguments: Any) -> None:
+            worlds.of(size).run(test, tensor_parallel=tensor_parallel, **arguments)
+
+        worlds, *_ = inspect.signature(test, follow_wrapped=False).parameters.values()
+        given = inspect.signature(of_each_rank)
+        vars(test)["__signature__"] = given.replace(parameters=[worlds, *given.parameters.values()])
+        vars(test)["of_each_rank"] = of_each_rank
+        return test
+
+    return decorate

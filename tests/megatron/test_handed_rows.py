@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks run that call a model with something that fits the rows that were given, and no others."""
+"""Rows that a caller hands in or takes out where two ranks share those of each pack."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
+import parallel_jobs
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
+from megatron.core.models.gpt import GPTModel
 from parallel_jobs import OPTIONS
-from same_bits import assert_same_bits
 from torch import Tensor, distributed
+from worlds import on_ranks
 
 import megagraph
-from megagraph.bank.capture import CapturePlan
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.parallel.tensor import shared_anew
+from megagraph.megatron.parallel.tensor import shared_anew, splits
 
+pytestmark = pytest.mark.megatron
+
+LAYERS = OPTIONS.layers
+SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+has_output_processor = pytest.mark.skipif(
+    "output_processor" not in inspect.signature(GPTModel.forward).parameters,
+    reason="this megatron-core has no output_processor",
+)
 PACKS = (rig.Micro(lengths=(20, 8)), rig.Micro(lengths=(40, 24), seed=1))  # the second fills its capacity
 LOPSIDED = rig.Micro(lengths=(33, 9), seed=2)  # of the capacity's rows, both ranks have some of its own
 
@@ -129,18 +140,24 @@ def _summed(chunk: Any, left: dict[str, Tensor]) -> dict[str, Tensor]:
     return summed
 
 
-def _captured(config: dict[str, Any]) -> Trainer:
+def _captured() -> Trainer:
     """A model that has graphs."""
     megagraph.install(rig.graph_config())
-    trainer = Trainer(OPTIONS, config=config)
+    trainer = Trainer(OPTIONS, config=SHARED_ROWS)
     for _ in range(2):
         rig.step(trainer, PACKS, update=False)
     return trainer
 
 
-def calls(*, way: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Calls a model whose graphs have been captured, with packs below its capacity and one that fills it."""
-    trainer = _captured(config)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[has_output_processor] * way.startswith("output_processor")) for way in WAYS],
+)
+@on_ranks(2, tensor_parallel=2)
+def test_rows_that_a_caller_hands_in_or_takes_out_keep_no_pack_eager(way: str) -> None:
+    """Under sequence parallelism packs are padded where the model is entered. There each rank has rows of its
+    own, of the capacity's others than of the pack's: they are handed round."""
+    trainer = _captured()
 
     def run(micro: rig.Micro) -> dict[str, Tensor]:
         trainer.model.zero_grad_buffer()
@@ -157,16 +174,18 @@ def calls(*, way: str, config: dict[str, Any]) -> dict[str, Any]:
     with megagraph.disable_cuda_graphs_this_step():
         eager = [run(micro) for micro in micros]
     (report,) = megagraph.reports()
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "DISABLED": 3 * LAYERS}
+    assert report["replays"] == (2 + 3) * LAYERS
     megagraph.uninstall()
     for micro, replayed, canonical in zip(micros, graphed, eager, strict=True):
         alone = run(micro)
         assert alone.keys() == replayed.keys() == canonical.keys()
         assert [name for name in replayed if not torch.equal(replayed[name], canonical[name])] == []
         if trainer.device.type == "cpu":  # a GPU chooses its kernels by the number of rows
-            assert [name for name in ("out", "input") if not _same(alone.get(name), replayed.get(name))] == []
+            exact = {"out", "input"} & alone.keys()
+            assert [name for name in exact if not torch.equal(alone[name], replayed[name])] == []
         # Gradients of parameters are sums over rows: in other parts, of which added ones are zero.
         _assert_close(_summed(trainer.chunk, replayed), _summed(trainer.chunk, alone))
-    return report
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -182,29 +201,25 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert far == []
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
-
-
-def uneven(*, config: dict[str, Any]) -> str:
-    """Hands an output processor a pack that ranks cannot share, once there are graphs. Returns the error."""
-    trainer = _captured(config)
-    with pytest.raises(AssertionError) as error:
+@has_output_processor
+@on_ranks(2, tensor_parallel=2)
+def test_a_pack_that_ranks_cannot_share_is_megatrons_error_as_ever() -> None:
+    """An output processor has no rows to see there; padding would have hidden it."""
+    trainer = _captured()
+    with pytest.raises(AssertionError, match="divisible by tensor parallel size"):
         given_output_processor(trainer.chunk, rig.Micro(lengths=(20, 7)), trainer.device)
-    return str(error.value)
 
 
 def _ends_in_hidden_states(chunk: Any) -> None:
     chunk.post_process = False
 
 
-def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs the first stage of a pipeline, whose output are this rank's rows. Returns its report.
-
-    Each step has a pack below the capacity and one that fills it.
-    """
+@pytest.mark.parametrize("in_schedule", [True, False])
+@on_ranks(2, tensor_parallel=2)
+def test_a_stage_that_others_follow_keeps_the_rows_that_were_given(in_schedule: bool) -> None:
+    """Bug outside of schedules: the block's output got as many rows on each rank as they have together."""
     megagraph.install(rig.graph_config())
-    trainer = rig.plain(heads=4, prepare=_ends_in_hidden_states, config=config)
+    trainer = rig.plain(heads=4, prepare=_ends_in_hidden_states, config=SHARED_ROWS)
 
     def forward(model: Any, micro: rig.Micro, device: torch.device) -> tuple[Tensor, Any]:
         tokens, _labels, positions = _rows(micro, device)
@@ -221,35 +236,20 @@ def first_stage(*, in_schedule: bool, config: dict[str, Any]) -> dict[str, Any]:
                 out, _loss = forward(trainer.chunk, micro, trainer.device)
                 out.sum().backward()
     (report,) = megagraph.reports()
-    return report
+    if in_schedule:
+        assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}
+        assert report["replays"] == 2 * LAYERS and report["failures"] == []
+    else:
+        assert report["eager"]["FOREIGN_HOOK"] > 0 and report["replays"] == 0
 
 
-def left_eager(*, micros: tuple[rig.Micro, ...] = PACKS, config: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a model of whose layers none can be captured, which must leave what Megatron alone leaves."""
-    megagraph.install(rig.graph_config())
-    with mock.patch.object(CapturePlan, "_empty_rows", side_effect=RuntimeError("nobody captures")):
-        trainer = Trainer(OPTIONS, config=config)
-        found = [rig.step(trainer, micros, update=False) for _ in range(3)]
-    report = rig.report_of(trainer)
-    megagraph.uninstall()
-    assert_same_bits(found[-1], rig.step(trainer, micros, update=False))
-    return report
-
-
-def overridden(*, config: dict[str, Any]) -> dict[str, Any]:
-    """Trains a host's model, eager and graphed, on a pack below its capacity and one that fills it."""
-    megagraph.install(rig.graph_config())
-    pair = rig.Pair(HostTrainer, model_class=OwnModel, block_class=OwnBlock, options=OPTIONS, config=config)
-    pair.step(*PACKS, times=5)
-    return pair.report()
-
-
-def share_anew(*, given: int, wanted: int) -> None:
-    """Moves rows from `given` on each rank to `wanted`, and gradients back, and looks where they went."""
+@on_ranks(2, tensor_parallel=2)
+def test_rows_and_their_gradients_go_to_the_ranks_that_have_them_afterwards() -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(given)
-    for dtype in (torch.float32, torch.bfloat16):
+    shapes = (7, 16), (16, 7), (9, 11), (11, 9), (1, 8), (8, 1), (5, 5)
+    for (given, wanted), dtype in product(shapes, (torch.float32, torch.bfloat16)):
+        generator = torch.Generator().manual_seed(given)
         rows, gradients = (
             torch.randn(each * size, 1, 3, generator=generator).to(device, dtype) for each in (given, wanted)
         )
@@ -266,3 +266,33 @@ def share_anew(*, given: int, wanted: int) -> None:
         assert torch.equal(mine.grad, arrived.chunk(size)[rank])
         with torch.no_grad():
             assert not shared_anew(mine, wanted, distributed.group.WORLD).requires_grad
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(("given", "wanted"), [(7, 16), (16, 7), (1, 8), (5, 5)])
+def test_what_a_rank_sends_is_what_its_peers_expect(size: int, given: int, wanted: int) -> None:
+    sent, got = zip(*(splits(given, wanted, rank, size) for rank in range(size)), strict=True)
+    assert [list(column) for column in zip(*sent, strict=True)] == list(got)
+    total = min(given, wanted) * size  # of which each rank has those from its own multiple on
+    assert [sum(rows) for rows in sent] == [min(given, max(0, total - rank * given)) for rank in range(size)]
+    assert [sum(rows) for rows in got] == [min(wanted, max(0, total - rank * wanted)) for rank in range(size)]
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_what_could_not_be_captured_keeps_each_ranks_rows() -> None:
+    """Bug: the block's output got as many rows on each rank as the ranks have together."""
+    parallel_jobs.cannot_capture(PACKS, SHARED_ROWS)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2, tensor_parallel=2)
+def test_a_model_with_forwards_of_its_own_on_several_ranks(sequence_parallel: bool) -> None:
+    """Under sequence parallelism it gets no rows that were not given: what it does with them is unknown."""
+    megagraph.install(rig.graph_config())
+    config = {**SHARED_ROWS, "sequence_parallel": sequence_parallel}
+    pair = rig.Pair(HostTrainer, model_class=OwnModel, block_class=OwnBlock, options=OPTIONS, config=config)
+    pair.step(*PACKS, times=4)
+    report = pair.report()
+    assert report["calls"] == 4 * 2 * LAYERS and report["failures"] == []
+    assert {*report["eager"]} == {"WARMING_UP", *["SIGNATURE_CHANGED"] * sequence_parallel}
+    assert report["replays"] >= 2 * (1 if sequence_parallel else 2) * LAYERS
