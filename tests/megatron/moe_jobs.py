@@ -7,7 +7,6 @@ from typing import Any
 
 import moe_rig
 import parallel_jobs
-from megatron_rig import Micro, graph_config, train
 from moe_rig import ExpertTrainer
 from streams import make_groups
 from torch import distributed
@@ -30,7 +29,7 @@ def train_spread(**options: Any) -> dict[str, Any]:
     return train_pair(**size, **options)
 
 
-def _share_rows(expert_parallel: int) -> dict[str, int]:
+def share_rows(expert_parallel: int) -> dict[str, int]:
     """Makes all ranks tensor-parallel ones. Returns the sizes for the model's config."""
     sizes = {
         "tensor_model_parallel_size": distributed.get_world_size(),
@@ -43,18 +42,5 @@ def _share_rows(expert_parallel: int) -> dict[str, int]:
 
 def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
     """As `train_pair()`, with packs whose rows all ranks share, and experts spread over some of them."""
-    sizes = _share_rows(expert_parallel)
+    sizes = share_rows(expert_parallel)
     return train_pair(own_packs=False, sequence_parallel=True, **sizes, **options)
-
-
-@moe_rig.experts_on_cpu()
-def assert_valid_rows_alone_are_routed(*, mode: str, expert_parallel: int, **options: Any) -> None:
-    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail."""
-    changes = {**_share_rows(expert_parallel), **options}
-    micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
-    config = graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
-    run = train(config, [micros] * 2, ExpertTrainer, sequence_parallel=True, **changes)
-    for step in run.steps:
-        for counts in step.counts:
-            distributed.all_reduce(counts)
-            assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)

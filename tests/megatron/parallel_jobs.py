@@ -132,23 +132,6 @@ def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor
     return [loss.cpu() for loss in left.losses], {name: grad.cpu() for name, grad in left.grads.items()}
 
 
-@contextlib.contextmanager
-def _regrouped(trainer: Trainer, index: int) -> Iterator[None]:
-    """Every rank makes Megatron's groups anew before a step, in which graphs are captured anew."""
-    if index == TAMPERED_STEP:
-        (before,) = megagraph.reports()
-        parallel_state.destroy_model_parallel()
-        (after,) = megagraph.reports()
-        assert before["graphs"] > 0 and after["graphs"] == 0
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    yield
-
-
-def regroup(**options: Any) -> dict[str, Any]:
-    """As `train_pair()`, with other process groups from some step on."""
-    return train_pair(tamper=_regrouped, **options)
-
-
 # -- what one rank alone does ----------------------------------------------------------------------
 
 
@@ -237,47 +220,6 @@ def disagree(*, how: str, **given: Any) -> dict[str, Any]:
         return train_pair(tamper=partial(_tamper, how), **given)
     finally:
         capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
-
-
-def change_alone(*, config: dict[str, Any]) -> str:
-    """Rank 0 alone changes a layer inside of a step. Returns what the next step says."""
-    megagraph.install(rig.graph_config())
-    trainer = Trainer(OPTIONS, config=config)
-    (micros,) = steps_of(1)
-    for _ in range(2):
-        rig.step(trainer, micros)
-    layer = trainer.chunk.decoder.layers[1]
-
-    def changing() -> Iterator[rig.Micro]:
-        for index, micro in enumerate(micros):
-            if index == len(micros) - 1 and distributed.get_rank() == 0:
-                layer.mlp.note = "of nobody's"
-            yield micro
-
-    rig.schedule(trainer.model, changing(), len(micros), trainer.device)
-    try:
-        rig.step(trainer, micros)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def two_in_flight(*, config: dict[str, Any]) -> dict[str, Any]:
-    """Runs two forwards before the first backward, eager and graphed. Returns the report."""
-    *steps, micros = steps_of(4)
-
-    def in_flight(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
-        trainer.zero_grad()
-        losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros[:2]]
-        for of_micro in losses:
-            of_micro.sum().backward()
-        return [of_micro.detach().clone() for of_micro in losses], rig.grads(trainer.chunk)
-
-    megagraph.install(rig.graph_config())
-    pair = rig.Pair(seeded(model), config=config)
-    pair.train(steps)
-    assert_same_bits(*pair.each(in_flight))
-    return pair.report()
 
 
 def cannot_capture(micros: Sequence[rig.Micro], config: dict[str, Any]) -> None:

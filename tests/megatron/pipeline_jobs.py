@@ -10,7 +10,6 @@ from typing import Any
 
 import megatron_rig as rig
 import moe_rig
-import torch
 from context_jobs import OwnMicro, SharedMicro
 from latent_rig import asks_for_no_engine
 from megatron.core import parallel_state
@@ -184,37 +183,6 @@ def train_pair(
     megagraph.uninstall()
     distributed.barrier()  # a stage that is done must not close what another still sends over
     return reports
-
-
-def reduce_in_backward(*, plugin: dict[str, Any], layers: int, ddp: dict[str, Any]) -> list[bool]:
-    """Of each reduction in replayed steps of one micro-batch, whether the first layer had gradients then."""
-    cut = Cut(stages=1)
-    cut.start()
-    megagraph.install(rig.graph_config(**plugin))
-    trainer = Trainer(cut, dataclasses.replace(rig.OPTIONS, layers=layers, heads=4), ddp=ddp)
-    first: Any = next(trainer.models[0].decoder.layers[0].parameters())
-    had: list[bool] = []
-    trainer.train([rig.Micro(lengths=(9, 20))], eager=False)
-    trainer.at_reduction = lambda: had.append(bool(first.main_grad.any()))
-    for seed in range(2):
-        trainer.train([rig.Micro(lengths=(9, 20), seed=seed)], eager=False)
-    (report,) = megagraph.reports()
-    assert report["replays"] == 2 * layers
-    megagraph.uninstall()
-    distributed.barrier()
-    return had
-
-
-def without_us(*, cut: Cut) -> None:
-    """A step on full packs that no plugin touches, beside one in mode `eager`, of the same weights."""
-    cut.start()
-    options = dataclasses.replace(rig.OPTIONS, layers=cut.stages * cut.chunks, heads=4)
-    micros = [rig.Micro(lengths=(20 + place, FULL - 20 - place), seed=place) for place in range(6)]
-    plain = Trainer(cut, options, ddp={}).train(micros, eager=False)
-    megagraph.install(rig.graph_config(mode="eager"))
-    ours = Trainer(cut, options, ddp={}).train(micros, eager=False)
-    torch.testing.assert_close([plain.losses, plain.grads], [ours.losses, ours.grads])
-    distributed.barrier()
 
 
 def speak(*, cut: Cut, report: str) -> list[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbouring layers in one graph for each pass: the bits of eager, cut where needed and nowhere else."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,23 @@ import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from megatron_rig import ONE, TWO, HybridTrainer, Install, Micro, Pair, is_capturing, steps_of, the_plugin
+from megatron_rig import (
+    ONE,
+    OPTIONS,
+    TWO,
+    HybridTrainer,
+    Install,
+    Micro,
+    Pair,
+    graph_config,
+    is_capturing,
+    steps_of,
+    the_plugin,
+)
 from torch import Tensor, nn
-from worlds import World
+from worlds import World, on_ranks
 
+import megagraph
 from benchmarks.subjects.pipelines import Cut
 from megagraph.bank.backends import CudaBackend, HostBackend
 from megagraph.bank.capture import CapturePlan
@@ -230,12 +244,21 @@ def test_chunks_end_where_buckets_do(world2: World, option: str) -> None:
         assert report["eager"] == {"WARMING_UP": report["first"] * LAYERS} and report["failures"] == []
 
 
-def test_buckets_are_reduced_while_the_backward_goes_on(world2: World) -> None:
+@on_ranks(2)
+def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers before the graph of the first ones is launched."""
-    ddp = {"overlap_grad_reduce": True, "bucket_size": 20_000}
-    plugin = {"cuda_graph_granularity": CHUNK}
-    for had in world2.run(pipeline_jobs.reduce_in_backward, layers=LAYERS, ddp=ddp, plugin=plugin):
-        assert not had[0] and had[-1]
+    cut, options = Cut(stages=1), dataclasses.replace(OPTIONS, layers=LAYERS, heads=4)
+    cut.start()
+    megagraph.install(graph_config(cuda_graph_granularity=CHUNK))
+    trainer = pipeline_jobs.Trainer(cut, options, ddp={"overlap_grad_reduce": True, "bucket_size": 20_000})
+    first: Any = next(trainer.models[0].decoder.layers[0].parameters())
+    had: list[bool] = []  # gradients of the first layer at each reduction
+    trainer.train([ONE], eager=False)
+    trainer.at_reduction = lambda: had.append(bool(first.main_grad.any()))
+    for micro in (ONE, TWO):
+        trainer.train([micro], eager=False)
+    (report,) = megagraph.reports()
+    assert report["replays"] == 2 * LAYERS and not had[0] and had[-1]
 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(chunks=2)], ids=str)

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines: the bits of eager in every stage and chunk, whatever number of micro-batches a step has."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import megatron_rig as rig
 import moe_rig
 import pipeline_jobs
 import pytest
+import torch
 from latent_rig import latent_config
-from worlds import World
+from torch import distributed
+from worlds import World, on_ranks
 
+import megagraph
 from benchmarks.subjects.pipelines import Cut
 from megagraph.report import read_report
 
@@ -42,8 +47,19 @@ def test_bits(world2: World, cut: str) -> None:
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:2])
-def test_eager_is_what_megatron_does_without_the_plugin(world2: World, cut: str) -> None:
-    world2.run(pipeline_jobs.without_us, cut=CUTS[cut])
+@on_ranks(2)
+def test_eager_is_what_megatron_does_without_the_plugin(cut: str) -> None:
+    """Beside it, in mode `eager`, on full packs."""
+    model = CUTS[cut]
+    model.start()
+    options = dataclasses.replace(rig.OPTIONS, layers=model.stages * model.chunks, heads=4)
+    first = range(20, 26)
+    micros = [rig.Micro(lengths=(n, rig.CAPACITY.tokens - n), seed=n) for n in first]
+    plain = pipeline_jobs.Trainer(model, options, ddp={}).train(micros, eager=False)
+    megagraph.install(rig.graph_config(mode="eager"))
+    ours = pipeline_jobs.Trainer(model, options, ddp={}).train(micros, eager=False)
+    torch.testing.assert_close([plain.losses, plain.grads], [ours.losses, ours.grads])
+    distributed.barrier()  # a stage that is done must not close what another still sends over
 
 
 @pytest.mark.both

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism over two ranks: the bits of eager, and what happens where one rank cannot go on."""
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import megatron_rig as rig
 import parallel_jobs
 import pytest
 from latent_rig import LatentTrainer
-from worlds import World
+from megatron.core import parallel_state
+from same_bits import assert_same_bits
+from streams import seeded
+from torch import Tensor, distributed
+from worlds import World, on_ranks
 
+import megagraph
 from megagraph.decide.dispatch import Capacity
+from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
@@ -127,14 +136,26 @@ def test_what_one_rank_cannot_do_none_does(
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank(
-    world2: World, sequence_parallel: bool
-) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank(sequence_parallel: bool) -> None:
     """Bug: it was an error, since graphs with collectives let no rank run eager alone."""
+    *steps, micros = parallel_jobs.steps_of(4)
+
+    def in_flight(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
+        trainer.zero_grad()
+        losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros[:2]]
+        for of_micro in losses:
+            of_micro.sum().backward()
+        return [of_micro.detach().clone() for of_micro in losses], rig.grads(trainer.chunk)
+
+    megagraph.install(rig.graph_config())
     config = {**TENSOR_PARALLEL, "sequence_parallel": sequence_parallel}
-    for report in world2.run(parallel_jobs.two_in_flight, tensor_parallel=2, config=config):
-        assert report["eager"] == {"WARMING_UP": STEP_CALLS, "NO_FREE_SLOT": LAYERS}
-        assert report["replays"] == 2 * STEP_CALLS + LAYERS and report["failures"] == []
+    pair = rig.Pair(seeded(parallel_jobs.model), config=config)
+    pair.train(steps)
+    assert_same_bits(*pair.each(in_flight))
+    report = pair.report()
+    assert report["eager"] == {"WARMING_UP": STEP_CALLS, "NO_FREE_SLOT": LAYERS}
+    assert report["replays"] == 2 * STEP_CALLS + LAYERS and report["failures"] == []
 
 
 def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(world2: World) -> None:
@@ -150,10 +171,24 @@ def test_gradients_that_move_on_one_rank_cost_evaluation_its_graphs_on_none(worl
         assert report["graphs"] == (2 + 1) * LAYERS and report["failures"] == []
 
 
-def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it(world2: World) -> None:
-    here, there = world2.run(parallel_jobs.change_alone, tensor_parallel=2, config=TENSOR_PARALLEL)
-    assert here == there
-    assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in here
+@on_ranks(2, tensor_parallel=2)
+def test_a_change_inside_of_a_step_on_one_rank_alone_is_an_error_that_names_it() -> None:
+    megagraph.install(rig.graph_config())
+    trainer = Trainer(parallel_jobs.OPTIONS, config=TENSOR_PARALLEL)
+    (micros,) = parallel_jobs.steps_of(1)
+    for _ in range(2):
+        rig.step(trainer, micros)
+
+    def changing() -> Iterator[rig.Micro]:
+        for index, micro in enumerate(micros):
+            if index == len(micros) - 1 and distributed.get_rank() == 0:
+                trainer.chunk.decoder.layers[1].mlp.note = "of nobody's"
+            yield micro
+
+    rig.schedule(trainer.model, changing(), len(micros), trainer.device)
+    with pytest.raises(RuntimeError) as error:
+        rig.step(trainer, micros)
+    assert 'rank 0: layer 1.mlp: note nothing -> "of nobody\'s"; rank 1: nothing' in str(error.value)
 
 
 def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: World) -> None:
@@ -163,7 +198,20 @@ def test_a_capture_waits_on_every_rank_while_it_cannot_begin_on_one(world2: Worl
         assert report["eager"] == {"WARMING_UP": 2 * STEP_CALLS} and report["failures"] == []
 
 
-def test_graphs_go_before_the_groups_of_their_collectives_and_come_again(world2: World) -> None:
-    for report in world2.run(parallel_jobs.regroup, tensor_parallel=2, config=TENSOR_PARALLEL):
-        assert eager_calls(report) == {} and report["failures"] == []
-        assert report["graphs"] == 2 * LAYERS
+@contextlib.contextmanager
+def regrouped(_trainer: Trainer, index: int) -> Iterator[None]:
+    """Every rank makes Megatron's groups anew before a step, in which graphs are captured anew."""
+    if index == parallel_jobs.TAMPERED_STEP:
+        (before,) = megagraph.reports()
+        parallel_state.destroy_model_parallel()
+        (after,) = megagraph.reports()
+        assert before["graphs"] > 0 and after["graphs"] == 0
+        parallel_state.initialize_model_parallel(**TENSOR_PARALLEL)
+    yield
+
+
+@on_ranks(2, tensor_parallel=2)
+def test_graphs_go_before_the_groups_of_their_collectives_and_come_again() -> None:
+    report = parallel_jobs.train_pair(tamper=regrouped, config=TENSOR_PARALLEL)
+    assert eager_calls(report) == {} and report["failures"] == []
+    assert report["graphs"] == 2 * LAYERS
