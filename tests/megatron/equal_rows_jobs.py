@@ -5,14 +5,8 @@ from typing import Any
 from unittest import mock
 
 import moe_jobs
-import moe_rig
-from megatron_rig import Micro, evaluate, graph_config, metrics, step
-from moe_rig import ExpertTrainer
-from same_bits import assert_same_bits
-from streams import seed_streams
-from torch import distributed
+from megatron_rig import Micro
 
-import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron.parallel import peers
 
@@ -67,35 +61,3 @@ def learn(**options: Any) -> tuple[dict[str, Any], int]:
         ]
 
     return train(steps_of=steps_of, plugin={"capacities": ()}, **options)
-
-
-def skip_alone(**changes: Any) -> dict[str, Any]:
-    """Rank 0 alone switches graphs off for a step; both evaluate between steps.
-
-    Returns:
-        The report of the model with graphs, which had the bits of one without on every rank.
-    """
-    from megatron.core import parallel_state
-
-    rank, sizes = distributed.get_rank(), {"expert_model_parallel_size": distributed.get_world_size()}
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
-    steps = steps_of(5, seed=rank, misfits=rank == 1)
-    megagraph.install(graph_config(capacities=(FEW, MANY), cuda_graph_modules=("attn", "moe_router")))
-
-    def run_of(trainer: ExpertTrainer, is_reference: bool) -> list[Any]:
-        metrics()
-        left: list[Any] = []
-        for index, micros in enumerate(steps):
-            left.append(step(trainer, micros, eager=is_reference or (index == 3 and rank == 0)))
-            left.append(evaluate(trainer, micros, eager=is_reference))
-        return left
-
-    with moe_rig.experts_on_cpu():
-        trainers = []
-        for _ in range(2):
-            seed_streams()
-            trainers.append(ExpertTrainer("E-", **sizes, **changes))
-        assert_same_bits(run_of(trainers[0], True), run_of(trainers[1], False))
-    report: dict[str, Any] = megagraph.reports()[1]
-    return report
