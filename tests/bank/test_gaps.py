@@ -35,6 +35,7 @@ class Router(nn.Module):
         self.after = Block()
         self.register_buffer("calls", torch.zeros(()))
         self.metric = torch.zeros(CHOICES, device=device)
+        self.to(device)
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Scores, which experts are chosen, the normed hidden states, and something else."""

@@ -378,7 +378,8 @@ STATES: dict[str, Do] = {
     "mode of one layer": evaluates(second_layer),
     "mode of the model": evaluates(lambda trainer: trainer.chunk),
     # Forwards and classes.
-    "forward of a layer": patches_forward(second_layer),
+    # Of the first one: behind the last one is a norm, to which half of everything is the same.
+    "forward of a layer": patches_forward(lambda trainer: trainer.chunk.decoder.layers[0]),
     "forward of a submodule": patches_forward(lambda trainer: adapter(trainer).inner),
     "forward of a class": on_class(Adapter, "forward", halved),
     "forward of Megatron's class": on_class(lambda it: type(adapter(it).inner), "forward", halved),
