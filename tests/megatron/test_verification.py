@@ -119,7 +119,7 @@ def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> 
 def test_rows_of_padding_between_documents_may_hold_anything(pair: Pair) -> None:
     """Nobody reads them: kernels may leave there whatever the memory held."""
     padded = Micro(lengths=(9, 20), padded=(12, 24))
-    litter = torch.zeros(64, 1, 1)
+    litter = torch.zeros(64, 1, 1, device=pair.graphed.device)
     litter[9:12] = litter[32:36] = 7.0
     changes_output(
         pair.graphed.chunk.decoder.layers[1].mlp, lambda out: out + litter.to(out) if is_capturing() else out
