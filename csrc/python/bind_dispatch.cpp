@@ -40,9 +40,10 @@ void bind_dispatch(py::module_& m) {
       .def(py::init([](py::object make_variant, int64_t extra_seqs, bool depends_on_longest,
                        bool cuts_tables, bool needs_equal_rows, bool is_eager, int64_t cp_size,
                        int ranks, bool run_alike, int warm_up_steps) {
-             return Dispatcher({extra_seqs, depends_on_longest, cuts_tables, needs_equal_rows,
-                                is_eager, cp_size, ranks, run_alike, warm_up_steps},
-                               std::move(make_variant));
+             const DispatchOptions options{
+                 extra_seqs, depends_on_longest, cuts_tables,  needs_equal_rows, is_eager, cp_size,
+                 ranks,      run_alike,          warm_up_steps};
+             return std::make_unique<Dispatcher>(options, std::move(make_variant));
            }),
            py::arg("make_variant"), py::kw_only(), py::arg("extra_seqs") = 0,
            py::arg("depends_on_longest") = false, py::arg("cuts_tables") = false,

@@ -60,6 +60,8 @@ class Dispatcher {
   // they are few. It must not lead back to this object: garbage collection does not see what C++
   // holds.
   Dispatcher(const DispatchOptions& options, pybind11::object make_variant);
+  Dispatcher(const Dispatcher&) = delete;
+  Dispatcher& operator=(const Dispatcher&) = delete;
 
   // -- between steps --
   // By context-parallel size; none while they are still to be learned.
