@@ -110,9 +110,10 @@ std::optional<PackForm> pack_form(const py::handle& params) {
   const bool has_padded = !q_padded.is_none() && !is_aliased;
   const py::object between = attribute_or_none(params, fields().between);
   if (!between.is_none() && !PyBool_Check(between.ptr())) return std::nullopt;
-  const auto pads = between.is_none() ? std::nullopt : std::optional(between.ptr() == Py_True);
   const bool has_seq_idx = !attribute_or_none(params, fields().seq_idx).is_none();
-  return PackForm{has_padded, is_aliased, pads, has_seq_idx};
+  PackForm form{has_padded, is_aliased, std::nullopt, has_seq_idx};
+  if (!between.is_none()) form.pad_between_seqs = between.ptr() == Py_True;
+  return form;
 }
 
 std::vector<at::Tensor> pack_sources(const py::handle& params, const PackForm& form,
