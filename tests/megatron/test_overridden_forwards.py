@@ -239,6 +239,18 @@ def test_a_block_that_takes_arguments_by_any_name_replays(install: Install) -> N
     assert only(trained(host_pair(GPTModel, NamelessBlock)), "WARMING_UP")
 
 
+@pytest.mark.parametrize("model", [OwnModel, SuperModel])
+def test_a_stage_without_layers_runs_as_given(model: type, install: Install) -> None:
+    """Bug: the call of a model that overrides Megatron's forward made a bank of no layer, and raised."""
+    install()
+    made, called = bare_model(model)
+    del made.decoder.layers[:]
+    for _ in range(2):
+        losses, _ = forward(called, FULL, next(made.parameters()).device)
+        assert torch.isfinite(losses).all()
+    assert megagraph.reports() == []
+
+
 class PositionalModel(OwnModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return OwnModel.forward(self, *args, **kwargs)
