@@ -31,8 +31,8 @@ LAYOUTS: dict[str, ops.RopeLayout] = {"NeoX": "neox", "interleaved": "interleave
 DIRECTIONS = ("forward", "backward")
 RIVAL = "Transformer Engine's fused kernel, one launch each for q and k, kernels only"
 CONTENT, ROTARY, VALUE = 128, 64, 128  # of multi-latent attention: DeepSeek's heads
-LATENT_HEADS, LATENT_MIB, LATENT_BAR = (16, 128), (64, 256, 1024), 0.85  # of a copy's bandwidth
-LATENT_RIVAL = "Megatron's fused kernels, kernels only"
+MLA_HEADS, MLA_MIB, MLA_BAR = (16, 128), (64, 256, 1024), 0.85  # of a copy's bandwidth
+MLA_RIVAL = "Megatron's fused kernels, kernels only"
 
 # Rotates, what it rotates, and gradients of what comes out.
 Rotation = tuple[Callable[[], Sequence[Tensor]], list[Tensor], list[Tensor]]
@@ -88,7 +88,7 @@ def _transformer_engines(inputs: Inputs) -> Rotation:
 
 
 @dataclass(frozen=True)
-class LatentInputs:
+class MlaInputs:
     """A pack of some heads of multi-latent attention."""
 
     heads: int
@@ -129,7 +129,7 @@ class LatentInputs:
         return _random(self.tokens, self.heads, CONTENT + ROTARY, CONTENT + ROTARY, VALUE)
 
 
-def _megatrons_latent(inputs: LatentInputs) -> Rotation:
+def _megatrons_mla(inputs: MlaInputs) -> Rotation:
     from megatron.core.fusions import fused_mla_yarn_rope_apply as theirs
 
     given, tables, cu_seqlens = inputs.given(), [t[:, None, None] for t in inputs.tables()], inputs.offsets()
@@ -145,13 +145,13 @@ def _megatrons_latent(inputs: LatentInputs) -> Rotation:
 
 SIZES = [Inputs(*size) for size in itertools.product(((32, 8), (16, 4)), (*SMALL_MIB, *LARGE_MIB))]
 RIVAL_SIZES = [Inputs((32, 8), mib) for mib in (64, 320)]
-LATENT_SIZES = [LatentInputs(*size) for size in itertools.product(LATENT_HEADS, LATENT_MIB)]
+MLA_SIZES = [MlaInputs(*size) for size in itertools.product(MLA_HEADS, MLA_MIB)]
 
 
 def _rivals() -> Answer:
     """Microseconds of each rival's kernels."""
     made = {str(size): partial(_transformer_engines, size) for size in RIVAL_SIZES}
-    made |= {str(size): partial(_megatrons_latent, size) for size in LATENT_SIZES}
+    made |= {str(size): partial(_megatrons_mla, size) for size in MLA_SIZES}
     return {name: caught(partial(_kernels_of, make)) for name, make in made.items()}
 
 
@@ -173,8 +173,8 @@ def measure(measurement: Measurement) -> None:
     rivals = try_part(__name__, "rivals")
     for inputs in SIZES:
         measurement.take(str(inputs), partial(_figures_of, inputs, rivals))
-    for latent in LATENT_SIZES:
-        measurement.take(str(latent), partial(_latent_figures, latent, rivals))
+    for mla in MLA_SIZES:
+        measurement.take(str(mla), partial(_mla_figures, mla, rivals))
 
 
 def _figures_of(inputs: Inputs, rivals: Answer) -> list[Figure]:
@@ -201,7 +201,7 @@ def _figures_of(inputs: Inputs, rivals: Answer) -> list[Figure]:
     return figures
 
 
-def _latent_figures(inputs: LatentInputs, rivals: Answer) -> list[Figure]:
+def _mla_figures(inputs: MlaInputs, rivals: Answer) -> list[Figure]:
     figures: list[Figure] = []
     how = (*inputs.tables(), inputs.offsets())
     calls: dict[str, Callable[[], object]] = {
@@ -212,9 +212,9 @@ def _latent_figures(inputs: LatentInputs, rivals: Answer) -> list[Figure]:
         copying = copy_of(inputs.num_bytes(direction) // 2)  # read once and written once
         ours, copy = device_us((calls[direction], copying), cold=cold)
         name = f"{inputs}, {direction}, {'cold' if cold else 'warm'}: share of a copy's bandwidth"
-        figure = timed_ratio(name, copy, ours, "share", bar=LATENT_BAR, better="higher", floor=1.0)
+        figure = timed_ratio(name, copy, ours, "share", bar=MLA_BAR, better="higher", floor=1.0)
         if not cold:
-            figure = _beside(figure, LATENT_RIVAL, rivals, inputs, direction, median(copy))
+            figure = _beside(figure, MLA_RIVAL, rivals, inputs, direction, median(copy))
         figures.append(figure)
     return figures
 

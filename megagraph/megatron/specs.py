@@ -131,7 +131,7 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
 
     It is the `hybrid_stack_spec` of `HybridModel`, and before 0.18 the `mamba_stack_spec` of `MambaModel`.
     Attention and MLPs are the halves of `get_gpt_layer_varlen_spec(...)`, which takes the arguments, but that
-    the pattern says whether attention is latent ('+', since 0.18), and which layers have experts, where the
+    the pattern says whether attention is MLA ('+', since 0.18), and which layers have experts, where the
     arguments ask for any. Mamba layers have Megatron's mixer, which needs mamba-ssm and causal-conv1d where
     it is built, between linear layers of core. Other layers have no spec here. Megatron's stack names
     Transformer Engine's norm as its final one, so the spec's stack is a subclass that builds `Norm` there.
@@ -165,10 +165,10 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     }
     submodules: Any = importlib.import_module(stack.__module__).MambaStackSubmodules
     if "mla_layer" in inspect.signature(submodules).parameters:
-        # Megatron has no latent attention with such norms.
-        of_latent = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
-        latent = get_gpt_layer_varlen_spec(**of_latent).submodules
-        layers["mla_layer"] = _of_parts(latent, _ATTENTION_PARTS)
+        # Megatron has no multi-latent attention with such norms.
+        of_mla = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
+        mla = get_gpt_layer_varlen_spec(**of_mla).submodules
+        layers["mla_layer"] = _of_parts(mla, _ATTENTION_PARTS)
     if given.get("num_experts"):
         layers["moe_layer"] = _of_parts(get_gpt_layer_varlen_spec(**given).submodules, _MLP_PARTS)
     return ModuleSpec(module=_hybrid_stack(), submodules=submodules(**layers))

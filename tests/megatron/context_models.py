@@ -8,7 +8,7 @@ from typing import Any
 import megatron_rig as rig
 import moe_rig
 from host_calls_rig import AdaptedLinear, adapt
-from latent_rig import OPTIONS, LatentTrainer, latent_config
+from mla_rig import OPTIONS, MlaTrainer, mla_config
 from moe_rig import ExpertTrainer
 from streams import seed_streams
 from torch import nn
@@ -28,7 +28,7 @@ _FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hi
 
 def trainer(
     *,
-    latent: str | None = None,  # of `latent_rig.KINDS`, for multi-latent attention
+    mla: str | None = None,  # of `mla_rig.KINDS`, for multi-latent attention
     experts: bool = False,  # in the first layer
     grouped: bool = False,  # these never wait for the device
     engine: bool = False,  # of Transformer Engine's modules
@@ -42,8 +42,8 @@ def trainer(
     if engine:
         seed_streams()
     if not experts:
-        if latent is not None:
-            return LatentTrainer(kind=latent, config=given, transformer_engine=engine)
+        if mla is not None:
+            return MlaTrainer(kind=mla, config=given, transformer_engine=engine)
         qk_layernorm = given.get("qk_layernorm", False)
         if engine:
             spec = rig.te_layer_spec(qk_layernorm=qk_layernorm)
@@ -53,10 +53,10 @@ def trainer(
         )
         return Trainer(rig.OPTIONS, config=given, spec=spec)
     given = {**(_FOR_ENGINE if engine else {}), **given}
-    if latent is None:
+    if mla is None:
         spec = moe_rig.grouped_spec("E-") if grouped else moe_rig.block_spec("E-", engine=engine)
         return ExpertTrainer("E-", spec=spec, **given)
-    return LatentExpertTrainer(latent, engine=engine, **given)
+    return MlaExpertTrainer(mla, engine=engine, **given)
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def without_adapters(chunk: nn.Module) -> Iterator[None]:
         module._adapter_enabled = True
 
 
-class LatentExpertTrainer(ExpertTrainer, LatentTrainer):
+class MlaExpertTrainer(ExpertTrainer, MlaTrainer):
     """A model of a layer with experts and a dense one, both with multi-latent attention."""
 
     def __init__(self, kind: str, *, engine: bool = False, **changes: Any) -> None:
         counting = {"finalize_model_grads_func": self._finalize}
-        config = {**moe_rig.BASE, **latent_config(kind), **counting, **changes}
+        config = {**moe_rig.BASE, **mla_config(kind), **counting, **changes}
         self.counts = []
         attention = {"multi_latent_attention": True, "qk_layernorm": config.get("qk_layernorm", False)}
         attention |= {} if engine else {"normalization": "RMSNorm"}

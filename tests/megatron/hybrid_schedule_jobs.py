@@ -13,10 +13,10 @@ from unittest import mock
 
 import megatron_rig as rig
 import torch
-from latent_rig import LatentTrainer
 from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
+from mla_rig import MlaTrainer
 from schedule_jobs import alone, device, how_far, summed, text
 from streams import make_groups
 from torch import Tensor, distributed
@@ -128,7 +128,7 @@ def train(
     lengths: list[list[list[int]]],  # of documents, by step and rank of data parallelism
     cp_sizes: tuple[int, ...],  # by how many ranks the plugin lets packs be shared
     static: int = 1,  # the model's own context-parallel size
-    latent: str | None = None,  # of `latent_rig.KINDS`, for multi-latent attention
+    mla: str | None = None,  # of `mla_rig.KINDS`, for multi-latent attention
     ddp: dict[str, Any] | None = None,  # further fields of the config of Megatron's DDP
     plugin: dict[str, Any] | None = None,  # its capacities; by default one, of a document
     **options: Any,  # further ones of Megatron's config
@@ -144,8 +144,8 @@ def train(
         **options,
     }
     make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
-    if latent is not None:
-        make = partial(LatentTrainer, kind=latent, config=config, ddp=ddp)
+    if mla is not None:
+        make = partial(MlaTrainer, kind=mla, config=config, ddp=ddp)
     documents = [
         [
             [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]

@@ -11,8 +11,8 @@ from typing import Any
 import megatron_rig as rig
 import moe_rig
 from context_jobs import OwnMicro, SharedMicro
-from latent_rig import asks_for_no_engine
 from megatron.core import parallel_state
+from mla_rig import asks_for_no_engine
 from parallel_jobs import ShardedSGD
 from same_bits import assert_same_bits
 from torch import distributed

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.megatron
 # gradients are rounded before they travel.
 BOUND = 2e-2 if torch.cuda.is_available() else 2e-6
 GROUPED = Heads(8, 4, 16, 16)
-LATENT = Heads(4, 4, 48, 32)
+MLA = Heads(4, 4, 48, 32)
 PACKS = {
     "one document": ((64,), 0),
     "some, of which a few are empty": ((8, 0, 40, 16, 0), 0),
@@ -24,7 +24,7 @@ PACKS = {
 CASES = {
     f"{pack}, {name}, {comm_type}": {"comm_type": comm_type, "heads": heads, "lengths": lengths, "tail": tail}
     for pack, (lengths, tail) in PACKS.items()
-    for name, heads in {"grouped queries": GROUPED, "latent": LATENT}.items()
+    for name, heads in {"grouped queries": GROUPED, "mla": MLA}.items()
     for comm_type in (None, "a2a")
 }
 

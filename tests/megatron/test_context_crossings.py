@@ -37,7 +37,7 @@ def test_a_tail_that_is_a_document(world2: World) -> None:
     check(world2.run(schedule_jobs.train_scheduled, plugin=plugin, **TWO))
 
 
-@pytest.mark.parametrize("model", [{}, {"latent": "plain, RoPE"}, {"adapters": True}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"mla": "plain, RoPE"}, {"adapters": True}], ids=str)
 def test_passes_for_log_probabilities(world2: World, model: dict[str, Any]) -> None:
     """Without gradients, in training mode, between steps of another size."""
     lengths = [[[60], [60]], *[[[120, 7], [60]]] * 3]
@@ -49,7 +49,7 @@ def test_passes_for_log_probabilities(world2: World, model: dict[str, Any]) -> N
         assert set(first) == {1} and all(2 in sizes for sizes in others)
 
 
-@pytest.mark.parametrize("model", [{}, {"latent": "low rank, YaRN"}, {"latent": "plain, RoPE"}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"mla": "low rank, YaRN"}, {"mla": "plain, RoPE"}], ids=str)
 @on_ranks(2)
 def test_tables_that_megatron_drops(model: dict[str, Any]) -> None:
     """Its caches are few, and another model asks for tables that are longer, between two replays."""
@@ -145,8 +145,8 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
 
 @pytest.mark.parametrize(
     "model, config",
-    [({}, {}), ({"latent": "plain, RoPE", "experts": True}, WITHOUT_UPDATES)],
-    ids=["dense", "latent experts"],
+    [({}, {}), ({"mla": "plain, RoPE", "experts": True}, WITHOUT_UPDATES)],
+    ids=["dense", "MLA experts"],
 )
 @pytest.mark.parametrize("is_inside", [False, True], ids=["behind the layers", "in a layer"])
 @on_ranks(2)

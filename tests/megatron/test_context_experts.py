@@ -16,13 +16,13 @@ SCOPES = ("attn", "moe_router")
 YARN = pytest.param("low rank, YaRN", marks=pytest.mark.gpu)  # Megatron makes its table there
 
 
-@pytest.mark.parametrize("latent", [None, "plain, RoPE", YARN])
-def test_packs_of_one_size(world2: World, latent: str | None) -> None:
+@pytest.mark.parametrize("mla", [None, "plain, RoPE", YARN])
+def test_packs_of_one_size(world2: World, mla: str | None) -> None:
     options: dict[str, Any] = context_models.MANY_KINDS | {"expert_model_parallel_size": 2}
     for report in world2.run(
         context_jobs.train_shared,
         cp_size=2,
-        model={"experts": True, "latent": latent},
+        model={"experts": True, "mla": mla},
         plugin={"cuda_graph_modules": SCOPES},
         misfits=True,
         has_tails=False,

@@ -59,8 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "heads exchanged": {**HEADS, "cp_comm_type": "a2a"},
     "grouped queries": {**HEADS, "num_query_groups": 2},
     # YaRN's tables are Megatron's, which asks a GPU for its part of them.
-    "latent": {"model": {"latent": "low rank, RoPE"}},
-    "latent, heads exchanged": {"model": {"latent": "plain, RoPE"}, "cp_comm_type": "a2a"},
+    "mla": {"model": {"mla": "low rank, RoPE"}},
+    "mla, heads exchanged": {"model": {"mla": "plain, RoPE"}, "cp_comm_type": "a2a"},
 }
 
 
@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ("ranks", "case", "is_static"),
     [
         *((2, case, is_static) for case in MODELS for is_static in (True, False)),
-        *((4, "gathered", True), (4, "heads exchanged", False), (4, "latent", False)),
+        *((4, "gathered", True), (4, "heads exchanged", False), (4, "mla", False)),
     ],
 )
 def test_each_rank_has_its_share_of_whole_packs(

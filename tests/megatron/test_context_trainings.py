@@ -14,14 +14,14 @@ from worlds import World
 pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
 
 STEPS = 100
-# As Qwen's: norms of queries and keys, and fewer keys; as Moonlight's: latent attention, experts.
+# As Qwen's: norms of queries and keys, and fewer keys; as Moonlight's: multi-latent attention, experts.
 DENSE: tuple[dict[str, Any], dict[str, Any]] = ({}, {"qk_layernorm": True})
 FEWER_KEYS = {"num_query_groups": 1}
 EXPERTS: tuple[dict[str, Any], dict[str, Any]] = (
-    {"latent": "low rank, YaRN", "experts": True},
+    {"mla": "low rank, YaRN", "experts": True},
     {**context_models.MANY_KINDS, "expert_model_parallel_size": 2},
 )
-KINDS = {"dense": DENSE, "latent experts": EXPERTS}
+KINDS = {"dense": DENSE, "MLA experts": EXPERTS}
 ENGINES = [False, pytest.param(True, marks=needs_engine)]
 
 

@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.megatron, needs_engine]
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),
     "dense, fused RoPE": ({}, {"apply_rope_fusion": True}),
-    "latent": ({"latent": "low rank, YaRN"}, {}),
+    "mla": ({"mla": "low rank, YaRN"}, {}),
     "experts": ({"experts": True}, {}),
-    "latent experts": ({"latent": "low rank, YaRN", "experts": True}, context_models.MANY_KINDS),
+    "MLA experts": ({"mla": "low rank, YaRN", "experts": True}, context_models.MANY_KINDS),
 }
 BOUND = 5e-2  # of bfloat16, over the largest entry: sums over rows in another order
 

@@ -115,12 +115,12 @@ OF_PADDED = {**OF_EXPERTS, **moe_rig.CASES["drop and pad"]}
 OF_GROUPED: dict[str, Any] = {"model": {"experts": True, "grouped": True}, "has_reference": False}
 WITHOUT_LOSSES = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
 LOSSES = {**context_models.MANY_KINDS, "plugin": {"cuda_graph_modules": ROUTERS}, "has_reference": False}
-LATENT: dict[str, Any] = {"model": {"latent": "plain, RoPE"}}
+MLA: dict[str, Any] = {"model": {"mla": "plain, RoPE"}}
 ADAPTED: dict[str, Any] = {"lengths": [[[60], [60]], [[120, 7], [60]]] * 2, "model": {"adapters": True}}
 TRAININGS: dict[str, Training] = {
     **{
         f"{kind}, beginning with packs of 2 and 4": four(
-            lengths=steps(5)[1:], model={"latent": kind}, evaluates=True
+            lengths=steps(5)[1:], model={"mla": kind}, evaluates=True
         )
         for kind in ("low rank, YaRN", "plain, RoPE")
     },
@@ -136,14 +136,14 @@ TRAININGS: dict[str, Training] = {
     "experts, padded": scoped("attn", "moe", **OF_PADDED),
     "whole layers of grouped experts": scoped(**OF_GROUPED),
     "grouped experts": scoped("moe", **OF_GROUPED),
-    "latent attention": scoped("attn", **LATENT),
-    "MLPs beside latent attention": scoped("mlp", **LATENT),
+    "MLA": scoped("attn", **MLA),
+    "MLPs beside MLA": scoped("mlp", **MLA),
     "adapters that are off in evaluations of other sizes": two(evaluates=True, **ADAPTED),
     "beside tensor parallelism": beside_tensor_parallelism(sequence_parallel=False),
     "beside tensor parallelism that shares rows": beside_tensor_parallelism(sequence_parallel=True),
     "fewer keys than queries": two(num_query_groups=1),
     **{
-        f"{kind}, fused RoPE": two(model={"latent": kind}, apply_rope_fusion=True, evaluates=True)
+        f"{kind}, fused RoPE": two(model={"mla": kind}, apply_rope_fusion=True, evaluates=True)
         for kind in ("low rank, YaRN", "plain, YaRN")
     },
     "experts": four(
@@ -151,7 +151,7 @@ TRAININGS: dict[str, Training] = {
     ),
     **{
         f"losses of routers, experts over {ranks} ranks": four(
-            model={"experts": True, "latent": "low rank, YaRN"}, expert_model_parallel_size=ranks, **LOSSES
+            model={"experts": True, "mla": "low rank, YaRN"}, expert_model_parallel_size=ranks, **LOSSES
         )
         for ranks in (2, 4)
     },

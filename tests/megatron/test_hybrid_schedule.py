@@ -89,8 +89,8 @@ def test_a_model_that_has_a_size_of_its_own(world4: World) -> None:
     assert sizes_of(runs) == {1, 2, 4}
 
 
-def test_multi_latent_attention(world2: World) -> None:
-    check(world2.run(hybrid_jobs.train, lengths=ON_TWO, cp_sizes=(1, 2), latent="low rank, YaRN"))
+def test_mla(world2: World) -> None:
+    check(world2.run(hybrid_jobs.train, lengths=ON_TWO, cp_sizes=(1, 2), mla="low rank, YaRN"))
 
 
 def test_a_size_that_the_plugin_was_not_told_of(world4: World) -> None:

@@ -23,7 +23,7 @@ from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.both
 
-ROPE = (seams.ATTENTION_ROPE, seams.LATENT_ROPE)
+ROPE = (seams.ATTENTION_ROPE, seams.MLA_ROPE)
 SEAMS = (*seams.SCHEDULES, seams.GPT_FORWARD, seams.BLOCK_FORWARD, *ROPE, *(seams.hybrid_seams() or ()))
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
-from context_models import LatentExpertTrainer
-from latent_rig import KINDS, LatentHybridTrainer, LatentTrainer
+from context_models import MlaExpertTrainer
 from mamba_rig import Documented, HybridExpertTrainer, MambaTrainer, grouped_hybrid
 from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, Run, compare_runs, plain, steps_of
+from mla_rig import KINDS, MlaHybridTrainer, MlaTrainer
 from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from moe_rig import PADDED_EXPERTS as PADDED
@@ -22,7 +22,7 @@ from megagraph.megatron import seams
 
 pytestmark = [
     pytest.mark.usefixtures("experts"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # of latent attention
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of multi-latent attention
     # Of shared experts that overlap, whose gradients Megatron makes on a stream of its own.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
@@ -63,12 +63,12 @@ for scopes in HALVES:
     TABLE |= {f"{name}-{written(scopes)}": Row(plain, {"ddp": ddp}, scopes) for name, ddp in DDP.items()}
 for kind in KINDS:
     for scopes in ((), *HALVES):
-        TABLE[f"{kind}-{written(scopes)}"] = Row(LatentTrainer, {"kind": kind}, scopes)
-    HYBRIDS[f"hybrid, {kind}"] = Row(LatentHybridTrainer, {"kind": kind}, sites=4, runs=HAS_HYBRID)
+        TABLE[f"{kind}-{written(scopes)}"] = Row(MlaTrainer, {"kind": kind}, scopes)
+    HYBRIDS[f"hybrid, {kind}"] = Row(MlaHybridTrainer, {"kind": kind}, sites=4, runs=HAS_HYBRID)
 for kind in ("low rank, YaRN", "plain, YaRN"):
     for scopes in ((), HALVES[0]):
         fused = {"kind": kind, "config": {"apply_rope_fusion": True}}
-        TABLE[f"{kind}, fused RoPE-{written(scopes)}"] = Row(LatentTrainer, fused, scopes)
+        TABLE[f"{kind}, fused RoPE-{written(scopes)}"] = Row(MlaTrainer, fused, scopes)
 for position in ("rope", "none"):
     for name in ("plain", "overlap"):
         given = {"position": position, "ddp": DDP[name]}
@@ -175,7 +175,7 @@ for kind, scopes, sites in (
     ("low rank, YaRN", ("attn", "moe_router"), 2),
 ):
     given = {"kind": kind, **moe_rig.BIAS, **moe_rig.CASES["shared experts"]}
-    TABLE[f"experts, {kind}-{written(scopes)}"] = Row(LatentExpertTrainer, given, scopes, sites)
+    TABLE[f"experts, {kind}-{written(scopes)}"] = Row(MlaExpertTrainer, given, scopes, sites)
 
 EAGER: dict[str, tuple[Run, Any]] = {}  # what each set of scopes is compared with
 

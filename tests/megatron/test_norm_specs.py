@@ -65,7 +65,7 @@ def test_l2_norms_of_queries_and_keys_stay() -> None:
     assert attention.submodules.q_layernorm is attention.submodules.k_layernorm is L2Norm
 
 
-def test_norms_of_latent_attention_are_ours_too() -> None:
+def test_norms_of_mla_are_ours_too() -> None:
     spec = megagraph.get_gpt_layer_varlen_spec(multi_latent_attention=True, qk_layernorm=True)
     attention = spec.submodules.self_attention.submodules
     assert attention.q_layernorm is attention.kv_layernorm is Norm

@@ -10,7 +10,7 @@ import moe_rig
 import pipeline_jobs
 import pytest
 import torch
-from latent_rig import latent_config
+from mla_rig import mla_config
 from torch import distributed
 from worlds import World, on_ranks
 
@@ -117,8 +117,8 @@ def test_experts_that_ranks_of_a_stage_share(world4: World) -> None:
     check(world4.run(pipeline_jobs.train_pair, cut=cut, **experts))
 
 
-def test_multi_latent_attention(world2: World) -> None:
-    check(world2.run(pipeline_jobs.train_pair, cut=Cut(), transformer=latent_config("low rank, RoPE")))
+def test_mla(world2: World) -> None:
+    check(world2.run(pipeline_jobs.train_pair, cut=Cut(), transformer=mla_config("low rank, RoPE")))
 
 
 def test_four_stages(world4: World) -> None:

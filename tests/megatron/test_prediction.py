@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 from unittest import mock
 
-import latent_rig
+import mla_rig
 import moe_rig
 import pytest
 import torch
@@ -245,19 +245,19 @@ def test_detached_and_repeated_layers_of_prediction() -> None:
 
 
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-def test_multi_latent_attention(kind: str) -> None:
+def test_mla(kind: str) -> None:
     """Its layers in prediction make their own tables, for the pack as it was given."""
-    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    config = latent_rig.latent_config(kind)
+    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    config = mla_rig.mla_config(kind)
     spec = megagraph.get_gpt_block_varlen_spec(
-        transformer_config(latent_rig.OPTIONS, **config),
+        transformer_config(mla_rig.OPTIONS, **config),
         normalization="RMSNorm",
         multi_latent_attention=True,
         qk_layernorm=config.get("qk_layernorm", False),
     )
     given = [[Micro(lengths=(20, 14, 30), seed=1), Micro(lengths=(9, 17), seed=2)]] * 3
-    with mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type)):
-        graphed = compare(given, options=latent_rig.OPTIONS, spec=spec, **config)
+    with mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type)):
+        graphed = compare(given, options=mla_rig.OPTIONS, spec=spec, **config)
     assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
 
 

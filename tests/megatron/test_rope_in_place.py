@@ -89,17 +89,17 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return t, freqs, canonical(*ENDS)
 
 
-LATENT = {"multi_latent_attention": True}
+MLA = {"multi_latent_attention": True}
 LAYOUTS: list[tuple[bool, dict[str, bool], dict[str, bool], RopeLayout]] = [
     (False, {}, {}, "neox"),
     (True, {}, {}, "neox"),
     (False, {"rotary_interleaved": True}, {}, "interleaved"),
     (True, {"rotary_interleaved": True}, {}, "interleaved"),
-    (False, LATENT, {}, "mla_interleaved"),
+    (False, MLA, {}, "mla_interleaved"),
     # Later releases say so in the call, not in the config.
-    (True, LATENT, {}, "neox"),
-    (True, LATENT, {"mla_rotary_interleaved": False}, "neox"),
-    (True, LATENT, {"mla_rotary_interleaved": True}, "mla_interleaved"),
+    (True, MLA, {}, "neox"),
+    (True, MLA, {"mla_rotary_interleaved": False}, "neox"),
+    (True, MLA, {"mla_rotary_interleaved": True}, "mla_interleaved"),
 ]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import moe_rig
 import pytest
-from latent_rig import latent_config
 from mamba_rig import Documented, HybridExpertTrainer, PlainMixer
 from megatron_rig import OPTIONS, compare_runs, needs_engine, steps_of
+from mla_rig import mla_config
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
@@ -78,10 +78,10 @@ MODELS = {
     "padded experts": Model(
         kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS[1:], ("moe",)), config=PADDED
     ),
-    "latent attention and experts": Model(
+    "MLA and experts": Model(
         kinds="E-",
         scopes=with_each(("attn", "mlp"), *ROUTERS),
-        config={**EIGHT, **latent_config("low rank, YaRN")},
+        config={**EIGHT, **mla_config("low rank, YaRN")},
         attention={"multi_latent_attention": True, "qk_layernorm": True},
     ),
     "hybrid with Mamba and experts": Model(
@@ -169,7 +169,7 @@ def test_eight_steps_have_the_bits_of_eager(name: str, scopes: Scopes, layers: s
 
 LONG = {
     "experts": ("attn", "moe_router", "moe_preprocess"),
-    "latent attention and experts": ("attn", "mlp", "moe_router"),
+    "MLA and experts": ("attn", "mlp", "moe_router"),
     "hybrid with Mamba and experts": ("mamba", "attn", "moe_router"),
 }
 

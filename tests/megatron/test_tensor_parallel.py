@@ -9,8 +9,8 @@ from typing import Any
 import megatron_rig as rig
 import parallel_jobs
 import pytest
-from latent_rig import LatentTrainer
 from megatron.core import parallel_state
+from mla_rig import MlaTrainer
 from same_bits import assert_same_bits
 from streams import seeded
 from torch import Tensor, distributed
@@ -36,8 +36,8 @@ def eager_calls(report: dict[str, Any]) -> dict[str, int]:
     return eager
 
 
-latent = partial(LatentTrainer, kind="plain, RoPE")
-fused_latent = partial(LatentTrainer, kind="low rank, YaRN")
+mla = partial(MlaTrainer, kind="plain, RoPE")
+fused_mla = partial(MlaTrainer, kind="low rank, YaRN")
 SHARES: dict[str, Any] = {"sequence_parallel": True}
 # What makes the models, what is graphed, and further options of Megatron's.
 TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
@@ -48,8 +48,8 @@ TRAININGS: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
     "dropout": (parallel_jobs.model, (), {**SHARES, "hidden_dropout": 0.1}),
     "attention": (parallel_jobs.model, ("attn",), SHARES),
     "MLPs": (parallel_jobs.model, ("mlp",), {}),
-    "latent attention": (latent, (), SHARES),
-    "latent attention, fused RoPE": (fused_latent, (), {"apply_rope_fusion": True}),
+    "MLA": (mla, (), SHARES),
+    "MLA, fused RoPE": (fused_mla, (), {"apply_rope_fusion": True}),
 }
 
 

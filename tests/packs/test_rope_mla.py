@@ -15,8 +15,8 @@ from rope_cases import Rank, frequencies, tables, without_empty_documents
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.packs.latent_rope import Rotation
-from megagraph.packs.latent_rope import rope_mla as rotate
+from megagraph.packs.mla_rope import Rotation
+from megagraph.packs.mla_rope import rope_mla as rotate
 from megagraph.packs.ops import rope_thd
 
 MSCALE = 1.2079

@@ -240,7 +240,7 @@ def test_queries_see_keys_up_to_the_end_and_poison_in_the_tails_changes_no_bit(
 
 @pytest.mark.parametrize("cp_rank", [0, 1, 3])
 def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank: int) -> None:
-    """Latent attention's head dimension, keys taken out of rows that are gathered rank by rank."""
+    """Multi-latent attention's head dimension, keys taken out of rows that are gathered rank by rank."""
     lengths, cp_size = [64, 0, 8, 24], 4
     total = sum(lengths) + 2 * cp_size
     q, k, v, grad = keyed_inputs(total, total, 4, 2, 192, device)

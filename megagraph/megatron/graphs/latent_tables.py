@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.megatron.seams import LATENT_ATTENTION
+from megagraph.megatron.seams import MLA_ATTENTION
 
 __all__ = ["LatentTables"]
 
@@ -26,10 +26,10 @@ _ANGLES, _COSINES = "forward", "get_cached_cos_sin"
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:
     """Those of every multi-latent attention inside; one that several share, once."""
-    latent = LATENT_ATTENTION.owner()
+    mla = MLA_ATTENTION.owner()
     found: dict[nn.Module, None] = {}
     for module in block.modules():
-        if isinstance(module, latent) and isinstance(module.rotary_pos_emb, nn.Module):
+        if isinstance(module, mla) and isinstance(module.rotary_pos_emb, nn.Module):
             found[module.rotary_pos_emb] = None
     return [*found]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megagraph.megatron.seams import has_latent_attention
+from megagraph.megatron.seams import has_mla
 
 __all__ = ["OwnTables", "is_canonical", "mark_canonical", "with_canonical_mark"]
 
@@ -66,7 +66,7 @@ class OwnTables:
     def __init__(self, model: nn.Module, make: Callable[[Any, Tensor], Mapping[str, Any]]) -> None:
         self._make = make
         config: Any = model.config
-        self.are_cut = has_latent_attention(model)
+        self.are_cut = has_mla(model)
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self.are_handed_on: bool | None = None

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, distributed
 
 from megagraph.megatron.graphs.positions import is_canonical
-from megagraph.megatron.seams import LATENT_KEY_ROPE, LATENT_QUERY_ROPE, Seam
+from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam
 from megagraph.modules import RotaryTables
-from megagraph.packs.latent_rope import Rotation, rope_mla
+from megagraph.packs.mla_rope import Rotation, rope_mla
 from megagraph.packs.ops import RopeLayout
 
 __all__ = [
@@ -91,8 +91,8 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
     by_config = _INTERLEAVED not in inspect.signature(original).parameters
 
-    def layout_of(config: Any, is_latent: bool) -> RopeLayout:
-        if config.multi_latent_attention if by_config else is_latent:
+    def layout_of(config: Any, is_mla: bool) -> RopeLayout:
+        if config.multi_latent_attention if by_config else is_mla:
             return "mla_interleaved"
         return "interleaved" if config.rotary_interleaved else "neox"
 
@@ -173,12 +173,12 @@ def _key_and_value(arguments: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
 
 def wrap_query_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fused_apply_mla_rope_for_q` as multi-latent attention sees it."""
-    return _wrap(original, LATENT_QUERY_ROPE, _query)
+    return _wrap(original, MLA_QUERY_ROPE, _query)
 
 
 def wrap_key_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
-    return _wrap(original, LATENT_KEY_ROPE, _key_and_value)
+    return _wrap(original, MLA_KEY_ROPE, _key_and_value)
 
 
 _ROWS = ("query", "key", "value")

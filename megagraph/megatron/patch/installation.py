@@ -57,9 +57,9 @@ class _Installation:
                 self._wrap(seams.MIXER_DOCUMENTS, wrap_documents)
         self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
         self._wrap(seams.ATTENTION_ROPE, wrap_rope)
-        self._wrap(seams.LATENT_ROPE, wrap_rope)
-        self._wrap(seams.LATENT_QUERY_ROPE, wrap_query_rope)
-        self._wrap(seams.LATENT_KEY_ROPE, wrap_key_rope)
+        self._wrap(seams.MLA_ROPE, wrap_rope)
+        self._wrap(seams.MLA_QUERY_ROPE, wrap_query_rope)
+        self._wrap(seams.MLA_KEY_ROPE, wrap_key_rope)
         for attention in seams.engine_seams():
             self._wrap(attention, wrap_engine_attention)
         experts = ExpertWrappers(plugin)

@@ -27,13 +27,13 @@ __all__ = [
     "GPT_FORWARD",
     "HYBRID_FORWARD",
     "HYBRID_STACK_FORWARD",
-    "LATENT_ATTENTION",
-    "LATENT_KEY_ROPE",
-    "LATENT_QUERY_ROPE",
-    "LATENT_ROPE",
     "MAMBA_FORWARD",
     "MAMBA_STACK_FORWARD",
     "MIXER_DOCUMENTS",
+    "MLA_ATTENTION",
+    "MLA_KEY_ROPE",
+    "MLA_QUERY_ROPE",
+    "MLA_ROPE",
     "MODEL_SEAMS",
     "PACKED_SEQ_PARAMS",
     "PACK_GROUPS",
@@ -41,12 +41,12 @@ __all__ = [
     "SCHEDULES",
     "STAGE_GROUP",
     "engine_seams",
-    "has_latent_attention",
+    "has_mla",
     "hybrid_groups",
     "hybrid_seams",
     "is_engine_attention",
     "packs_say_documents",
-    "replaced_latent_rope",
+    "replaced_mla_rope",
     "replaced_rope",
     "static_group",
 ]
@@ -93,18 +93,18 @@ ATTENTION_ROPE = Seam(
     path="apply_rotary_pos_emb",
     parameters=("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group"),
 )
-LATENT_ROPE = Seam(
+MLA_ROPE = Seam(
     module="megatron.core.transformer.multi_latent_attention",
     path="apply_rotary_pos_emb",
     parameters=ATTENTION_ROPE.parameters,
 )
 # Its fused RoPE of queries, and of keys with values: kernels of Triton, which need a GPU to run.
-LATENT_QUERY_ROPE = Seam(
+MLA_QUERY_ROPE = Seam(
     module="megatron.core.transformer.multi_latent_attention",
     path="fused_apply_mla_rope_for_q",
     parameters=("t", "cos", "sin", "qk_head_dim", "emb_dim", "cu_seqlens_q", "cp_rank", "cp_size"),
 )
-LATENT_KEY_ROPE = Seam(
+MLA_KEY_ROPE = Seam(
     module="megatron.core.transformer.multi_latent_attention",
     path="fused_apply_mla_rope_for_kv",
     parameters=(
@@ -112,9 +112,9 @@ LATENT_KEY_ROPE = Seam(
         *("cp_rank", "cp_size"),
     ),
 )
-_LATENT_ROPE_MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
+_MLA_ROPE_MODULE = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 # Says which modules make rotary tables of their own.
-LATENT_ATTENTION = Seam(
+MLA_ATTENTION = Seam(
     module="megatron.core.transformer.multi_latent_attention",
     path="MultiLatentAttention.forward",
     parameters=("hidden_states", "attention_mask", "packed_seq_params"),
@@ -167,7 +167,7 @@ PACKED_SEQ_PARAMS = Seam(
 )
 # Called, not wrapped.
 _CALLED = (
-    LATENT_ATTENTION,
+    MLA_ATTENTION,
     PACKED_SEQ_PARAMS,
     DATA_AND_CONTEXT_GROUP,
     STAGE_GROUP,
@@ -183,16 +183,16 @@ _CALLED = (
     Seam(module="megatron.core.tensor_parallel", path="get_cuda_rng_tracker", parameters=()),
 )
 MODEL_SEAMS = (
-    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PREDICTION_FORWARD, ATTENTION_ROPE, LATENT_ROPE),
-    *(LATENT_QUERY_ROPE, LATENT_KEY_ROPE),
+    *(*SCHEDULES, GPT_FORWARD, BLOCK_FORWARD, PREDICTION_FORWARD, ATTENTION_ROPE, MLA_ROPE),
+    *(MLA_QUERY_ROPE, MLA_KEY_ROPE),
     *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values(), *_CALLED),
 )
 
 
-def has_latent_attention(model: nn.Module) -> bool:
+def has_mla(model: nn.Module) -> bool:
     """Whether any attention of a model is multi-latent, whatever its config says."""
-    latent = LATENT_ATTENTION.owner()
-    return any(isinstance(module, latent) for module in model.modules())
+    mla = MLA_ATTENTION.owner()
+    return any(isinstance(module, mla) for module in model.modules())
 
 
 def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
@@ -229,10 +229,10 @@ def replaced_rope(seam: Seam) -> str | None:
     return None
 
 
-def replaced_latent_rope() -> str | None:
-    """The name of a function that a host has put in place of one of Megatron's fused latent RoPE, or None."""
-    own = vars(importlib.import_module(_LATENT_ROPE_MODULE))
-    for seam in (LATENT_QUERY_ROPE, LATENT_KEY_ROPE):
+def replaced_mla_rope() -> str | None:
+    """The name of a function that a host has put in place of one of Megatron's fused MLA RoPE, or None."""
+    own = vars(importlib.import_module(_MLA_ROPE_MODULE))
+    for seam in (MLA_QUERY_ROPE, MLA_KEY_ROPE):
         function = below_ours(seam.function())
         if getattr(function, "__globals__", None) is not own:
             return called_name(function)

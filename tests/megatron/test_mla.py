@@ -13,7 +13,6 @@ from typing import Any
 import parallel_jobs
 import pytest
 import torch
-from latent_rig import LatentHybridTrainer, LatentTrainer, ScatteredLatent
 from megatron_rig import (
     CAPACITY,
     HYBRID_PATTERN,
@@ -29,6 +28,7 @@ from megatron_rig import (
     report_of,
     step,
 )
+from mla_rig import MlaHybridTrainer, MlaTrainer, ScatteredMla
 from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from megagraph.megatron.graphs.latent_tables import LatentTables
 from megagraph.megatron.graphs.positions import with_canonical_mark
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
-from megagraph.packs.latent_rope import Rotation, rope_mla
+from megagraph.packs.mla_rope import Rotation, rope_mla
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -50,7 +50,7 @@ SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 
 def test_padding_between_documents_and_several_slots(install: Install) -> None:
     install(cuda_graph_slots=2)
-    pair = Pair(LatentTrainer, kind="low rank, YaRN")
+    pair = Pair(MlaTrainer, kind="low rank, YaRN")
     for index in range(6):
         pair.step(
             Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
@@ -70,7 +70,7 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind
         [canonical(lengths[(index + m) % 5], capacity=capacity, seed=7 * index + m) for m in range(2)]
         for index in range(4)
     ]
-    trainer = ScatteredLatent if kind == "plain, RoPE" else LatentTrainer
+    trainer = ScatteredMla if kind == "plain, RoPE" else MlaTrainer
     runs = three_modes(steps, lambda: trainer(kind=kind), capacities=(capacity,))
     goes_on = {"SIGNATURE_CHANGED": 4 * 2 * LAYERS}
     assert runs["graph"].report["eager"] == (goes_on if max_seqlen == 64 else {"WARMING_UP": 2 * LAYERS})
@@ -90,8 +90,8 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
         for index in range(3)
     ]
 
-    def make() -> ScatteredLatent:
-        trainer = ScatteredLatent(kind="plain, RoPE")
+    def make() -> ScatteredMla:
+        trainer = ScatteredMla(kind="plain, RoPE")
         if is_left_eager:
             for layer in trainer.chunk.decoder.layers:
                 layer.mlp.register_forward_hook(lambda *_: None)
@@ -126,7 +126,7 @@ def _table(embedding: nn.Module, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["plain, RoPE", "plain, YaRN"])
 def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str) -> None:
-    block = LatentTrainer(kind=kind).chunk.decoder
+    block = MlaTrainer(kind=kind).chunk.decoder
     embeddings, tables = _embeddings(block), LatentTables()
     wanted = _table(embeddings[0], 40).clone()
     with tables.answering(block, "a variant"):
@@ -155,7 +155,7 @@ def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str)
 
 def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
     """Bug: it was put back once for each of them, which failed, and left the whole model without graphs."""
-    block = LatentTrainer(kind="plain, RoPE").chunk.decoder
+    block = MlaTrainer(kind="plain, RoPE").chunk.decoder
     shared = block.layers[0].self_attention.rotary_pos_emb
     for layer in block.layers:
         layer.self_attention.rotary_pos_emb = shared
@@ -165,7 +165,7 @@ def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
 
 
 def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
-    block = ScatteredLatent(kind="plain, RoPE").chunk.decoder
+    block = ScatteredMla(kind="plain, RoPE").chunk.decoder
     (embedding, *_others) = _embeddings(block)
     before = vars(embedding)["forward"]
     with LatentTables().answering(block, "a variant"):
@@ -177,7 +177,7 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str) -> None:
     """It keeps 32 of them over all layers and models, and what comes next gets their memory."""
-    pair = Pair(LatentTrainer, kind=kind)
+    pair = Pair(MlaTrainer, kind=kind)
     rubbish: list[Tensor] = []
     *steps, last, one_more = parallel_jobs.steps_of(8 if ON_GPU else 5)
     for index, micros in enumerate(steps):
@@ -213,8 +213,8 @@ def test_selective_recompute_has_the_bits_of_none(
     install()
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [module]}
     rope = {"apply_rope_fusion": fused}
-    pair = Pair(LatentTrainer, kind=kind, config={**recomputed, **rope})
-    pair.eager = LatentTrainer(kind=kind, config=rope)
+    pair = Pair(MlaTrainer, kind=kind, config={**recomputed, **rope})
+    pair.eager = MlaTrainer(kind=kind, config=rope)
     *steps, last = parallel_jobs.steps_of(7 if ON_GPU else 4)
     pair.train(steps)
     pair.evaluate(ONE, TWO)
@@ -226,14 +226,14 @@ def test_selective_recompute_has_the_bits_of_none(
 # -- other models --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seam", "is_refused"), [(seams.LATENT_ROPE, True), (seams.ATTENTION_ROPE, False)])
+@pytest.mark.parametrize(("seam", "is_refused"), [(seams.MLA_ROPE, True), (seams.ATTENTION_ROPE, False)])
 def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
     seam: seams.Seam, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError
 
-    trainer = LatentTrainer(kind="plain, RoPE")
+    trainer = MlaTrainer(kind="plain, RoPE")
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
     refusal = refusal_of(trainer.chunk, trainer.model)
     assert (refusal is not None) == is_refused
@@ -253,7 +253,7 @@ def of_engine(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 def test_layers_of_transformer_engine(install: Install, kind: str, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    pair = Pair(LatentTrainer, kind=kind, transformer_engine=True)
+    pair = Pair(MlaTrainer, kind=kind, transformer_engine=True)
     pair.train(parallel_jobs.steps_of(20))
     pair.evaluate(ONE, TWO)
     pair.evaluate(TWO, ONE)
@@ -267,7 +267,7 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
     reports = world2.run(
         parallel_jobs.train_pair,
         tensor_parallel=2,
-        make=partial(LatentTrainer, kind="low rank, YaRN", transformer_engine=True),
+        make=partial(MlaTrainer, kind="low rank, YaRN", transformer_engine=True),
         config={"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel},
     )
     for report in reports:
@@ -281,7 +281,7 @@ def test_a_hybrid_model_of_layers_of_transformer_engine(install: Install) -> Non
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     install()
-    trainer = LatentHybridTrainer(kind="plain, RoPE", spec=hybrid_stack_spec)
+    trainer = MlaHybridTrainer(kind="plain, RoPE", spec=hybrid_stack_spec)
     step(trainer, [ONE, TWO], times=4)
     report = report_of(trainer)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * len(HYBRID_PATTERN)}
@@ -302,13 +302,13 @@ def test_fused_packs_that_are_canonical_have_the_bits_of_an_unpatched_run(kind: 
     steps: list[list[Micro]] = [
         [canonical(lengths[(index + m) % 5], seed=7 * index + m) for m in range(2)] for index in range(8)
     ]
-    runs = three_modes(steps, lambda: LatentTrainer(kind=kind, config=FUSED), capacities=(CAPACITY,))
+    runs = three_modes(steps, lambda: MlaTrainer(kind=kind, config=FUSED), capacities=(CAPACITY,))
     assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * LAYERS}
 
 
 def test_a_longer_pack_replaces_buffers_that_no_graph_reads() -> None:
     """Megatron makes longer tables then, here of another dtype, too, and frees those of before."""
-    pair = Pair(LatentTrainer, kind="low rank, YaRN", config=FUSED)
+    pair = Pair(MlaTrainer, kind="low rank, YaRN", config=FUSED)
     rubbish: list[Tensor] = []
     *steps, last, one_more = parallel_jobs.steps_of(5)
     for index, micros in enumerate(steps):
@@ -326,7 +326,7 @@ def test_a_longer_pack_replaces_buffers_that_no_graph_reads() -> None:
 
 def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() -> None:
     """Bug: buffers that came up stayed, and a layer looked changed."""
-    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
     (embedding, *_) = _embeddings(trainer.chunk.decoder)
     for name in list(embedding._buffers):
         delattr(embedding, name)
@@ -339,7 +339,7 @@ def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() 
 
 
 def test_layers_that_are_captured_share_tables_of_their_own() -> None:
-    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
     block: Any = trainer.chunk.decoder
     embeddings, tables = _embeddings(trainer.chunk.decoder), LatentTables()
     ask = {"dtype": torch.bfloat16, "packed_seq": True}
@@ -369,7 +369,7 @@ def _megatrons(seam: seams.Seam) -> Callable[..., Any]:
     return called
 
 
-_QUERY, _KEY = seams.LATENT_QUERY_ROPE, seams.LATENT_KEY_ROPE
+_QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 
 
 def _rows(device: str = "cpu") -> dict[str, Tensor]:
@@ -425,14 +425,14 @@ def test_everything_else_is_megatrons(changes: dict[str, Any]) -> None:
         wrap_key_rope(_megatrons(_KEY))(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, **changes)
 
 
-@pytest.mark.parametrize("seam", [seams.LATENT_QUERY_ROPE, seams.LATENT_KEY_ROPE], ids=lambda seam: seam.path)
+@pytest.mark.parametrize("seam", [seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE], ids=lambda seam: seam.path)
 def test_a_hosts_kernels_in_place_of_megatrons_are_refused(
     seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError
 
-    trainer = LatentTrainer(kind="plain, YaRN", config=FUSED)
+    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
     assert refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
     assert "rope_of_a_host in place of Megatron's RoPE" in refused(trainer.chunk, trainer.model)

@@ -17,7 +17,7 @@ import megagraph
 from megagraph.demo.trainer import Trainer, transformer_config
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, heads=4)
-LATENT: dict[str, Any] = {
+MLA: dict[str, Any] = {
     "multi_latent_attention": True,
     "kv_lora_rank": 16,
     "qk_head_dim": 16,
@@ -48,9 +48,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def latent_config(kind: str, **changes: Any) -> dict[str, Any]:
+def mla_config(kind: str, **changes: Any) -> dict[str, Any]:
     """Further fields of Megatron's config of one of `KINDS`."""
-    return {**LATENT, **KINDS[kind], **changes}
+    return {**MLA, **KINDS[kind], **changes}
 
 
 def _spec(config: dict[str, Any], *, transformer_engine: bool) -> Any:
@@ -64,11 +64,11 @@ def _spec(config: dict[str, Any], *, transformer_engine: bool) -> Any:
 
 def asks_for_no_engine() -> contextlib.AbstractContextManager[object]:
     """Without Transformer Engine, release 0.16.1 takes it for there, and asks for its classes."""
-    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    return mock.patch.object(latent, "HAVE_TE", isinstance(latent.TELinear, type))
+    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type))
 
 
-class LatentTrainer(Trainer):
+class MlaTrainer(Trainer):
     """The reference loop around a GPTModel."""
 
     def __init__(
@@ -81,7 +81,7 @@ class LatentTrainer(Trainer):
     ) -> None:
         if transformer_engine:
             seed_streams()
-        config = latent_config(kind, **(config or {}))
+        config = mla_config(kind, **(config or {}))
         spec = _spec(config, transformer_engine=transformer_engine)
         super().__init__(OPTIONS, config=config, spec=spec, **further)
 
@@ -90,11 +90,11 @@ class LatentTrainer(Trainer):
             return super().make_chunk(config, spec)
 
 
-class LatentHybridTrainer(rig.HybridTrainer):
+class MlaHybridTrainer(rig.HybridTrainer):
     """The reference loop around a HybridModel."""
 
     def __init__(self, *, kind: str, spec: Any = None) -> None:
-        config = latent_config(kind)
+        config = mla_config(kind)
         if spec is None:
             qk_layernorm = config.get("qk_layernorm", False)
             spec = megagraph.get_hybrid_stack_varlen_spec(qk_layernorm=qk_layernorm, normalization="RMSNorm")
@@ -103,7 +103,7 @@ class LatentHybridTrainer(rig.HybridTrainer):
         super().__init__(pattern="+-+-", spec=spec, config=config)
 
 
-class ScatteredLatent(LatentTrainer):
+class ScatteredMla(MlaTrainer):
     """A model whose attention finds unrelated angles in its tables, so that a wrong row is no matter of
     roundings: rotation is relative."""
 

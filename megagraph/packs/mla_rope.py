@@ -81,7 +81,7 @@ class _RopeMla(torch.autograd.Function):
 def rope_mla(
     q: Tensor | None, kv: Tensor | None, k_pe: Tensor | None, how: Rotation, *, v_dim: int = 0
 ) -> tuple[Tensor, ...]:
-    """Rotate the last dimensions of latent queries in place, and make keys and values, in one launch.
+    """Rotate the last dimensions of MLA's queries in place, and make keys and values, in one launch.
 
     The tensor `q` must not be used afterwards: it holds what the result does, without its history. Is
     differentiable once, and not in the tables. Positions begin at 0 in each document. Members of a pair lie
