@@ -136,9 +136,9 @@ def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
 def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = seams.Seam(module="megatron.core.absent", path="Model.forward", parameters=())
-    monkeypatch.setattr(seams.models, "HYBRID_FORWARD", absent)
-    monkeypatch.setattr(seams.models, "MAMBA_FORWARD", absent)
+    absent = seams.Seam("megatron.core.absent", "Model.forward")
+    monkeypatch.setattr(seams, "HYBRID_FORWARD", absent)
+    monkeypatch.setattr(seams, "MAMBA_FORWARD", absent)
     before = [seam.function() for seam in HYBRID]
     install()
     assert [seam.function() for seam in HYBRID] == before

@@ -15,15 +15,7 @@ from megagraph.megatron.parallel.sharing import unsupported_sharing
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.parts import MAMBA, is_mamba
 from megagraph.megatron.scopes.rules import Asked, broken_rule
-from megagraph.megatron.seams import (
-    ATTENTION_ROPE,
-    MLA_ROPE,
-    PREDICTION_FORWARD,
-    has_mla,
-    is_replaced,
-    replaced_mla_rope,
-    replaced_rope,
-)
+from megagraph.megatron.seams import PREDICTION_FORWARD, has_mla, is_replaced, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
@@ -133,7 +125,7 @@ def refusal_of(
             return _not_supported(name)
     if getattr(model, "position_embedding_type", None) == "mrope":
         return _not_supported("multimodal RoPE (position_embedding_type='mrope')")
-    replaced = _replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
+    replaced = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
     if replaced is not None:
         return _not_supported(f"{replaced} in place of Megatron's RoPE")
     block: Any = model.decoder
@@ -146,15 +138,6 @@ def refusal_of(
         return _not_supported(experts)
     broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
     return None if broken is None else Refusal(reason=broken.rule.reason, sentence=broken.sentence)
-
-
-def _replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
-    """A host's function in place of one of Megatron's that our ops reproduce, or None."""
-    if is_mla and is_fused:
-        return replaced_mla_rope()
-    if is_fused:
-        return None
-    return replaced_rope(MLA_ROPE if is_mla else ATTENTION_ROPE)
 
 
 def _refusal_of_prediction(model: Any) -> Refusal | None:

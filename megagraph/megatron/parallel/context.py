@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 
 from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
-from megagraph.megatron.seams import DATA_AND_CONTEXT_GROUP, hybrid_groups, static_group
+from megagraph.megatron.seams import DATA_AND_CONTEXT_GROUP, PACK_GROUPS, hybrid_groups
 
 __all__ = ["ContextGroups", "ContextRanks", "context_groups"]
 
@@ -246,7 +246,8 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
             f"expected the groups of {cp_sizes} ranks that were made before, got none of {destroyed}: they "
             "have been destroyed; make Megatron's groups anew as well"
         )
-    sources = hybrid_groups(cp_sizes), kept, static_group()
+    static = PACK_GROUPS["cp"].function()(check_initialized=False)  # the same for all packs
+    sources = hybrid_groups(cp_sizes), kept, {} if static is None else {static.size(): static}
     given = {size: [found[size] for found in sources if size in found] for size in cp_sizes}
     made = ContextGroups(parent, cp_sizes, given)
     _Kept.parent, _Kept.groups = parent, {**kept, **made.known()}

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where megatron-core is touched, and what each place must look like. The only module that knows a release.
+
+A seam is checked by its signature when the plugin is installed; what is missing or changed is named then, not
+in the middle of a run.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megagraph.log import log
+
+__all__ = [
+    "ATTENTION_ROPE",
+    "BLOCK_FORWARD",
+    "DATA_AND_CONTEXT_GROUP",
+    "DESTROY_MODEL_PARALLEL",
+    "DESTROY_PROCESS_GROUP",
+    "DISPATCH_PREPROCESS",
+    "ENGINE_ATTENTION",
+    "EXPERT_BIAS",
+    "EXPERT_CHOICE",
+    "EXPERT_FORWARD",
+    "EXPERT_PREPROCESS",
+    "GPT_FORWARD",
+    "HYBRID_FORWARD",
+    "HYBRID_STACK_FORWARD",
+    "MAMBA_FORWARD",
+    "MIXER_DOCUMENTS",
+    "MLA_ATTENTION",
+    "MLA_KEY_ROPE",
+    "MLA_QUERY_ROPE",
+    "MLA_ROPE",
+    "MLP_FORWARD",
+    "PACKED_SEQ_PARAMS",
+    "PACK_GROUPS",
+    "PERMUTATION",
+    "PERMUTED_ROWS",
+    "PREDICTION_FORWARD",
+    "ROUTER_FORWARD",
+    "ROUTING",
+    "SAVING_GROUP",
+    "SCHEDULES",
+    "STAGE_GROUP",
+    "SUPPORTED",
+    "Seam",
+    "called_name",
+    "check_core",
+    "engine_seams",
+    "has_mla",
+    "hybrid_groups",
+    "hybrid_seams",
+    "is_engine_attention",
+    "is_replaced",
+    "made_in",
+    "metric_group",
+    "moe_metrics",
+    "packs_say_documents",
+    "permutation_sorts",
+    "replaced_choice",
+    "replaced_rope",
+    "router_losses_count_ranks",
+    "set_metric_group",
+]
+
+# Releases that the tests run against. Others are tried, with a warning.
+SUPPORTED = ("0.16.1", "0.19.2")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function of megatron-core that the plugin wraps or calls.
+
+    Args:
+        module: in which it is looked up when it is called.
+        path: dotted name in the module.
+        parameters: names that its signature must have, in order as far as they are positional.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] = ()
+
+    def owner(self) -> Any:
+        """The module or class that holds the function."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.path.split(".")[:-1]:
+            found = getattr(found, part)
+        return found
+
+    @property
+    def name(self) -> str:
+        """Its name in the owner."""
+        return self.path.split(".")[-1]
+
+    def function(self) -> Callable[..., Any]:
+        """The function as the owner holds it now."""
+        found: Callable[..., Any] = getattr(self.owner(), self.name)
+        return found
+
+    def is_present(self) -> bool:
+        """Whether the installed release has the module of a seam that only some releases have."""
+        try:
+            importlib.import_module(self.module)
+        except ImportError:
+            return False
+        return True
+
+    def problem(self) -> str | None:
+        """What is wrong with this seam in the installed release, or None."""
+        name = f"{self.module}.{self.path}"
+        try:
+            function = self.function()
+        except (ImportError, AttributeError) as error:
+            return f"{name} is missing ({error})"
+        names = inspect.signature(function).parameters
+        missing = [parameter for parameter in self.parameters if parameter not in names]
+        return f"{name} has no parameter {', '.join(missing)}" if missing else None
+
+
+# -- schedules and models ------------------------------------------------------------------------
+
+SCHEDULES = tuple(
+    Seam(
+        "megatron.core.pipeline_parallel.schedules",
+        f"forward_backward_{name}",
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
+    )
+    for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
+)
+_GPT = "megatron.core.models.gpt.gpt_model"
+_OF_MODELS = (
+    *("input_ids", "position_ids", "attention_mask", "decoder_input", "labels"),
+    "packed_seq_params",
+)
+_OF_BLOCKS = ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+GPT_FORWARD = Seam(_GPT, "GPTModel.forward", _OF_MODELS)
+_GPT_PREPROCESS = Seam(
+    _GPT, "GPTModel._preprocess", ("input_ids", "position_ids", "decoder_input", "packed_seq_params")
+)
+BLOCK_FORWARD = Seam("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _OF_BLOCKS)
+# Hybrid models since 0.18.
+HYBRID_FORWARD = Seam("megatron.core.models.hybrid.hybrid_model", "HybridModel.forward", _OF_MODELS)
+HYBRID_STACK_FORWARD = Seam("megatron.core.models.hybrid.hybrid_block", "HybridStack.forward", _OF_BLOCKS)
+# The same before 0.18; later releases derive these names from the others.
+MAMBA_FORWARD = Seam("megatron.core.models.mamba.mamba_model", "MambaModel.forward", _OF_MODELS)
+_MAMBA_STACK_FORWARD = Seam("megatron.core.ssm.mamba_block", "MambaStack.forward", _OF_BLOCKS)
+# If a pack has no `seq_idx` each mixer makes it.
+MIXER_DOCUMENTS = Seam(
+    "megatron.core.ssm.mamba_mixer",
+    "MambaMixer._create_packed_seq_idx",
+    ("packed_seq_params", "total_tokens"),
+)
+# Predicts further tokens from what the block has left.
+PREDICTION_FORWARD = Seam(
+    "megatron.core.transformer.multi_token_prediction",
+    "MultiTokenPredictionBlock.forward",
+    ("hidden_states", "rotary_pos_emb", "packed_seq_params"),
+)
+PACKED_SEQ_PARAMS = Seam(
+    "megatron.core.packed_seq_params",
+    "PackedSeqParams",
+    (
+        "qkv_format",
+        *(f"cu_seqlens_{of}{kind}" for kind in ("", "_padded") for of in ("q", "kv")),
+        *("max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"),
+    ),
+)
+_CAPTURE_FLAGS = tuple(
+    Seam("megatron.core.transformer.cuda_graphs", name)
+    for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
+)
+_RNG_TRACKER = Seam("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
+
+
+def hybrid_seams() -> tuple[Seam, Seam] | None:
+    """The forwards of hybrid models and of their stacks of layers; None if neither can be imported."""
+    pairs = ((HYBRID_FORWARD, HYBRID_STACK_FORWARD), (MAMBA_FORWARD, _MAMBA_STACK_FORWARD))
+    return next((pair for pair in pairs if pair[0].is_present()), None)
+
+
+def packs_say_documents() -> bool:
+    """Whether the release's packs have `seq_idx`, the document of each row."""
+    return "seq_idx" in inspect.signature(PACKED_SEQ_PARAMS.function()).parameters
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+_MLA = "megatron.core.transformer.multi_latent_attention"
+_OF_ROPE = ("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group")
+ATTENTION_ROPE = Seam("megatron.core.transformer.attention", "apply_rotary_pos_emb", _OF_ROPE)
+MLA_ROPE = Seam(_MLA, "apply_rotary_pos_emb", _OF_ROPE)
+# Its fused RoPE of queries, and of keys with values: kernels of Triton, which need a GPU to run.
+MLA_QUERY_ROPE = Seam(
+    _MLA,
+    "fused_apply_mla_rope_for_q",
+    ("t", "cos", "sin", "qk_head_dim", "emb_dim", "cu_seqlens_q", "cp_rank", "cp_size"),
+)
+MLA_KEY_ROPE = Seam(
+    _MLA,
+    "fused_apply_mla_rope_for_kv",
+    (
+        *("kv", "k_pos_emb", "cos", "sin", "emb_dim", "k_dim", "v_dim", "cu_seqlens_kv"),
+        *("cp_rank", "cp_size"),
+    ),
+)
+# Says which modules make rotary tables of their own.
+MLA_ATTENTION = Seam(
+    _MLA, "MultiLatentAttention.forward", ("hidden_states", "attention_mask", "packed_seq_params")
+)
+# What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
+_ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
+ENGINE_ATTENTION = Seam(
+    "megatron.core.extensions.transformer_engine",
+    "TEDotProductAttention.forward",
+    ("query", "key", "value", "attention_mask", "packed_seq_params"),
+)
+
+
+def has_mla(model: nn.Module) -> bool:
+    """Whether any attention of a model is multi-latent, whatever its config says."""
+    mla = MLA_ATTENTION.owner()
+    return any(isinstance(module, mla) for module in model.modules())
+
+
+def replaced_rope(*, is_mla: bool, is_fused: bool) -> str | None:
+    """The name of a host's function in place of one of Megatron's RoPE that our ops reproduce, or None."""
+    if is_fused and not is_mla:
+        return None  # Transformer Engine's, which stays
+    if is_fused:
+        module, seams = "megatron.core.fusions.fused_mla_yarn_rope_apply", [MLA_QUERY_ROPE, MLA_KEY_ROPE]
+    else:
+        module = "megatron.core.models.common.embeddings.rope_utils"
+        seams = [MLA_ROPE if is_mla else ATTENTION_ROPE]
+    own = vars(importlib.import_module(module))
+    parts = [own[name] for name in _ROPE_PARTS if name in own]
+    for function in (*(_below_ours(seam.function()) for seam in seams), *parts):
+        if getattr(function, "__globals__", None) is not own:
+            return called_name(function)
+    return None
+
+
+@functools.cache
+def engine_seams() -> Sequence[Seam]:
+    """What is wrapped of Transformer Engine; nothing if it is absent, and Megatron has stand-ins instead."""
+    try:
+        is_there = importlib.util.find_spec("transformer_engine") is not None
+    except ValueError:  # a host's stand-in, without a spec
+        is_there = False
+    if not is_there:
+        return ()
+    return (ENGINE_ATTENTION,) if importlib.import_module(ENGINE_ATTENTION.module).HAVE_TE else ()
+
+
+def is_engine_attention(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's attention as Megatron wraps it, or derived from that."""
+    return any(isinstance(module, seam.owner()) for seam in engine_seams())
+
+
+# -- experts -------------------------------------------------------------------------------------
+
+_ROUTERS, _DISPATCHERS, _MOE_UTILS = (
+    f"megatron.core.transformer.moe.{name}" for name in ("router", "token_dispatcher", "moe_utils")
+)
+# What routers that are told what to choose are called through.
+ROUTER_FORWARD = Seam(_ROUTERS, "TopKRouter.forward", ("input", "padding_mask"))
+ROUTING = Seam(_ROUTERS, "TopKRouter.routing", ("logits", "padding_mask"))
+_ROUTER_LOSSES = Seam(
+    _ROUTERS,
+    "TopKRouter.attach_and_log_load_balancing_loss",
+    ("activation", "aux_loss_coeff", "aux_loss"),
+)
+EXPERT_BIAS = Seam(_ROUTERS, "TopKRouter._apply_expert_bias", ("routing_map", "padding_mask"))
+EXPERT_CHOICE = Seam(_ROUTERS, "topk_routing_with_score_function", ("logits", "topk"))
+# What is run in parts if a router is graphed.
+MLP_FORWARD = Seam(
+    "megatron.core.transformer.transformer_layer",
+    "TransformerLayer._forward_mlp",
+    ("hidden_states", "padding_mask"),
+)
+EXPERT_FORWARD = Seam(
+    "megatron.core.transformer.moe.moe_layer", "MoELayer.forward", ("hidden_states", "padding_mask")
+)
+EXPERT_PREPROCESS = Seam(
+    EXPERT_FORWARD.module, "MoELayer.preprocess", ("hidden_states", "probs", "routing_map")
+)
+DISPATCH_PREPROCESS = Seam(
+    _DISPATCHERS,
+    "MoEAlltoAllTokenDispatcher.dispatch_preprocess",
+    ("hidden_states", "routing_map", "probs"),
+)
+PERMUTED_ROWS = Seam(_DISPATCHERS, "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",))
+PERMUTATION = Seam(
+    _DISPATCHERS, "permute", ("tokens", "routing_map", "probs", "num_out_tokens", "fused", "drop_and_pad")
+)
+
+
+def replaced_choice() -> str | None:
+    """The name of a function that a host has put in place of Megatron's choice of experts, or None."""
+    function = _below_ours(EXPERT_CHOICE.function())
+    return None if made_in(function) == _MOE_UTILS else called_name(function)
+
+
+def permutation_sorts() -> bool:
+    """Whether Megatron sorts rows and returns five values; up to 0.16 a mask selects them, and it is 3."""
+    return "tokens_per_expert" in inspect.signature(PERMUTATION.function()).parameters
+
+
+@functools.cache
+def router_losses_count_ranks() -> bool:
+    """Whether a router's losses per token are multiplied by the number of ranks that share a pack.
+
+    Up to 0.16 they are not: each rank adds its part of the tokens times its part of the loss.
+    """
+    return "tp_cp_group" in inspect.unwrap(_ROUTER_LOSSES.function()).__code__.co_names
+
+
+@functools.cache
+def _metrics_module() -> tuple[Any, bool]:
+    """Where the metrics of experts are, and whether the module is theirs alone, as in later releases."""
+    try:
+        return importlib.import_module("megatron.core.transformer.moe.moe_logging"), True
+    except ImportError:
+        return importlib.import_module(_MOE_UTILS), False
+
+
+def _metrics() -> Mapping[str, dict[str, Any]]:
+    """What Megatron keeps of each, by name: the attributes of an object or, up to 0.16, a dictionary."""
+    module, is_own = _metrics_module()
+    if is_own:
+        return {name: vars(metric) for name, metric in module.get_moe_metrics_tracker().metrics.items()}
+    found: Mapping[str, dict[str, Any]] = module.get_moe_layer_wise_logging_tracker()
+    return found
+
+
+def moe_metrics() -> Mapping[str, Tensor]:
+    """Megatron's metrics of experts as they are now, by name, each [layers]."""
+    return {name: metric["values"] for name, metric in _metrics().items()}
+
+
+def metric_group(name: str) -> Any:
+    """The process group over which one of them is added up; None if it is not."""
+    return _metrics()[name].get("reduce_group")
+
+
+def set_metric_group(name: str, group: Any) -> None:
+    """Has one of them added up over another process group."""
+    _metrics()[name]["reduce_group"] = group
+
+
+# -- process groups ------------------------------------------------------------------------------
+
+# NCCL waits for ever for a communicator whose operations a living graph holds.
+DESTROY_PROCESS_GROUP = Seam("torch.distributed", "destroy_process_group", ("group",))
+DESTROY_MODEL_PARALLEL = Seam("megatron.core.parallel_state", "destroy_model_parallel")
+# Asked for the groups over which ranks share a pack, by the names of `ProcessGroupCollection`.
+PACK_GROUPS = {
+    name: Seam("megatron.core.parallel_state", f"get_{words}_parallel_group", ("check_initialized",))
+    for name, words in (("tp", "tensor_model"), ("cp", "context"), ("tp_cp", "tensor_and_context"))
+}
+# Asked for the ranks that share a global batch, and for these of all tensor-parallel ranks.
+DATA_AND_CONTEXT_GROUP = Seam(
+    "megatron.core.parallel_state", "get_data_parallel_group", ("with_context_parallel",)
+)
+STAGE_GROUP = Seam(
+    "megatron.core.parallel_state",
+    "get_tensor_and_data_parallel_group",
+    ("check_initialized", "with_context_parallel"),
+)
+_HYBRID_GROUPS = Seam(
+    "megatron.core.parallel_state",
+    "get_hybrid_data_context_parallel_groups",
+    ("check_initialized", "group_size"),
+)
+# Module and attribute of a group that shards of experts are saved over, and no forward uses.
+SAVING_GROUP = ("megatron.core.transformer.moe.experts", "dp_group")
+
+
+def hybrid_groups(cp_sizes: Collection[int]) -> Mapping[int, Any]:
+    """This rank's groups of Megatron's hybrid context parallelism by size, as far as it has any.
+
+    Its packs name them; that of all ranks is the one of data and context parallelism. Some may be destroyed.
+    """
+    ask, found = _HYBRID_GROUPS.function(), {}
+    for size in cp_sizes:
+        with contextlib.suppress(KeyError):
+            found[size] = ask(check_initialized=False, group_size=size)
+    return found
+
+
+# -- what a host may have put in a seam's place --------------------------------------------------
+
+
+def _below_ours(function: Any) -> Any:
+    """What a function of ours is wrapped around; any other function itself."""
+    while made_in(function).startswith("megagraph."):
+        function = function.__wrapped__
+    return function
+
+
+def made_in(function: Any) -> str:
+    """The module that a function's code is of. Its `__module__` says less: decorators copy it."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def called_name(function: Any) -> str:
+    """Its name and its module's."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def is_replaced(module: Any, seam: Seam) -> bool:
+    """Whether a module runs another method than Megatron's, or ours around it, under a seam's name."""
+    method: Any = getattr(module, seam.name, None)
+    function = getattr(method, "__func__", method)
+    while (owner := made_in(function)) != seam.module:
+        # Ours, and Megatron's own decorators.
+        if not owner.startswith(("megagraph.", "megatron.core.")) or not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+# -- the installed release -----------------------------------------------------------------------
+
+_ALWAYS = (
+    *(*SCHEDULES, GPT_FORWARD, _GPT_PREPROCESS, BLOCK_FORWARD, PREDICTION_FORWARD, PACKED_SEQ_PARAMS),
+    *(ATTENTION_ROPE, MLA_ROPE, MLA_QUERY_ROPE, MLA_KEY_ROPE, MLA_ATTENTION, *_CAPTURE_FLAGS, _RNG_TRACKER),
+    *(ROUTER_FORWARD, ROUTING, _ROUTER_LOSSES, EXPERT_CHOICE, EXPERT_BIAS, PERMUTED_ROWS, PERMUTATION),
+    *(MLP_FORWARD, EXPERT_FORWARD, EXPERT_PREPROCESS, DISPATCH_PREPROCESS),
+    *(DESTROY_PROCESS_GROUP, DESTROY_MODEL_PARALLEL, *PACK_GROUPS.values()),
+    *(DATA_AND_CONTEXT_GROUP, STAGE_GROUP, _HYBRID_GROUPS),
+)
+
+
+def check_core() -> str:
+    """Checks every seam of the installed megatron-core, and returns its version.
+
+    Raises:
+        RuntimeError: if megatron-core is absent, or a seam does not fit, naming each.
+    """
+    try:
+        version = str(importlib.import_module("megatron.core").__version__)
+    except ImportError as error:
+        raise RuntimeError(
+            f"megagraph.install() needs megatron-core ({' or '.join(SUPPORTED)}), and it cannot be "
+            f"imported: {error}"
+        ) from error
+    hybrid = hybrid_seams() or ()
+    documents = (MIXER_DOCUMENTS,) if hybrid and not packs_say_documents() else ()
+    seams = (*_ALWAYS, *engine_seams(), *hybrid, *documents)
+    problems = [problem for seam in seams if (problem := seam.problem()) is not None]
+    if problems:
+        raise RuntimeError(
+            f"megatron-core {version} does not fit (supported: {', '.join(SUPPORTED)}): "
+            + "; ".join(problems)
+        )
+    if version.split("+")[0] not in SUPPORTED:  # without the commit that core may append
+        log.warning("megatron-core %s is untested (tested: %s); its seams fit", version, ", ".join(SUPPORTED))
+    return version
