@@ -2,8 +2,8 @@
 """Routes rows of padding to no expert, in place of Megatron's routing.
 
 Megatron keeps rows that a padding mask names out of losses, and routes them like all others; there they take
-the place of tokens, where experts have only so many. Those past a pack's end are none of anybody's: they go
-to no expert. Acts in models that are not refused, and only where routers are given a mask.
+the place of tokens, if experts have only so many. Those past a pack's end are none of anybody's: they go
+to no expert. Acts in models that are not refused, and only if routers are given a mask.
 
 A router that is told what to choose, or whose choices are recorded, is shown the rows that were given, since
 that is how many its host has choices for, or wants.
@@ -39,11 +39,7 @@ __all__ = ["ExpertWrappers"]
 
 
 class ExpertWrappers:
-    """Wraps what routes, and what relies on every row being routed.
-
-    Args:
-        plugin: knows which models are refused.
-    """
+    """Wraps what routes, and what relies on every row being routed."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -51,15 +47,13 @@ class ExpertWrappers:
         # Rows of padding of the routing that runs, bool [rows, 1].
         self._padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
 
-    def _is_served(self, router: Any) -> bool:
-        """Whether a router is one of a model that runs on canonical packs."""
-        graphs = self._graphs.get(router)
+    def _graphs_of(self, router: Any) -> ModelGraphs | None:
+        """Those of a router's model if it runs on canonical packs."""
+        graphs = self._graphs.get(router) or self._plugin.graphs_around(router)
         if graphs is None:
-            graphs = self._plugin.graphs_around(router)
-            if graphs is None:
-                return False
-            self._graphs[router] = graphs
-        return graphs.refusal is None
+            return None
+        self._graphs[router] = graphs
+        return graphs if graphs.refusal is None else None
 
     def router(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
@@ -69,14 +63,13 @@ class ExpertWrappers:
         """
 
         def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-            if not has_forced_routing(router) or not self._is_served(router):
-                return original(router, input, padding_mask, **further)
-            batch = self._graphs[router].running
+            graphs = self._graphs_of(router) if has_forced_routing(router) else None
+            batch = None if graphs is None else graphs.running
             if not isinstance(batch, MicroBatch) or batch.is_as_given:
                 return original(router, input, padding_mask, **further)
             if recomputes_experts(router.config) or router.config.sequence_parallel:
                 raise RuntimeError(
-                    "expected no 'moe' in recompute_modules, and no sequence parallelism, where routing is "
+                    "expected no 'moe' in recompute_modules, and no sequence parallelism, if routing is "
                     "replayed or a host's; without them, or with routers that are told so before the model's "
                     "first call, training goes on"
                 )
@@ -98,7 +91,7 @@ class ExpertWrappers:
         """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""
 
         def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-            if padding_mask is None or not self._is_served(router):
+            if padding_mask is None or self._graphs_of(router) is None:
                 return original(router, logits, padding_mask=padding_mask, **further)
             token = self._padding.set(padding_mask.reshape(-1, 1))
             try:
@@ -139,7 +132,7 @@ class ExpertWrappers:
             counts = original(dispatcher, routing_map)
             is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
             if may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
-                # As Megatron does where tokens are dropped.
+                # As Megatron does if tokens are dropped.
                 dispatcher.num_out_tokens = routing_map.sum()
                 dispatcher._maybe_update_cuda_sync_point("before_permutation_1")
             return counts

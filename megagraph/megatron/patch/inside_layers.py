@@ -15,7 +15,6 @@
 """
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -32,15 +31,15 @@ from megagraph.packs.ops import RopeLayout
 
 __all__ = [
     "documents_of_rows",
-    "end_of_rows",
-    "without_gradient_tail",
-    "without_tail",
     "wrap_documents",
     "wrap_engine_attention",
     "wrap_key_rope",
     "wrap_query_rope",
     "wrap_rope",
 ]
+
+_Function = Callable[..., Any]
+_Arguments = Mapping[str, Any]
 
 
 class _Untailed(torch.autograd.Function):
@@ -57,23 +56,18 @@ class _Untailed(torch.autograd.Function):
         return grad, None
 
 
-def end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """Offsets whose last one is where this rank's rows of a pack end, int32.
-
-    Args:
-        cu_seqlens: of the whole pack, int32 [N + 1].
-        cp_size: ranks that share its rows.
-    """
+def _end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
+    """Offsets whose last one is where this rank's rows of a pack end, int32, from those of the whole pack."""
     return cu_seqlens if cp_size == 1 else cu_seqlens[-1:] // cp_size
 
 
-def without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
+def _without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
     """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
     out: Tensor = _Untailed.apply(t, offsets)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
-def without_tail(t: Tensor, offsets: Tensor) -> Tensor:
+def _without_tail(t: Tensor, offsets: Tensor) -> Tensor:
     """The same rows [T, ...], contiguous, with zeros past the last offset.
 
     In place, and in what a backward may have kept of them, which reads no such row.
@@ -85,7 +79,7 @@ def without_tail(t: Tensor, offsets: Tensor) -> Tensor:
 _INTERLEAVED = "mla_rotary_interleaved"
 
 
-def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_rope(original: _Function) -> _Function:
     """Wraps `apply_rotary_pos_emb` as a module of attention sees it."""
     tables = RotaryTables()
     # Up to 0.16 the config says how MLA interleaves; later releases have an argument for it.
@@ -96,7 +90,6 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
             return "mla_interleaved"
         return "interleaved" if config.rotary_interleaved else "neox"
 
-    @functools.wraps(original)
     def apply_rotary_pos_emb(
         t: Tensor,
         freqs: Tensor,
@@ -112,9 +105,9 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
         cp_size, cp_rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         if config.apply_rope_fusion:
             # The fused kernel leaves rows past the last offset as it finds them, there and back.
-            end = end_of_rows(cu_seqlens, cp_size)
-            rotated = original(without_gradient_tail(t, end), freqs, config, cu_seqlens, mscale, cp_group)
-            return without_tail(rotated, end)
+            end = _end_of_rows(cu_seqlens, cp_size)
+            rotated = original(_without_gradient_tail(t, end), freqs, config, cu_seqlens, mscale, cp_group)
+            return _without_tail(rotated, end)
         return tables.rotate(
             t,
             freqs,
@@ -128,85 +121,67 @@ def wrap_rope(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_rotary_pos_emb
 
 
-_Arguments = Mapping[str, Any]
-
-
-def _rotation(arguments: _Arguments, seam: Seam) -> Rotation | None:
-    """Of a canonical pack, of which nothing further is asked; None for whatever Megatron has to rotate."""
-    cu_seqlens = arguments[next(name for name in seam.parameters if name.startswith("cu_seqlens"))]
-    asks_more = any(value for name, value in arguments.items() if name not in seam.parameters)
-    if cu_seqlens is None or not is_canonical(cu_seqlens) or asks_more:
-        return None
-    return Rotation(
-        cos=arguments["cos"].flatten(1),
-        sin=arguments["sin"].flatten(1),
-        cu_seqlens_padded=cu_seqlens,
-        fused=True,
-        cp_size=arguments["cp_size"],
-        cp_rank=arguments["cp_rank"],
-    )
-
-
-def _wrap(
-    original: Callable[..., Any], seam: Seam, ours: Callable[[_Arguments, Rotation], Any]
-) -> Callable[..., Any]:
+def _wrap_mla(original: _Function, seam: Seam, ours: Callable[[_Arguments, Rotation], Any]) -> _Function:
+    """Wraps fused RoPE of multi-latent attention: ours for canonical packs if nothing further is asked."""
     signature = inspect.signature(original)
+    offsets = next(name for name in seam.parameters if name.startswith("cu_seqlens"))
 
-    @functools.wraps(original)
     def rotate(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named)
-        given.apply_defaults()
-        how = _rotation(given.arguments, seam)
-        return original(*args, **named) if how is None else ours(given.arguments, how)
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        asks_more = any(value for name, value in given.items() if name not in seam.parameters)
+        if given[offsets] is None or not is_canonical(given[offsets]) or asks_more:
+            return original(*args, **named)
+        how = Rotation(
+            cos=given["cos"].flatten(1),
+            sin=given["sin"].flatten(1),
+            cu_seqlens_padded=given[offsets],
+            fused=True,
+            cp_size=given["cp_size"],
+            cp_rank=given["cp_rank"],
+        )
+        return ours(given, how)
 
     return rotate
 
 
-def _query(arguments: _Arguments, how: Rotation) -> Tensor:
-    (query,) = rope_mla(arguments["t"], None, None, how)
-    return query
-
-
-def _key_and_value(arguments: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
-    return rope_mla(None, arguments["kv"], arguments["k_pos_emb"], how, v_dim=arguments["v_dim"])
-
-
-def wrap_query_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_query_rope(original: _Function) -> _Function:
     """Wraps `fused_apply_mla_rope_for_q` as multi-latent attention sees it."""
-    return _wrap(original, MLA_QUERY_ROPE, _query)
+    return _wrap_mla(original, MLA_QUERY_ROPE, lambda given, how: rope_mla(given["t"], None, None, how)[0])
 
 
-def wrap_key_rope(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_key_rope(original: _Function) -> _Function:
     """Wraps `fused_apply_mla_rope_for_kv` as multi-latent attention sees it."""
-    return _wrap(original, MLA_KEY_ROPE, _key_and_value)
+
+    def key_and_value(given: _Arguments, how: Rotation) -> tuple[Tensor, ...]:
+        return rope_mla(None, given["kv"], given["k_pos_emb"], how, v_dim=given["v_dim"])
+
+    return _wrap_mla(original, MLA_KEY_ROPE, key_and_value)
 
 
-_ROWS = ("query", "key", "value")
-_PACK, _BETWEEN = "packed_seq_params", "pad_between_seqs"
-
-
-def wrap_engine_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_engine_attention(original: _Function) -> _Function:
     """Wraps `TEDotProductAttention.forward`."""
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
         cp_size = _num_ranks(attention.cp_group)
         if cp_size == 1:
             return original(attention, *args, **kwargs)
         given = signature.bind(attention, *args, **kwargs)
-        pack: Any = given.arguments.get(_PACK)
+        pack: Any = given.arguments.get("packed_seq_params")
         rows = given.arguments["query"].size(0)
-        says_padding = hasattr(pack, _BETWEEN)  # or such a model stays eager, as before megatron-core 0.17
+        # Or such a model stays eager, as before megatron-core 0.17.
+        says_padding = hasattr(pack, "pad_between_seqs")
         if not says_padding or not is_canonical(pack.cu_seqlens_q) or rows % 2:  # of each document two parts
             return original(attention, *args, **kwargs)
         physical = pack.cu_seqlens_q if pack.cu_seqlens_q_padded is None else pack.cu_seqlens_q_padded
-        end = end_of_rows(physical, cp_size)
-        given.arguments[_PACK] = _with_tail_as_document(pack, cp_size * rows)
-        for name in _ROWS:
-            given.arguments[name] = without_gradient_tail(given.arguments[name], end)
+        end = _end_of_rows(physical, cp_size)
+        given.arguments["packed_seq_params"] = _with_tail_as_document(pack, physical, cp_size * rows)
+        for name in ("query", "key", "value"):
+            given.arguments[name] = _without_gradient_tail(given.arguments[name], end)
         out: Tensor = original(*given.args, **given.kwargs)
-        return without_tail(out.contiguous(), end)
+        return _without_tail(out.contiguous(), end)
 
     return forward
 
@@ -218,43 +193,33 @@ def _num_ranks(groups: Any) -> int:
     return math.prod(group.size() for group in groups or ())
 
 
-def _with_tail_as_document(pack: Any, rows: int) -> Any:
-    """The pack with one more document, of all rows past its end and of no valid token.
-
-    Args:
-        pack: a canonical one.
-        rows: of all ranks together.
-    """
+def _with_tail_as_document(pack: Any, physical: Tensor, rows: int) -> Any:
+    """A canonical pack of `rows` with one more document, of those past its end and of no valid token."""
     actual, padded = pack.cu_seqlens_q, pack.cu_seqlens_q_padded
     other = copy.copy(pack)
     # Unset, it follows from the offsets: whether they are two tensors.
     if pack.pad_between_seqs is None:
         other.pad_between_seqs = padded is not None and padded is not actual
     other.cu_seqlens_q = other.cu_seqlens_kv = torch.cat([actual, actual[-1:]])
-    of_rows = actual if padded is None else padded
-    last = torch.full_like(of_rows[-1:], rows)
-    other.cu_seqlens_q_padded = other.cu_seqlens_kv_padded = torch.cat([of_rows, last])
+    last = torch.full_like(physical[-1:], rows)
+    other.cu_seqlens_q_padded = other.cu_seqlens_kv_padded = torch.cat([physical, last])
     return other
 
 
 def documents_of_rows(offsets: Tensor, rows: int) -> Tensor:
     """The document of each row, int32 [1, rows]; rows past the last offset have the number after the last.
 
-    Never waits for the device, and has the values of Megatron's.
-
-    Args:
-        offsets: int32 [documents + 1], the first of them 0.
-        rows: physical ones of the pack.
+    Never waits for the device, and has the values of Megatron's. The first of the `offsets`, int32
+    [documents + 1], is 0.
     """
     row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets[1:], row, right=True, out_int32=True)[None]
 
 
-def wrap_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def wrap_documents(original: _Function) -> _Function:
     """Wraps what a mixer asks for the documents of a pack's rows."""
 
-    @functools.wraps(original)
-    def create_packed_seq_idx(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Tensor:
+    def create_packed_seq_idx(mixer: Any, packed_seq_params: Any, total_tokens: int) -> Any:
         padded = packed_seq_params.cu_seqlens_q_padded
         offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
         if not is_canonical(offsets):

@@ -14,15 +14,9 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
+from megagraph.megatron.patch import inside_layers
 from megagraph.megatron.patch.experts import ExpertWrappers
 from megagraph.megatron.patch.forwards import ForwardWrappers, wrap_prediction
-from megagraph.megatron.patch.inside_layers import (
-    wrap_documents,
-    wrap_engine_attention,
-    wrap_key_rope,
-    wrap_query_rope,
-    wrap_rope,
-)
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.progress import capture_progress
 from megagraph.report import check_target, path_of_stage, report_text, write_report
@@ -43,26 +37,24 @@ class _Installation:
         self._report = None if report is None else report.absolute()
         # Where it stood, its name, and what it was there; None if a class above had it.
         self._originals: list[tuple[Any, str, Any]] = []
-        wrappers = ForwardWrappers(plugin)
+        forwards, experts = ForwardWrappers(plugin), ExpertWrappers(plugin)
         for schedule in seams.SCHEDULES:
             self._wrap(schedule, plugin.schedule)
-        self._wrap(seams.GPT_FORWARD, wrappers.model_forward, wrappers.model_call)
-        self._wrap(seams.BLOCK_FORWARD, wrappers.block_forward, wrappers.block_call)
-        hybrid = seams.hybrid_seams()
-        if hybrid is not None:
+        self._wrap(seams.GPT_FORWARD, forwards.model_forward, forwards.model_call)
+        self._wrap(seams.BLOCK_FORWARD, forwards.block_forward, forwards.block_call)
+        if (hybrid := seams.hybrid_seams()) is not None:
             model, stack = hybrid
-            self._wrap(model, wrappers.model_forward, wrappers.model_call)
-            self._wrap(stack, wrappers.stack_forward, wrappers.block_call)
+            self._wrap(model, forwards.model_forward, forwards.model_call)
+            self._wrap(stack, forwards.stack_forward, forwards.block_call)
             if not seams.packs_say_documents():
-                self._wrap(seams.MIXER_DOCUMENTS, wrap_documents)
+                self._wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
         self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
-        self._wrap(seams.ATTENTION_ROPE, wrap_rope)
-        self._wrap(seams.MLA_ROPE, wrap_rope)
-        self._wrap(seams.MLA_QUERY_ROPE, wrap_query_rope)
-        self._wrap(seams.MLA_KEY_ROPE, wrap_key_rope)
+        self._wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
+        self._wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
+        self._wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
+        self._wrap(seams.MLA_KEY_ROPE, inside_layers.wrap_key_rope)
         for attention in seams.engine_seams():
-            self._wrap(attention, wrap_engine_attention)
-        experts = ExpertWrappers(plugin)
+            self._wrap(attention, inside_layers.wrap_engine_attention)
         self._wrap(seams.ROUTER_FORWARD, experts.router)
         self._wrap(seams.ROUTING, experts.routing)
         self._wrap(seams.EXPERT_CHOICE, experts.choice)
@@ -75,14 +67,11 @@ class _Installation:
     def _wrap(self, seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
         """Wraps what is at a seam; with `call` the call of its class, too."""
         owner = seam.owner()
-        self._put(owner, seam.name, wrapper)
-        if call is not None:
-            self._put(owner, "__call__", call)
-
-    def _put(self, owner: Any, name: str, wrapper: _Wrapper) -> None:
-        original = getattr(owner, name)
-        self._originals.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, functools.wraps(original)(wrapper(original)))
+        for name, wrap in ((seam.name, wrapper), ("__call__", call)):
+            if wrap is not None:
+                original = getattr(owner, name)
+                self._originals.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, functools.wraps(original)(wrap(original)))
 
     def remove(self) -> None:
         """Puts every original back."""
@@ -102,11 +91,10 @@ class _Installation:
         plugin = self.plugin
         if self._report is None or (rank() != 0 and plugin.stage == 0):
             return
-        reports = plugin.reports()
+        reports, leases = plugin.reports(), plugin.leases()
         path = path_of_stage(self._report, plugin.stage)
         more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
-        if leases := plugin.leases():
-            more["leases"] = leases
+        more |= {"leases": leases} if leases else {}
         try:
             write_report(reports, path, **more)
         except OSError as error:
@@ -183,22 +171,19 @@ def installed_plugin() -> Plugin | None:
 
 def reports() -> list[dict[str, Any]]:
     """What every model did so far: one entry for each. Waits for the device."""
-    plugin = installed_plugin()
-    return [] if plugin is None else plugin.reports()
+    return [] if _installation is None else _installation.plugin.reports()
 
 
 def suspend() -> None:
     """Runs every model eager until `resume()`; call it before weights or gradients are moved away."""
-    plugin = installed_plugin()
-    if plugin is not None:
-        plugin.suspend()
+    if _installation is not None:
+        _installation.plugin.suspend()
 
 
 def resume() -> None:
     """Replays again; what moved is captured anew at the next step boundary."""
-    plugin = installed_plugin()
-    if plugin is not None:
-        plugin.resume()
+    if _installation is not None:
+        _installation.plugin.resume()
 
 
 # Graphs must be gone before process groups are: NCCL waits for them for ever.
