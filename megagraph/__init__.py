@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megagraph.megatron import suspend as suspend
     from megagraph.megatron import uninstall as uninstall
     from megagraph.megatron import with_grouped_experts as with_grouped_experts
-    from megagraph.megatron.watch.keys import watch as watch
+    from megagraph.megatron.watch import watch as watch
 
 _HOME = {
     "GraphConfig": "megagraph.config",
@@ -50,7 +50,7 @@ _HOME = {
     "suspend": "megagraph.megatron",
     "uninstall": "megagraph.megatron",
     "with_grouped_experts": "megagraph.megatron",
-    "watch": "megagraph.megatron.watch.keys",
+    "watch": "megagraph.megatron.watch",
 }
 __all__ = sorted(_HOME)
 

@@ -28,7 +28,7 @@ from megagraph.demo.trainer import (
     packed_seq_params,
     transformer_config,
 )
-from megagraph.megatron.parallel.pipeline import schedule_of
+from megagraph.megatron.parallel.model_parallel import schedule_of
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # Calls a chunk on a micro-batch, with its device. Returns what its last layer leaves, and what reduces it.

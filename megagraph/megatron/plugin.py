@@ -17,7 +17,7 @@ from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
-from megagraph.megatron.parallel.pipeline import place_of, schedule_of, speaks_for_stage
+from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
 from megagraph.timeline import Lease
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of", "skips"]

@@ -20,7 +20,7 @@ from worlds import on_ranks
 
 import megagraph
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.parallel.tensor import shared_anew, splits
+from megagraph.megatron.parallel.model_parallel import shared_anew, splits
 
 pytestmark = pytest.mark.megatron
 

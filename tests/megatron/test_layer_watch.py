@@ -16,7 +16,7 @@ from torch import nn
 from megagraph.bank.eligibility import ineligible_sites
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.watch.layers import LayerWatch
+from megagraph.megatron.watch import LayerWatch
 
 _MOVED, _OTHERS, _HOOK = EagerReason.ADDRESS_MOVED, EagerReason.PARAMETERS_CHANGED, EagerReason.FOREIGN_HOOK
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 import megagraph
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.parallel.sharing import need_equal_rows
+from megagraph.megatron.parallel.model_parallel import need_equal_rows
 
 pytestmark = pytest.mark.usefixtures("experts")
 WARM_UP = {"WARMING_UP": 3 * 2}

@@ -29,11 +29,10 @@ from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
+from megagraph.megatron.parallel.model_parallel import has_experts, slots_of
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.parallel.pipeline import slots_of
-from megagraph.megatron.parallel.sharing import has_experts
 from megagraph.megatron.scopes.walk import LayerLoop
-from megagraph.megatron.watch.layers import IGNORED_ATTRIBUTES
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.timeline import Lease
 
 __all__ = ["BlockBank"]

@@ -17,8 +17,7 @@ from megagraph.megatron.parallel.ddp import accumulator_hooks, is_ddp_hook
 from megagraph.megatron.parallel.groups import ModelGroups
 from megagraph.megatron.scopes.moe import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
-from megagraph.megatron.watch.keys import keys_of
-from megagraph.megatron.watch.layers import LayerWatch
+from megagraph.megatron.watch import LayerWatch, keys_of
 
 __all__ = ["BlockLayers"]
 

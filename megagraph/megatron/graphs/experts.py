@@ -7,8 +7,8 @@ from torch import nn
 
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.groups import ranks_of
+from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import HostGroup
-from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import experts_of, has_forced_routing, recomputes_experts
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 

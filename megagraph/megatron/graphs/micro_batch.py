@@ -25,7 +25,7 @@ from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.pack_fields import copy_foreign_attributes, fields_of, put_seq_idx
 from megagraph.megatron.graphs.positions import OwnTables, mark_canonical, with_canonical_mark
-from megagraph.megatron.parallel.sharing import require_rows
+from megagraph.megatron.parallel.model_parallel import require_rows
 from megagraph.packs import ops
 from megagraph.packs.packing import TailConvention, added_offsets, canonical_constants, canonical_offsets
 

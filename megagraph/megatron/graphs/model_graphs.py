@@ -26,12 +26,11 @@ from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, is_mas
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.parallel.ddp import find_ddp
+from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.parallel.peers import HostGroup, Peers
-from megagraph.megatron.parallel.pipeline import hands_on
-from megagraph.megatron.parallel.sharing import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.megatron.watch.layers import IGNORED_ATTRIBUTES
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 
 __all__ = ["ModelGraphs"]
 
@@ -77,7 +76,7 @@ class ModelGraphs:
         self.name = name or type(model).__name__
         self._model = weakref.ref(model)
         self.entries = Entries(model)
-        self.hands_on = hands_on(model)
+        self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self.needs_equal_rows = need_equal_rows(model.config)

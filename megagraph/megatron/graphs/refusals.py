@@ -11,7 +11,7 @@ from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.experts import unsupported_experts
-from megagraph.megatron.parallel.sharing import unsupported_sharing
+from megagraph.megatron.parallel.context_view import unsupported_sharing
 from megagraph.megatron.scopes.moe import EXPERTS
 from megagraph.megatron.scopes.parts import MAMBA, is_mamba
 from megagraph.megatron.scopes.rules import Asked, broken_rule

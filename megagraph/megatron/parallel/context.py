@@ -16,12 +16,8 @@ __all__ = ["ContextGroups", "ContextRanks", "context_groups"]
 class ContextRanks:
     """The context-parallel groups of one model.
 
-    Where `cp_sizes` names any, each pack says by how many ranks it is shared, and groups are made for all of
+    If `cp_sizes` names any, each pack says by how many ranks it is shared, and groups are made for all of
     them, collectively over all ranks of the job. Else all packs are shared by the model's own group.
-
-    Args:
-        groups: its process groups.
-        cp_sizes: by how many ranks packs may be shared.
 
     Attributes:
         size: of the model's own group.
@@ -29,9 +25,6 @@ class ContextRanks:
         is_dynamic: packs say by how many ranks they are shared.
         is_whole: none of the groups of several sizes, here or on a rank that was heard since, has been
             destroyed by its ranks alone.
-
-    Raises:
-        ValueError: where the group of the model's own size is of other ranks than the model's own.
     """
 
     def __init__(self, groups: ModelGroups, cp_sizes: Sequence[int] = ()) -> None:
@@ -45,7 +38,10 @@ class ContextRanks:
         self.look_up()
 
     def look_up(self) -> None:
-        """Looks up groups of several sizes that have been forgotten: collective, as the forgetting was."""
+        """Looks up groups of several sizes that have been forgotten: collective, as the forgetting was.
+
+        Raises `ValueError` if the group of the model's own size is of other ranks than the model's own.
+        """
         if self.is_dynamic and self._of_sizes is None:
             found = context_groups(self._cp_sizes)
             self._check_own(found)
@@ -85,19 +81,14 @@ class ContextRanks:
         return group
 
     def are_own(self, cp_size: int, group: distributed.ProcessGroup | None) -> bool:
-        """Whether ranks that share a pack are the model's own, in their order.
-
-        Args:
-            cp_size: how many they are.
-            group: theirs; None where the pack names none.
-        """
+        """Whether ranks that share a pack, of a group if the pack names one, are the model's own in order."""
         own = self.own_group()
         if cp_size != self.size:
             return False
         return cp_size == 1 or group is None or group is own or _in_order(group) == _in_order(own)
 
     def of_size(self, cp_size: int) -> distributed.ProcessGroup | None:
-        """This rank's group of a size; None for one rank, and where groups have been forgotten."""
+        """This rank's group of a size; None for one rank, and if groups have been forgotten."""
         if cp_size not in self._cp_sizes:
             return self.own_group()
         return None if self._of_sizes is None else self._of_sizes.of_size(cp_size)
@@ -138,6 +129,11 @@ class ContextGroups:
             that are wanted takes the place of a group that would be made; others are left aside, destroyed
             ones among them: Megatron keeps those of hybrid context parallelism beyond the end of their world.
 
+    Attributes:
+        cp_sizes: ascending.
+        num_ranks: of the parent.
+        rank: this one's place in it.
+
     Raises:
         ValueError: if a size does not divide them.
     """
@@ -148,20 +144,20 @@ class ContextGroups:
         cp_sizes: Sequence[int],
         given: Mapping[int, Sequence[distributed.ProcessGroup]] = types.MappingProxyType({}),
     ) -> None:
-        self.parent = parent
+        self.parent, self.num_ranks, self.rank = parent, parent.size(), parent.rank()
         ranks = distributed.get_process_group_ranks(parent)
         for size in cp_sizes:
             if size < 1 or len(ranks) % size:
                 raise ValueError(f"expected cp_sizes that divide {len(ranks)} ranks, got {size}")
         self._groups: dict[int, distributed.ProcessGroup | None] = {len(ranks): parent}
         for size, groups in given.items():
-            first = parent.rank() // size * size
+            first = self.rank // size * size
             fitting = [group for group in groups if _in_order(group) == ranks[first : first + size]]
             self._groups |= {size: fitting[0]} if fitting else {}
         self._groups[1] = None
         if missing := sorted(set(cp_sizes) - set(self._groups)):
             self._make(missing, ranks)
-        self._sizes = tuple(sorted(set(cp_sizes)))
+        self.cp_sizes = tuple(sorted(set(cp_sizes)))
 
     def _make(self, sizes: Sequence[int], ranks: Sequence[int]) -> None:
         everywhere: list[Sequence[int]] = [[]] * distributed.get_world_size()
@@ -174,28 +170,13 @@ class ContextGroups:
                     if distributed.get_rank() in members:
                         self._groups[size] = group
 
-    @property
-    def cp_sizes(self) -> tuple[int, ...]:
-        """The sizes, ascending."""
-        return self._sizes
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the parent."""
-        return self.parent.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the parent."""
-        return self.parent.rank()
-
     def of_size(self, cp_size: int) -> distributed.ProcessGroup | None:
         """This rank's group of a size; None for one rank."""
         return self._groups[cp_size] if cp_size > 1 else None
 
-    def known(self) -> Mapping[int, distributed.ProcessGroup]:
+    def known(self) -> dict[int, distributed.ProcessGroup]:
         """Those of several ranks, by size."""
-        found = ((size, self.of_size(size)) for size in self._sizes)
+        found = ((size, self.of_size(size)) for size in self.cp_sizes)
         return {size: group for size, group in found if group is not None}
 
     def warm_up(self, device: torch.device) -> None:
@@ -203,29 +184,24 @@ class ContextGroups:
 
         Collective.
         """
-        for size in reversed(self._sizes):
-            group = self.of_size(size)
-            if group is not None:
-                distributed.all_reduce(torch.zeros(1, device=device), group=group)
+        for group in reversed(self.known().values()):
+            distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-class _Kept:
-    """The groups that were made of the ranks of one parent, by size."""
-
-    parent: distributed.ProcessGroup | None = None
-    groups: Mapping[int, distributed.ProcessGroup] = types.MappingProxyType({})
+# The parent of the groups that were made last, and these by size.
+_kept: tuple[distributed.ProcessGroup | None, Mapping[int, distributed.ProcessGroup]] = (None, {})
 
 
 def _in_order(group: distributed.ProcessGroup | None) -> list[int]:
-    """The ranks of a group in the order of their places; none where it is one no more."""
+    """The ranks of a group in the order of their places; none if it is one no more."""
     return distributed.get_process_group_ranks(group) if group is not None and ranks_of(group) else []
 
 
 def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
     """The groups of Megatron's data-parallel times context-parallel ranks that may share packs.
 
-    Each is made when it is first asked for, collectively over all ranks of the job, and anew where
-    Megatron's groups are others by then. Those that Megatron has itself (`hybrid_context_parallel`) are
+    Each is made when it is first asked for, collectively over all ranks of the job, and anew once
+    Megatron's groups are others. Those that Megatron has itself (`hybrid_context_parallel`) are
     Megatron's.
 
     Args:
@@ -236,11 +212,12 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
         ValueError: if a size does not divide the number of those ranks, or a group of it was destroyed,
             and Megatron's were not: other ranks may still have theirs, and would not make it anew.
     """
+    global _kept
     try:
         parent = DATA_AND_CONTEXT_GROUP.function()(with_context_parallel=True)
     except AssertionError as error:
         raise RuntimeError("expected Megatron's process groups to be initialized, found none") from error
-    kept = _Kept.groups if _Kept.parent is parent else {}
+    kept = _kept[1] if _kept[0] is parent else {}
     if destroyed := [size for size in cp_sizes if size in kept and not _in_order(kept[size])]:
         raise ValueError(
             f"expected the groups of {cp_sizes} ranks that were made before, got none of {destroyed}: they "
@@ -250,5 +227,5 @@ def context_groups(cp_sizes: Sequence[int]) -> ContextGroups:
     sources = hybrid_groups(cp_sizes), kept, {} if static is None else {static.size(): static}
     given = {size: [found[size] for found in sources if size in found] for size in cp_sizes}
     made = ContextGroups(parent, cp_sizes, given)
-    _Kept.parent, _Kept.groups = parent, {**kept, **made.known()}
+    _kept = parent, {**kept, **made.known()}
     return made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modules of a model take for the ranks that share a pack, while a micro-batch runs.
+"""What the modules of a model take for the ranks that share a pack, and what ranks cannot share packs in.
 
 Note [View of a micro-batch]
 Released layers know one context-parallel group, the model's own. Attention rotates by it whoever shares the
@@ -8,6 +8,11 @@ name their own. So while a micro-batch of some ranks runs, eager or in a capture
 module looks for the model's group, and the pack names none. Afterwards everything is as before, after an
 error, too.
 What runs in the backward does not look there: ops keep the group they ran with, and recomputing is refused.
+
+Every rank that shares a pack records its part of a router's loss. At the end of a step Megatron adds the
+parts up over one group, and takes the mean over all others. That is right for packs which the ranks of that
+group share; a part of any other pack would count too little, or too often. So metrics of packs that other
+ranks share than the model's own are counted as if those had shared them.
 """
 
 import contextlib
@@ -24,10 +29,20 @@ from megagraph import _C
 from megagraph.log import log
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import COLLECTIONS
-from megagraph.megatron.parallel.sharing import counted_as_shared_by, unsupported_dynamic_sharing
-from megagraph.megatron.seams import router_losses_count_ranks
+from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
+from megagraph.megatron.seams import (
+    ENGINE_ATTENTION,
+    PACKED_SEQ_PARAMS,
+    is_engine_attention,
+    is_replaced,
+    metric_group,
+    moe_metrics,
+    router_losses_count_ranks,
+    set_metric_group,
+)
+from megagraph.modules import VarlenAttention
 
-__all__ = ["ContextView"]
+__all__ = ["ContextView", "unsupported_sharing"]
 
 # Of a module: its group; a router's, over which it adds up its losses; and beside the group of Transformer
 # Engine's attention, its ranks in the job and a stream.
@@ -38,15 +53,12 @@ _SIZE, _WEIGHTS = "context_parallel_size", ("moe_aux_loss_coeff", "moe_z_loss_co
 
 
 class ContextView:
-    """Shows a model the ranks that share a micro-batch. Does nothing where all packs are shared alike.
+    """Shows a model the ranks that share a micro-batch. Does nothing if all packs are shared alike.
 
     Args:
         model: a GPTModel or HybridModel; held weakly.
         ranks: its context-parallel ranks.
         left_out: attributes that change without a meaning for it.
-
-    Raises:
-        ValueError: for what would not look where this shows them, naming it.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRanks, left_out: Collection[str] = ()) -> None:
@@ -69,26 +81,21 @@ class ContextView:
             )
 
     def follow(self) -> None:
-        """Looks for modules, and what they look in, that were replaced since. Before steps.
+        """Before steps: looks for modules, and what they look in, that were replaced since.
 
-        Raises:
-            ValueError: as the constructor does.
+        Raises `ValueError` for what would not look where this shows the ranks, naming it.
         """
-        model = self._model()
+        model: Any = self._model()
         if model is None or not self.is_on:
             return
         if self._watch is None or self._watch.now(True) != self._state:
-            self._look(model)
+            modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
+            self._watch = _C.StateWatch(modules, block, self._left_out, lambda _hook: True, [])
+            self._places = list(_places_in(model))
+            self._unsupported = _unsupported_dynamic_sharing(model)
+            self._state = self._watch.now(True)
         if self._shows_others:
             self._check()
-
-    def _look(self, model: Any) -> None:
-        modules = [weakref.ref(module) for module in model.modules()]
-        block = weakref.ref(model.decoder)
-        watch = _C.StateWatch(modules, block, self._left_out, lambda _hook: True, [])
-        self._places = list(_places_in(model))
-        self._unsupported = unsupported_dynamic_sharing(model)
-        self._watch, self._state = watch, watch.now(True)
 
     def _check(self) -> None:
         if self._unsupported is not None:
@@ -98,42 +105,26 @@ class ContextView:
             )
 
     def refuse(self, what: str) -> None:
-        """Raises `ValueError` for a model that graphs do not take, where eager may not see its ranks.
-
-        Args:
-            what: keeps it eager, in words.
-        """
+        """Raises `ValueError` for a model that `what` keeps eager, if eager may not see its ranks."""
         if self.is_on and self._shows_others:
             raise ValueError(f"cp_sizes: expected a model that graphs take, got: {what}")
 
     def of_layers(self, params: Any) -> Any:
-        """A pack as layers get it: without ranks of its own, which they see all around.
-
-        Args:
-            params: `PackedSeqParams`, or None.
-        """
+        """A pack as layers get it: without ranks of its own, which they see all around."""
         if not self.is_on or params is None:
             return params
         plain = copy.copy(params)
         plain.local_cp_size = plain.cp_group = None
         return plain
 
-    @contextlib.contextmanager
-    def of_size(self, cp_size: int) -> Iterator[None]:
+    def of_size(self, cp_size: int) -> contextlib.AbstractContextManager[None]:
         """Around what runs for ranks of the model's group of a size."""
-        with self._showing(cp_size, self._ranks.of_size(cp_size), leaves_metrics=False):
-            yield
+        return self._showing(cp_size, self._ranks.of_size(cp_size), leaves_metrics=False)
 
-    @contextlib.contextmanager
-    def of_pack(self, params: Any) -> Iterator[None]:
-        """Around a model that runs a pack, by the ranks that it names.
-
-        Args:
-            params: `PackedSeqParams` as given, or None.
-        """
+    def of_pack(self, params: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a model that runs a pack as given, or none, by the ranks that it names."""
         size = getattr(params, "local_cp_size", None)
-        with self._showing(self._ranks.size if size is None else size, getattr(params, "cp_group", None)):
-            yield
+        return self._showing(self._ranks.size if size is None else size, getattr(params, "cp_group", None))
 
     @contextlib.contextmanager
     def _showing(
@@ -148,19 +139,17 @@ class ContextView:
             found = "none" if shown is None else f"one of {shown.size()} ranks"
             raise ValueError(f"expected a cp_group of local_cp_size {cp_size}, got {found}")
         times = cp_size / self._ranks.size
-        found_owners = ((_owner(held), name) for held, name in self._places)
-        owners = [(vars(owner), name) for owner, name in found_owners if owner is not None]
-        before = [values[name] for values, name in owners]
+        places = ((held() if isinstance(held, weakref.ref) else held, name) for held, name in self._places)
+        owners: list[tuple[Any, str]] = [(vars(owner), name) for owner, name in places if owner is not None]
+        before = [(values, name, values[name]) for values, name in owners]
+        own = next((group for _, name, group in before if name == _OF_LOSSES and group is not None), None)
         try:
-            for values, name in owners:
-                values[name] = self._value(name, values[name], shown, times)
-            losses = (value for (_, name), value in zip(owners, before, strict=True) if name == _OF_LOSSES)
-            own = next((group for group in losses if group is not None), None)
-            counted = counted_as_shared_by(own, shown, times if leaves_metrics else 1)
-            with contextlib.nullcontext() if own is None else counted:
+            for values, name, value in before:
+                values[name] = self._value(name, value, shown, times)
+            with _counted_as_shared_by(own, shown, times if leaves_metrics else 1):
                 yield
         finally:
-            for (values, name), value in zip(owners, before, strict=True):
+            for values, name, value in before:
                 values[name] = value
 
     def _value(self, name: str, value: Any, shown: distributed.ProcessGroup, times: float) -> Any:
@@ -171,14 +160,10 @@ class ContextView:
         if name == _RANKS:
             return distributed.get_process_group_ranks(shown) if shown.size() > 1 else None
         if name == _STREAM:
-            return self._second_stream() if shown.size() > 1 else None
+            if shown.size() > 1 and self._stream is None:
+                self._stream = torch.cuda.Stream()  # for attention of other ranks' keys
+            return self._stream if shown.size() > 1 else None
         return shown
-
-    def _second_stream(self) -> torch.cuda.Stream:
-        """Beside the one that a module runs on: for attention of other ranks' keys."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream
 
 
 def _owners_in(module: nn.Module) -> Iterator[tuple[Any, Collection[str]]]:
@@ -211,18 +196,89 @@ def _scaled(weight: Any, times: float) -> Any:
 
 
 def _held(owner: Any) -> Any:
-    """A weak reference, or itself where there can be none, as to a host's own config."""
+    """A weak reference, or itself if there can be none, as to a host's own config."""
     try:
         return weakref.ref(owner)
     except TypeError:
         return owner
 
 
-def _owner(held: Any) -> Any:
-    return held() if isinstance(held, weakref.ref) else held
-
-
 @functools.cache
 def _alone() -> distributed.ProcessGroup:
     """A group of this rank, for what asks for its size and its place and no more."""
     return distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
+
+
+@contextlib.contextmanager
+def _counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
+    """Around what runs a pack.
+
+    Args:
+        own: the group over which metrics are added up; None without any.
+        shown: the one that routers see meanwhile.
+        times: how many ranks share the pack, for each rank of `own`.
+    """
+    if own is None:
+        yield
+        return
+    before = {} if times == 1 else {name: values.clone() for name, values in moe_metrics().items()}
+    try:
+        yield
+    finally:
+        for name, values in moe_metrics().items():
+            group = metric_group(name)
+            if group is not own and group is not shown:
+                continue  # a mean of its own, or over all ranks
+            set_metric_group(name, own)
+            if times != 1:
+                earlier = before.get(name, 0)
+                values.sub_(earlier).mul_(times).add_(earlier)
+
+
+_HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them
+
+
+def unsupported_sharing(model: Any) -> str | None:
+    """The first thing in a model that ranks cannot share packs in, in words; None if they can."""
+    cores = [
+        core for module in model.modules() if (core := getattr(module, "core_attention", None)) is not None
+    ]
+    others = sorted({type(core).__name__ for core in cores if not _is_known(core)})
+    # It gets the rows past a pack's end as one document more, of padding alone.
+    says_padding = "pad_between_seqs" in vars(PACKED_SEQ_PARAMS.function())
+    found = {
+        **{f"attention of class {name}": True for name in others},
+        "Transformer Engine's attention, of packs that cannot say pad_between_seqs": (
+            not says_padding and any(map(is_engine_attention, cores))
+        ),
+        "Mamba layers": any(hasattr(module, "mixer") for module in model.modules()),
+        "multi-token prediction": getattr(model, "mtp", None) is not None,
+        "experts over several ranks that need equal rows": need_equal_rows(model.config),
+        f"cp_comm_type={_HIERARCHICAL!r}": any(
+            getattr(core, "cp_comm_type", None) == _HIERARCHICAL for core in cores
+        ),
+    }
+    return next((name for name, is_there in found.items() if is_there), None)
+
+
+def _unsupported_dynamic_sharing(model: Any) -> str | None:
+    """The same if each pack says by how many ranks it is shared.
+
+    What runs in the backward does not see them. A router's losses are summed over one group of tensor- and
+    context-parallel ranks, which Megatron has for one number of them, and its global loss in each micro-batch
+    over ranks of other packs.
+    """
+    config: Any = model.config
+    granularity = config.recompute_granularity
+    losses = config.moe_router_load_balancing_type  # one, or a list
+    found = {
+        f"recompute_granularity={granularity!r}": granularity is not None,
+        "routers with a global_aux_loss": has_experts(config) and "global_aux_loss" in losses,
+        "experts with tensor parallelism": has_experts(config) and config.tensor_model_parallel_size > 1,
+    }
+    return unsupported_sharing(model) or next((name for name, is_there in found.items() if is_there), None)
+
+
+def _is_known(core: nn.Module) -> bool:
+    is_engines = is_engine_attention(core) and not is_replaced(core, ENGINE_ATTENTION)
+    return isinstance(core, VarlenAttention) or is_engines

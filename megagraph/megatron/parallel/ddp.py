@@ -5,6 +5,7 @@ The additions to `main_grad` themselves are captured (csrc/bank/capture/main_gra
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     """Reports finished sites to the DDP's buckets, as its own hooks would; called after each capture.
 
     Only with `overlap_grad_reduce`, and only in the last micro-batch of a step: in others nobody
-    asks, so that the backward pass needs no GIL. There Python is entered where a bucket may be complete,
+    asks, so that the backward pass needs no GIL. There Python is entered when a bucket may be complete,
     and at the end of each autograd node. Each parameter is reported once, since DDP compares counts with
     those of its first step, and in the order in which the backward pass reached them: buckets that are
     complete are reduced, and a rank that runs eager beside this one reduces them in that order.
@@ -79,21 +80,17 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
 def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
     """Sites, by index, after whose backward a bucket of gradients is complete, or with which it is gathered.
 
-    None where DDP neither reduces gradients in the backward pass nor gathers parameters in the forward pass.
-
-    Args:
-        ddp: Megatron's DDP, or None.
-        sites: in execution order.
+    None if DDP neither reduces gradients in the backward pass nor gathers parameters in the forward pass.
     """
     ddp_config: Any = getattr(ddp, "ddp_config", None)
     if ddp is None or not (ddp_config.overlap_grad_reduce or ddp_config.overlap_param_gather):
         return set()
     group_of: Any = ddp.param_to_bucket_group
-    first: dict[int, int] = {}
+    first: dict[Any, int] = {}
     for index, site in enumerate(sites):
         for param in site.parameters():
             if param in group_of:
-                first.setdefault(id(group_of[param]), index)
+                first.setdefault(group_of[param], index)
     return set(first.values())
 
 
@@ -102,24 +99,19 @@ class ParamSyncs:
 
     With `overlap_param_gather`, Megatron's DDP does this in a pre-hook of each submodule; a replayed
     site calls none.
-
-    Args:
-        ddp: Megatron's DDP, or None.
-        sites: in execution order.
     """
 
     def __init__(self, ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> None:
-        self._groups: list[list[Any]] | None = None
+        self._ddp: Callable[[], Any] = lambda: None
+        self._groups: list[list[Any]] = []  # of each site; none if nothing is gathered
         ddp_config: Any = getattr(ddp, "ddp_config", None)
         group_of: Any = getattr(ddp, "param_to_bucket_group", None)  # Megatron-FSDP, refused, has none
-        if ddp is None or group_of is None or not ddp_config.overlap_param_gather:
-            return
-        self._ddp = weakref.ref(ddp)
-        self._groups = []
-        for site in sites:
+        if ddp is not None and group_of is not None and ddp_config.overlap_param_gather:
+            self._ddp = weakref.ref(ddp)
             # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
-            of_site = {id(group_of[p]): group_of[p] for p in site.parameters() if p in group_of}
-            self._groups.append(list(of_site.values()))
+            self._groups = [
+                list(dict.fromkeys(group_of[p] for p in site.parameters() if p in group_of)) for site in sites
+            ]
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
@@ -128,14 +120,13 @@ class ParamSyncs:
         What has been gathered and what has not stays so; a forward finishes it in its order, and starts the
         next ones.
         """
-        if self._groups is None:
+        if not self._groups:
             yield
             return
-        for group in self._all():
+        for group in itertools.chain(*self._groups):
             if group.param_gather_handle is not None:
                 group.param_gather_handle.wait()
-        ddp: Any = self._ddp()
-        handles = ddp.remove_forward_pre_hook_handles
+        handles = self._ddp().remove_forward_pre_hook_handles
         hooks = [(module._forward_pre_hooks, module._forward_pre_hooks.copy()) for module in handles]
         for (now, _before), handle in zip(hooks, handles.values(), strict=True):
             del now[handle.id]
@@ -148,24 +139,17 @@ class ParamSyncs:
 
     def before_sites(self) -> Callable[[int], None] | None:
         """What to call with each site's index before it runs in this forward pass; None for nothing."""
-        if self._groups is None:
-            return None
-        ddp: Any = self._ddp()
         # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
-        if not ddp.remove_forward_pre_hook_handles:
+        if not self._groups or not self._ddp().remove_forward_pre_hook_handles:
             return None
         is_done = [
-            group.param_gather_dispatched and group.param_gather_handle is None for group in self._all()
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in itertools.chain(*self._groups)
         ]
         return None if all(is_done) else self._finish
 
-    def _all(self) -> list[Any]:
-        assert self._groups is not None
-        return [group for of_site in self._groups for group in of_site]
-
     def _finish(self, index: int) -> None:
-        assert self._groups is not None
-        ddp: Any = self._ddp()
+        ddp = self._ddp()
         skip_next = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
         for group in self._groups[index]:
             group.finish_param_sync(skip_next_bucket_dispatch=skip_next)

@@ -4,20 +4,19 @@
 Note [Groups in a graph]
 A graph holds collectives only of groups whose ranks run the same pack. All of them replay the same variant
 then, so that a communicator finds its operations in a graph on every rank or on none, and of the same shapes.
-Ranks run the same pack where they share it: those of tensor and of context parallelism. Whether those of
+Ranks run the same pack if they share it: those of tensor and of context parallelism. Whether those of
 another group do is a matter of its ranks, and not of its name: expert parallelism may be folded into tensor
 parallelism, and go over data-parallel ranks in the next run.
 
 Nothing tells which of its groups a module will use. One that is an attribute of a module or parameter counts
 as used, but of a module that a site bypasses, calling what is inside; but a router's for a loss that it does
 not have, and the one over which experts are saved. A `ProcessGroupCollection` has every group of the job, of
-which any layer uses those of tensor and context parallelism; others count where a module has taken them out
+which any layer uses those of tensor and context parallelism; others count if a module has taken them out
 of it.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed, nn
@@ -26,7 +25,7 @@ from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
 
-__all__ = ["COLLECTIONS", "HeldGroup", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
+__all__ = ["COLLECTIONS", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
 
 Ranks = frozenset[int]
 COLLECTIONS = ("pg_collection", "_pg_collection")  # attributes of modules that hold groups
@@ -35,27 +34,8 @@ _USED_OF_COLLECTIONS = ("tp", "cp")
 _OF_GLOBAL_LOSS = "tp_dp_cp_group"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldGroup:
-    """A process group of several ranks that something in a layer holds.
-
-    Args:
-        name: as in the model's `ProcessGroupCollection`; of a group that is not in it, the attribute's.
-        holder: the attribute, as seen from the layer.
-        group: the group itself.
-        size: how many ranks it has.
-        runs_same_pack: all of them run the pack of this rank.
-    """
-
-    name: str
-    holder: str
-    group: Any
-    size: int
-    runs_same_pack: bool
-
-
 def ranks_of(group: object) -> Ranks:
-    """The ranks of a process group; none where it is no group, or is one no more."""
+    """The ranks of a process group; none if it is no group, or is one no more."""
     if not isinstance(group, distributed.ProcessGroup):
         return frozenset()
     try:
@@ -64,16 +44,10 @@ def ranks_of(group: object) -> Ranks:
         return frozenset()
 
 
-def _has_global_loss(owner: Any) -> bool:
-    """Whether a router of experts uses that group; any other owner is taken to use it."""
-    coefficient = getattr(owner, "get_aux_loss_coeff", None)
-    return coefficient is None or coefficient("global_aux_loss") > 0
-
-
 def _is_used(name: str, owner: object) -> bool:
     """Whether a module or parameter is taken to use a group that it has as an attribute."""
-    if name == _OF_GLOBAL_LOSS:
-        return _has_global_loss(owner)
+    if name == _OF_GLOBAL_LOSS and (coefficient := getattr(owner, "get_aux_loss_coeff", None)) is not None:
+        return bool(coefficient("global_aux_loss") > 0)
     return (type(owner).__module__, name) != SAVING_GROUP
 
 
@@ -91,10 +65,8 @@ def _attributes(owner: object) -> Iterator[tuple[str, object]]:
 def ranks_of_pack(groups: Mapping[str, Ranks]) -> Ranks:
     """The ranks of the smallest of some groups that has those of tensor and of context parallelism.
 
-    Where they are in no group together it is the tensor-parallel one, and the other one leaves the graph.
-
-    Args:
-        groups: ranks by Megatron's name of their group, without those of one rank.
+    `groups` are by Megatron's names, without those of one rank. If none has both it is the tensor-parallel
+    one, and the other one leaves the graph.
     """
     tensor, context = groups.get("tp", frozenset()), groups.get("cp", frozenset())
     fitting = (ranks for ranks in groups.values() if ranks >= tensor | context)
@@ -102,11 +74,7 @@ def ranks_of_pack(groups: Mapping[str, Ranks]) -> Ranks:
 
 
 class ModelGroups:
-    """The groups of one model.
-
-    Args:
-        model: a GPTModel or HybridModel, with its process groups made. Held weakly.
-    """
+    """The groups of one model, which is held weakly."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -116,7 +84,7 @@ class ModelGroups:
     def of_pack(self) -> Mapping[str, Any]:
         """The groups of several ranks over which the model shares its packs, by Megatron's names.
 
-        As the model has them; where its tensor-parallel one is missing or destroyed, as Megatron has them.
+        As the model has them; if its tensor-parallel one is missing or destroyed, as Megatron has them.
         """
         if self._of_pack is None:
             own = self._collection()
@@ -131,7 +99,7 @@ class ModelGroups:
         return self._of_pack
 
     def ranks(self) -> Ranks:
-        """The ranks that run the same pack, this one among them; none where no other one does."""
+        """The ranks that run the same pack, this one among them; none if no other one does."""
         self.of_pack()
         return self._ranks
 
@@ -146,23 +114,18 @@ class ModelGroups:
     def _collection(self) -> Any:
         return getattr(self._model(), "pg_collection", None)
 
-    def held_by(self, site: SiteSpec) -> list[HeldGroup]:
-        """The groups of several ranks that modules and parameters of a site hold, each once."""
+    def held_by(self, site: SiteSpec) -> Mapping[str, Any]:
+        """The groups of several ranks that modules and parameters of a site hold, each once: by attribute."""
         groups: dict[int, tuple[str, object]] = {}
         for path, owner in (*site.named_modules(), *site.named_parameters()):
             for name, group in () if path in site.bypassed else _attributes(owner):
-                groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
-        return [
-            HeldGroup(
-                name=self._name_of(group) or holder.rpartition(".")[2].strip("_").removesuffix("_group"),
-                holder=holder,
-                group=group,
-                size=len(ranks),
-                runs_same_pack=ranks <= self.ranks(),
-            )
-            for holder, group in groups.values()
-            if len(ranks := ranks_of(group)) > 1
-        ]
+                if len(ranks_of(group)) > 1:
+                    groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
+        return dict(groups.values())
+
+    def runs_same_pack(self, group: object) -> bool:
+        """Whether all ranks of a group run the pack of this rank."""
+        return ranks_of(group) <= self.ranks()
 
     def _name_of(self, group: object) -> str | None:
         own = self._collection()
@@ -173,9 +136,11 @@ class ModelGroups:
         """Sites that must not be in a graph for the groups that they hold, by index: why."""
         found = {}
         for index, site in enumerate(sites):
-            for held in self.held_by(site):
-                if not held.runs_same_pack:
-                    why = f"collectives of ranks that run other packs ({held.name}, {held.size} ranks: "
-                    found[index] = EagerReason.SCOPE_UNSUPPORTED, f"{why}{held.holder}) are not supported yet"
+            for holder, group in self.held_by(site).items():
+                if not self.runs_same_pack(group):
+                    attribute = holder.rpartition(".")[2].strip("_").removesuffix("_group")
+                    who = f"{self._name_of(group) or attribute}, {len(ranks_of(group))} ranks: {holder}"
+                    why = f"collectives of ranks that run other packs ({who}) are not supported yet"
+                    found[index] = EagerReason.SCOPE_UNSUPPORTED, why
                     break
         return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor-parallel ranks of a model, and how they share rows of hidden states.
+"""Model parallelism: ranks that share rows of hidden states, that share experts, and stages of a pipeline.
 
-Of T rows, rank r of n has those from r*T/n on. Rows are added, or dropped, behind the last one of the last
-rank, so that the others have other owners, and rows are handed round.
+Of T rows, rank r of n tensor-parallel ones has those from r*T/n on. Rows are added, or dropped, behind the
+last one of the last rank, so that the others have other owners, and rows are handed round.
 
 What a caller hands in between the layers (`decoder_input`) or takes out there (`output_processor`) is shared
 out by the pack as it was given, and the layers' rows by the capacity, so that rows are handed round for these
@@ -14,29 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from megagraph.megatron.parallel.groups import ModelGroups
+from megagraph.decide.in_flight import StageSchedule
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
 from megagraph.megatron.seams import GPT_FORWARD
 
-__all__ = ["TensorRanks", "shared_anew", "splits"]
-
-
-def _overlap(holder: int, held: int, taker: int, taken: int) -> int:
-    """How many of the rows that one rank holds another one is to have."""
-    first, end = max(holder * held, taker * taken), min((holder + 1) * held, (taker + 1) * taken)
-    return max(0, end - first)
+__all__ = [
+    "TensorRanks",
+    "has_experts",
+    "need_equal_rows",
+    "place_of",
+    "require_rows",
+    "schedule_of",
+    "shared_anew",
+    "slots_of",
+    "speaks_for_stage",
+    "splits",
+]
 
 
 def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """How many rows a rank sends to each rank, and how many it gets from each.
+    """How many rows a rank sends to each of `size` ranks, and how many it gets from each.
 
-    Args:
-        given: rows on each rank.
-        wanted: rows on each rank afterwards.
-        rank: the rank.
-        size: how many ranks there are.
+    Each rank has `given` rows before, and `wanted` afterwards.
     """
-    sent = [_overlap(rank, given, peer, wanted) for peer in range(size)]
-    return sent, [_overlap(peer, given, rank, wanted) for peer in range(size)]
+
+    def overlap(holder: int, taker: int) -> int:
+        first, end = max(holder * given, taker * wanted), min((holder + 1) * given, (taker + 1) * wanted)
+        return max(0, end - first)
+
+    return [overlap(rank, peer) for peer in range(size)], [overlap(peer, rank) for peer in range(size)]
 
 
 class _SharedAnew(torch.autograd.Function):
@@ -62,12 +69,7 @@ def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
     """This rank's rows once every rank of a group has `wanted` of them.
 
     Rows that are added are zero; rows that are dropped get a gradient of zero. Nothing is computed, rows move
-    only. Every rank of the group calls this equally often, and so its backward.
-
-    Args:
-        rows: what this rank has, as many as every other.
-        wanted: how many it will have.
-        group: the ranks, on whose backend the rows move.
+    only. Every rank of the group has as many, and calls this, and so its backward, equally often.
     """
     moved: Tensor = _SharedAnew.apply(rows, wanted, group)  # type: ignore[no-untyped-call]
     return moved
@@ -75,10 +77,6 @@ def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
 
 class TensorRanks:
     """The tensor-parallel group of one model.
-
-    Args:
-        model: a GPTModel or HybridModel.
-        groups: its process groups.
 
     Attributes:
         size: of the group.
@@ -103,8 +101,7 @@ class TensorRanks:
     def shares_masks(self, *, from_ids: bool) -> bool:
         """Whether the model hands its layers those rows of a padding mask that they have of hidden states.
 
-        Args:
-            from_ids: it makes the hidden states of token ids.
+        It makes these `from_ids` of tokens, or is given them.
         """
         return not self.shards_sequence or (self._is_gpt and from_ids)
 
@@ -113,11 +110,7 @@ class TensorRanks:
         return hidden_states.size(0) * (self.size if self.shards_sequence else 1)
 
     def rows(self, tokens: int) -> int:
-        """Rows of hidden states between layers on one rank, of a pack of `tokens` physical tokens.
-
-        Raises:
-            ValueError: where they cannot be shared out evenly.
-        """
+        """Rows between layers on one rank, of a pack of `tokens`; `ValueError` if there is no even share."""
         if not self.shards_sequence:
             return tokens
         if tokens % self.size:
@@ -128,12 +121,84 @@ class TensorRanks:
         return tokens // self.size
 
     def share_anew(self, hidden_states: Tensor, tokens: int) -> Tensor:
-        """This rank's rows of a pack that is made one of `tokens` physical tokens, at its end.
+        """This rank's rows [T, 1, H] of a pack that is made one of `tokens` physical tokens, at its end.
 
-        Every rank of the group calls it. Hidden states that need a gradient need it on every rank.
-
-        Args:
-            hidden_states: [T, 1, H], this rank's. Added rows are zero.
-            tokens: of the pack that is made.
+        Every rank of the group calls it. Added rows are zero. Hidden states that need a gradient need it on
+        every rank.
         """
         return shared_anew(hidden_states, self.rows(tokens), self._group())
+
+
+# Over several ranks: what takes as many rows from each of them.
+_NEED_EQUAL_ROWS = (
+    ("moe_token_dispatcher_type", "allgather"),
+    ("moe_pad_expert_input_to_capacity", True),
+)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model's config asks for experts in some layer."""
+    return getattr(config, "num_moe_experts", None) is not None
+
+
+def need_equal_rows(config: Any) -> bool:
+    """Whether a model's experts are spread over ranks from each of which they take as many rows."""
+    is_spread = has_experts(config) and config.expert_model_parallel_size > 1
+    return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
+
+
+def require_rows(rows: int, tokens: int, reason: EagerReason) -> None:
+    """Raises `RuntimeError` if a pack that is not padded has not the rows that other ranks run."""
+    if tokens != rows:
+        raise RuntimeError(
+            f"experts are spread over ranks and take {rows} rows from each: expected a pack that is padded "
+            f"to them or has as many, got one of {tokens} that runs as it was given ({reason.name}); set "
+            "max_seqlen_per_dp_cp_rank to the rows of the largest pack"
+        )
+
+
+def schedule_of(model: nn.Module) -> StageSchedule:
+    """What Megatron's schedules make of the stage that a model chunk is of."""
+    config: Any = model.config
+    stages: int = config.pipeline_model_parallel_size
+    if stages == 1:
+        return StageSchedule(has_expert_overlap=config.overlap_moe_expert_parallel_comm)
+    group: Any = model.pp_group
+    return StageSchedule(
+        stages=stages,
+        stage=group.rank(),
+        chunks=config.virtual_pipeline_model_parallel_size or 1,
+        group_size=config.microbatch_group_size_per_vp_stage,
+        has_expert_overlap=config.overlap_moe_expert_parallel_comm,
+    )
+
+
+def slots_of(model: nn.Module, asked: int | None) -> int:
+    """How many micro-batches of a chunk have graphs and memory of their own; `asked`: `cuda_graph_slots`.
+
+    In a pipeline no chunk needs more than its schedule has in flight. Without one a loop of the host's may
+    have as many in flight as it likes.
+    """
+    schedule = schedule_of(model)
+    needed = schedule.most_in_flight[_chunk(model)]
+    if asked is None:
+        return needed
+    return asked if schedule.stages == 1 else min(asked, needed)
+
+
+def place_of(model: nn.Module) -> str:
+    """Which stage and chunk it is, for people: "stage 1, chunk 0"; empty without a pipeline."""
+    schedule = schedule_of(model)
+    if schedule.stages == 1:
+        return ""
+    stage = f"stage {schedule.stage}"
+    return stage if schedule.chunks == 1 else f"{stage}, chunk {_chunk(model)}"
+
+
+def speaks_for_stage(model: Any) -> bool:
+    """Whether this rank is in the pipeline of rank 0, and so the one of its stage that writes reports."""
+    return 0 in ranks_of(model.pp_group)
+
+
+def _chunk(model: Any) -> int:
+    return model.vp_stage or 0

@@ -2,17 +2,14 @@
 """The ranks that share a model's communicators: they capture and drop graphs together.
 
 They are those that run the same packs (megagraph/megatron/parallel/groups.py, Note [Groups in a graph]), and
-replay and run eager together; or, where each pack says by how many ranks it is shared, all that may ever
-share one, of which those of one pack do so. What they ask each other are a few integers on the host, over
+replay and run eager together; or, if each pack says by how many ranks it is shared, all that may ever share
+one, of which those of one pack do so. What they ask each other are a few integers on the host, over
 gloo: nobody waits for a device. Ranks that share experts and run other packs learn their capacities so
 (megagraph/megatron/graphs/capacities.py, Note [Equal rows]).
 
-They ask before each step: has every warm-up ended, and what is the most that any of them has found for the
-capacities; which state is each in, does anybody run eager, has anybody's memory moved. After each part of a
-warm-up or capture: what one cannot do, none does; the one that failed counts its own reason, the others
-`GROUP_DISAGREED`; all leave the same site out and begin again. In a warm-up: has anybody drawn a random
-number, so that all run the site once more as eager would. At the end of a capture: is the set of graphs the
-same.
+They ask before each step, after each part of a warm-up or capture, and at its end: docs/architecture.md,
+Ranks, says what. In a warm-up also: has anybody drawn a random number, so that all run the site once more as
+eager would.
 
 A failure between two collectives of one layer cannot be healed: the others wait in the second one, as they
 would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
@@ -31,7 +28,7 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.context_view import ContextView
 from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
-from megagraph.megatron.parallel.tensor import TensorRanks
+from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
 __all__ = ["HostGroup", "Peers"]
@@ -71,11 +68,8 @@ class HostGroup:
     """Ranks that ask each other for a few integers.
 
     Args:
-        ranks: looks them up, this one among them; none where there is no other one.
+        ranks: looks them up, this one among them; none if there is no other one.
         who: what they have in common, for an error.
-
-    Attributes:
-        size: how many they are, this one among them.
     """
 
     def __init__(self, ranks: Callable[[], Ranks], who: str) -> None:
@@ -106,7 +100,7 @@ class Peers(HostGroup):
 
     Args:
         model: a GPTModel or HybridModel, with its process groups made.
-        cp_sizes: by how many ranks its packs may be shared, where each says so itself.
+        cp_sizes: by how many ranks its packs may be shared, if each says so itself.
         left_out: attributes of its modules that Megatron changes without a meaning for who shares them.
 
     Attributes:
@@ -136,7 +130,7 @@ class Peers(HostGroup):
         return 0 if self.size == 1 else sorted(self._ranks()).index(distributed.get_rank())
 
     def gather(self, what: str) -> list[str]:
-        """What each of them says, in the order of ranks; it costs little where nobody says anything."""
+        """What each of them says, in the order of ranks; it costs little if nobody says anything."""
         if self.size == 1:
             return [what]
         own = what.encode()
@@ -155,14 +149,9 @@ class Peers(HostGroup):
         return largest == -least
 
     def run_alone(self, reason: EagerReason, cp_size: int) -> None:
-        """Before a shared micro-batch runs eager for a reason that lies in what this rank ran before.
+        """Before a micro-batch of `cp_size` ranks runs eager: raises if it does for what this one ran before.
 
-        Args:
-            reason: why it finds no slot, or must not be replayed.
-            cp_size: ranks that share it.
-
-        Raises:
-            RuntimeError: where another one of them, which ran other packs before, may replay it.
+        Another one of them, which ran other packs before, may replay it.
         """
         if self.run_other_packs and cp_size > 1 and reason is EagerReason.NO_FREE_SLOT:
             raise RuntimeError(
@@ -172,8 +161,8 @@ class Peers(HostGroup):
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""
-        held = [held for site in sites for held in self.groups.held_by(site)]
-        self._held |= {id(each.group): each.group for each in held if each.runs_same_pack}
+        held = [group for site in sites for group in self.groups.held_by(site).values()]
+        self._held |= {id(group): group for group in held if self.groups.runs_same_pack(group)}
 
     def let_go(self) -> None:
         """Forgets the groups of sites, whose graphs have been released."""
@@ -187,11 +176,7 @@ class Peers(HostGroup):
         return any(group is each for each in used)
 
     def leave(self, group: Any) -> None:
-        """Forgets the groups, one of which is about to be destroyed; what comes after it is looked up.
-
-        Args:
-            group: that one; None and the world are every group.
-        """
+        """Forgets the groups, as one is about to be destroyed, None and the world being every group."""
         self.let_go()
         self.groups.forget()
         self.context.leave(group)

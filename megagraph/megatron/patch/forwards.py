@@ -26,7 +26,7 @@ from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.graphs.one_document import as_pack
-from megagraph.megatron.parallel.tensor import TensorRanks
+from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of, skips
 from megagraph.megatron.scopes.walk import LayerLoop, LayersOneByOne
 

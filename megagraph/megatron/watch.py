@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What graphs rely on and that may change between steps: memory, trainable parameters, modules, their state.
+
+Looks only; what follows from it is decided elsewhere. State that only its owner knows is what functions
+return that a host has named for modules.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megagraph import _C
+from megagraph.bank.sites import SiteSpec
+from megagraph.decide.reasons import EagerReason
+
+__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "WatchHandle", "keys_of", "watch"]
+
+Key = Callable[[], Any]
+Ineligible = Mapping[int, tuple[EagerReason, str]]
+
+# The functions hold whatever they hold; the modules are held weakly.
+_keys: weakref.WeakKeyDictionary[nn.Module, list[Key]] = weakref.WeakKeyDictionary()
+_key_changes = 0  # how often functions came or went
+
+
+class WatchHandle:
+    """Takes a function back that `watch()` was given for a module."""
+
+    def __init__(self, module: nn.Module, key: Key) -> None:
+        self._module, self._key = weakref.ref(module), key
+
+    def remove(self) -> None:
+        """Takes it back; a second time does nothing."""
+        global _key_changes
+        module = self._module()
+        keys = [] if module is None else _keys.get(module, [])
+        if self._key in keys:
+            keys.remove(self._key)
+            _key_changes += 1
+
+
+def watch(module: nn.Module, *, key: Key) -> WatchHandle:
+    """Makes what `key()` returns part of the state that graphs of a module are captured in.
+
+    For state that a forward reads and that stands in no attribute of a module: a variable of a closure, a
+    global, an environment variable. If it returns another value than when the layers were captured, they run
+    eager (`STATE_CHANGED`), and are captured for that value too.
+
+    Args:
+        module: a layer, any module inside, or the model around it.
+        key: called without arguments before each call of the model. What it returns is compared by value
+            if it is a number, a flag, text, an enumeration, or a tuple, list, set or dictionary of these;
+            anything else by identity.
+
+    Returns:
+        A handle: `handle.remove()` takes the function back.
+
+    Raises:
+        TypeError: if one of the two is something else, naming it.
+    """
+    global _key_changes
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"watch(): expected a torch.nn.Module, got {type(module).__name__}")
+    if not callable(key):
+        raise TypeError(f"watch(): key: expected a function without arguments, got {type(key).__name__}")
+    _keys.setdefault(module, []).append(key)
+    _key_changes += 1
+    return WatchHandle(module, key)
+
+
+def keys_of(model: nn.Module) -> list[Key]:
+    """The functions for a model, for what is inside of it, and for what it is inside of."""
+    if not _keys:
+        return []
+    inside = set(model.modules())
+    return [
+        key
+        for module, keys in _keys.items()
+        if module in inside or any(child is model for child in module.modules())
+        for key in keys
+    ]
+
+
+# Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel
+# that is captured depends on what was there before.
+IGNORED_ATTRIBUTES = frozenset(
+    {
+        # Which micro-batch runs: of use to fp8, which is refused, and to graphs of Megatron's own.
+        *("is_first_microbatch", "current_microbatch"),
+        # What a call makes for the time until its backward.
+        *("input_layernorm_checkpoint", "pre_mlp_norm_checkpoint", "activation_checkpoint"),
+        *("norm_out_checkpoint", "mlp_norm_manager"),
+        # Whether a mixer's decoding has to look at its weights again.
+        "_A_neg_exp_cache_stale",
+        # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/latent_tables.py).
+        *("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"),
+        # What schedules ask of a configuration, and no layer does.
+        *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
+        *("grad_scale_func", "timers"),
+    }
+)
+# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/latent_tables.py).
+_UNREAD_BUFFERS = ("cos_cached", "sin_cached")
+
+
+def _modules_of(specs: Sequence[SiteSpec]) -> list[tuple[nn.Module, bool]]:
+    """The modules of some sites, and whether graphs read their parameters and buffers."""
+    return [
+        (module, module in owners)
+        for spec in specs
+        for owners in [{*spec.owners()}]
+        for module in spec.modules()
+    ]
+
+
+def _state_of(specs: Sequence[SiteSpec]) -> list[Tensor]:
+    """What graphs of some sites write that no module owns."""
+    specs = [*{spec.state: spec for spec in specs}.values()]  # scopes name the same for all of their sites
+    return [tensor for spec in specs for tensor in spec.further_state()]
+
+
+class LayerWatch(_C.ModuleWatch):
+    """What graphs of some layers rely on: csrc/watch/module_watch.h, Note [Module watch], and their state.
+
+    Args:
+        specs: the sites of the layers.
+        block: whose layers they are.
+        keys: asked between steps for functions whose results are part of the layers' state.
+        is_expected_hook: whether the caller answers for a hook of a module.
+        stay_eager: layers, by index, that are no part of the state.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[SiteSpec],
+        block: nn.Module,
+        *,
+        keys: Callable[[], list[Key]],
+        is_expected_hook: Callable[[Callable[..., Any]], bool],
+        stay_eager: Collection[int] = (),
+    ) -> None:
+        super().__init__(lambda: _modules_of(specs), lambda: _state_of(specs), _UNREAD_BUFFERS)
+        self._specs, self._keys, self._is_expected_hook = specs, keys, is_expected_hook
+        self._block = weakref.ref(block)  # which hooks and modules may hold, as the model
+        self._ineligible: Ineligible = {}
+        self.stay_eager = {*stay_eager}
+        self.follow_modules()
+
+    def follow_modules(self) -> None:
+        """Watches the modules that the layers have now."""
+        if self.follow():
+            self._watch_state()
+
+    def _watch_state(self) -> None:
+        self._keys_seen = _key_changes
+        modules = [weakref.ref(module) for _name, module in self._guarded()]
+        layer_list = getattr(self._block(), "layers", None)
+        modules += [weakref.ref(layer_list)] if isinstance(layer_list, nn.Module) else []
+        self._state = _C.StateWatch(
+            modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys()
+        )
+        self.set_state(self._state)
+
+    def _guarded(self) -> list[tuple[str, nn.Module]]:
+        return [
+            (f"{spec.short_name}{f'.{name}' if name else ''}", module)
+            for index, spec in enumerate(self._specs)
+            if index not in self.stay_eager
+            for name, module in spec.named_modules()
+        ]
+
+    def whole_state(self) -> int:
+        """Between steps: `state(True)`, with the functions that are part of it by now."""
+        if self._keys_seen != _key_changes:
+            self._watch_state()
+        return self.state(True)
+
+    def state_items(self) -> list[tuple[str, int, str]]:
+        """Every value of the state: its name, its hash, and what it is in words."""
+        names = [*(name for name, _module in self._guarded()), "the list of layers", "all modules"]
+        items = self._state.items()
+        return [(f"{names[index]}: {name}", value, words) for index, name, value, words in items]
+
+    def leave_out(self, stay_eager: Collection[int]) -> bool:
+        """Takes layers that stay eager out of the state. Whether its hash is another one from now on."""
+        if {*stay_eager} == self.stay_eager:
+            return False
+        self.stay_eager = {*stay_eager}
+        self._watch_state()
+        return True
+
+    def names_left_out(self) -> set[str]:
+        """Of the names that are no part of the state those that modules or their configurations have."""
+        modules = [module for spec in self._specs for module in spec.modules()]
+        configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
+        owners = [vars(owner) for owner in (*modules, *configs.values()) if hasattr(owner, "__dict__")]
+        return {name for name in IGNORED_ATTRIBUTES if any(name in attributes for attributes in owners)}
+
+    def expect_modules(self, ineligible: Ineligible) -> None:
+        """Before the first capture: expects the modules of now, their hooks, and layers that stay eager."""
+        self._ineligible = ineligible
+        self.expect_hooks()
+        self.follow_modules()
+
+    def what_changed(self, find_ineligible: Callable[[], Ineligible]) -> EagerReason | None:
+        """Why the graphs must not be replayed any more: moved memory, other trainables or modules, hooks.
+
+        If hooks have changed it asks which layers no graph can replace now: Megatron's own come and go.
+        """
+        if not self.is_watching:
+            self.follow_modules()  # whose state makes a kind
+            return None
+
+        def of_hooks() -> EagerReason | None:
+            changed = {*find_ineligible().items()} ^ {*self._ineligible.items()}
+            return min((reason for _index, (reason, _what) in changed), default=None)
+
+        return self.difference(of_hooks)
