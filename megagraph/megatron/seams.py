@@ -77,17 +77,11 @@ SUPPORTED = ("0.16.1", "0.19.2")
 
 @dataclass(frozen=True)
 class Seam:
-    """One function of megatron-core that the plugin wraps or calls.
+    """One function of megatron-core that the plugin wraps or calls."""
 
-    Args:
-        module: in which it is looked up when it is called.
-        path: dotted name in the module.
-        parameters: names that its signature must have, in order as far as they are positional.
-    """
-
-    module: str
-    path: str
-    parameters: tuple[str, ...] = ()
+    module: str  # in which it is looked up when it is called
+    path: str  # dotted name in the module
+    parameters: tuple[str, ...] = ()  # names that its signature must have
 
     def owner(self) -> Any:
         """The module or class that holds the function."""

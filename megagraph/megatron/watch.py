@@ -122,14 +122,10 @@ def _state_of(specs: Sequence[SiteSpec]) -> list[Tensor]:
 
 
 class LayerWatch(_C.ModuleWatch):
-    """What graphs of some layers rely on: csrc/watch/module_watch.h, Note [Module watch], and their state.
+    """What graphs of layers rely on: csrc/watch/module_watch.h, Note [Module watch], and the layers' state.
 
-    Args:
-        specs: the sites of the layers.
-        block: whose layers they are.
-        keys: asked between steps for functions whose results are part of the layers' state.
-        is_expected_hook: whether the caller answers for a hook of a module.
-        stay_eager: layers, by index, that are no part of the state.
+    The state has what functions return that `keys` is asked for between steps. No part of it are hooks that
+    the caller answers for, and layers, by index, that `stay_eager`.
     """
 
     def __init__(

@@ -30,7 +30,6 @@ from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_r
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 
 __all__ = ["ModelGraphs"]
 
@@ -77,7 +76,7 @@ class ModelGraphs:
         self._model = weakref.ref(model)
         self.entries = Entries(model)
         self.hands_on = not getattr(model, "post_process", True)
-        self.peers = Peers(model, config.cp_sizes, IGNORED_ATTRIBUTES)
+        self.peers = Peers(model, config.cp_sizes)
         self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
         self.needs_equal_rows = need_equal_rows(model.config)
         self._capacities = Capacities(

@@ -40,6 +40,7 @@ from megagraph.megatron.seams import (
     router_losses_count_ranks,
     set_metric_group,
 )
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.modules import VarlenAttention
 
 __all__ = ["ContextView", "unsupported_sharing"]
@@ -53,17 +54,10 @@ _SIZE, _WEIGHTS = "context_parallel_size", ("moe_aux_loss_coeff", "moe_z_loss_co
 
 
 class ContextView:
-    """Shows a model the ranks that share a micro-batch. Does nothing if all packs are shared alike.
+    """Shows a model, held weakly, the ranks that share a micro-batch, unless all packs are shared alike."""
 
-    Args:
-        model: a GPTModel or HybridModel; held weakly.
-        ranks: its context-parallel ranks.
-        left_out: attributes that change without a meaning for it.
-    """
-
-    def __init__(self, model: nn.Module, ranks: ContextRanks, left_out: Collection[str] = ()) -> None:
-        self._ranks, self._left_out = ranks, left_out
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, ranks: ContextRanks) -> None:
+        self._ranks, self._model = ranks, weakref.ref(model)
         self.is_on = ranks.is_dynamic
         self._shows_others = ranks.sizes != (ranks.size,)
         # csrc/watch/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
@@ -90,7 +84,7 @@ class ContextView:
             return
         if self._watch is None or self._watch.now(True) != self._state:
             modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
-            self._watch = _C.StateWatch(modules, block, self._left_out, lambda _hook: True, [])
+            self._watch = _C.StateWatch(modules, block, IGNORED_ATTRIBUTES, lambda _hook: True, [])
             self._places = list(_places_in(model))
             self._unsupported = _unsupported_dynamic_sharing(model)
             self._state = self._watch.now(True)
@@ -211,12 +205,9 @@ def _alone() -> distributed.ProcessGroup:
 
 @contextlib.contextmanager
 def _counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
-    """Around what runs a pack.
+    """Around what runs a pack that `times` as many ranks share as metrics are added up over: those of `own`.
 
-    Args:
-        own: the group over which metrics are added up; None without any.
-        shown: the one that routers see meanwhile.
-        times: how many ranks share the pack, for each rank of `own`.
+    Routers see the group `shown` meanwhile.
     """
     if own is None:
         yield
@@ -270,10 +261,10 @@ def _unsupported_dynamic_sharing(model: Any) -> str | None:
     """
     config: Any = model.config
     granularity = config.recompute_granularity
-    losses = config.moe_router_load_balancing_type  # one, or a list
+    losses = config.moe_router_load_balancing_type if has_experts(config) else ()  # one name, or a list
     found = {
         f"recompute_granularity={granularity!r}": granularity is not None,
-        "routers with a global_aux_loss": has_experts(config) and "global_aux_loss" in losses,
+        "routers with a global_aux_loss": "global_aux_loss" in losses,
         "experts with tensor parallelism": has_experts(config) and config.tensor_model_parallel_size > 1,
     }
     return unsupported_sharing(model) or next((name for name, is_there in found.items() if is_there), None)

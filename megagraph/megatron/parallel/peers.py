@@ -17,7 +17,7 @@ would in eager. Graphs that hold collectives are dropped before any group of the
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,8 @@ def _ranks_of_stage() -> Ranks:
 class HostGroup:
     """Ranks that ask each other for a few integers.
 
-    Args:
-        ranks: looks them up, this one among them; none if there is no other one.
-        who: what they have in common, for an error.
+    `ranks` looks them up, this one among them; none if there is no other one. `who` says what they have in
+    common, for an error.
     """
 
     def __init__(self, ranks: Callable[[], Ranks], who: str) -> None:
@@ -98,10 +97,7 @@ class HostGroup:
 class Peers(HostGroup):
     """The ranks that run, or may run, the same packs of a model: all that share communicators of its graphs.
 
-    Args:
-        model: a GPTModel or HybridModel, with its process groups made.
-        cp_sizes: by how many ranks its packs may be shared, if each says so itself.
-        left_out: attributes of its modules that Megatron changes without a meaning for who shares them.
+    If its packs say by how many ranks they are shared, these are `cp_sizes`.
 
     Attributes:
         groups: the model's process groups.
@@ -111,13 +107,11 @@ class Peers(HostGroup):
         run_other_packs: some of them may do so at the same time.
     """
 
-    def __init__(
-        self, model: nn.Module, cp_sizes: Sequence[int] = (), left_out: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
         self.groups = ModelGroups(model)
         self.tensor = TensorRanks(model, self.groups)
         self.context = ContextRanks(self.groups, cp_sizes)
-        self.view = ContextView(model, self.context, left_out)
+        self.view = ContextView(model, self.context)
         self.run_other_packs = self.context.is_dynamic
         if self.run_other_packs:
             super().__init__(_ranks_of_stage, "may share packs")
@@ -176,7 +170,7 @@ class Peers(HostGroup):
         return any(group is each for each in used)
 
     def leave(self, group: Any) -> None:
-        """Forgets the groups, as one is about to be destroyed, None and the world being every group."""
+        """Forgets the groups: one is about to be destroyed, or every group if it is None or the world."""
         self.let_go()
         self.groups.forget()
         self.context.leave(group)
