@@ -38,18 +38,14 @@ _HOME = {
     "GraphConfig": "megagraph.config",
     "Capacity": "megagraph.decide.dispatch",
     "EagerReason": "megagraph.decide.reasons",
-    "context_groups": "megagraph.megatron",
-    "disable_cuda_graphs_this_step": "megagraph.megatron",
-    "get_gpt_block_varlen_spec": "megagraph.megatron",
-    "get_gpt_layer_varlen_spec": "megagraph.megatron",
-    "get_hybrid_stack_varlen_spec": "megagraph.megatron",
-    "install": "megagraph.megatron",
-    "is_cuda_graph_skipped": "megagraph.megatron",
-    "reports": "megagraph.megatron",
-    "resume": "megagraph.megatron",
-    "suspend": "megagraph.megatron",
-    "uninstall": "megagraph.megatron",
-    "with_grouped_experts": "megagraph.megatron",
+    **dict.fromkeys(
+        (
+            *("context_groups", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "reports"),
+            *("get_gpt_block_varlen_spec", "get_gpt_layer_varlen_spec", "get_hybrid_stack_varlen_spec"),
+            *("install", "resume", "suspend", "uninstall", "with_grouped_experts"),
+        ),
+        "megagraph.megatron",
+    ),
     "watch": "megagraph.megatron.watch",
 }
 __all__ = sorted(_HOME)

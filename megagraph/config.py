@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 from megagraph.decide.dispatch import Capacity
 from megagraph.packs.packing import TailConvention
@@ -23,11 +23,129 @@ else:
 
 __all__ = ["GraphConfig", "graph_modules"]
 
-MODES = ("graph", "eager", "off")
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _PREFIX = "MEGAGRAPH_"
 # Megatron's own names of scopes; `full` is an older spelling.
-UPSTREAM_MODULES = ("full_iteration", "full", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+UPSTREAM_MODULES = ("full_iteration", "full", *MODULES)
+_SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
+# Variables with our prefix that other parts of the project own: its build, tests and recorded results.
+_NOT_OPTIONS = frozenset(
+    {
+        *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_WERROR"),
+        *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE", "MEGAGRAPH_TEST_EVENTS"),
+    }
+)
+
+
+def _choice(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
+        return str(value)
+
+    return parse
+
+
+def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Of a list, of text with commas, or of one value alone."""
+
+    def parse_all(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str):
+            return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
+        if isinstance(value, Collection) and not isinstance(value, Mapping):
+            return tuple(map(parse, value))
+        return (parse(value),)
+
+    return parse_all
+
+
+def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else parse(value)
+
+
+def _integer(value: Any, at_least: int | None = None) -> int:
+    try:
+        # index() takes every kind of integer, and neither 2.5 nor what only int() would take.
+        number = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"expected an integer, got {value!r}")
+    if at_least is not None and number < at_least:
+        raise ValueError(f"expected at least {at_least}, got {number}")
+    return number
+
+
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def _boolean(value: Any) -> bool:
+    switch = _SWITCHES.get(str(value).lower())
+    if switch is None:
+        raise ValueError(f"expected true or false, got {value!r}")
+    return switch
+
+
+def _path(value: Any) -> Path | None:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"expected a path, got {value!r}")
+    return Path(value) if os.fspath(value) else None
+
+
+def _capacity(value: Any) -> Capacity:
+    """From a table, or from `tokens:num_seqs[:max_seqlen]`."""
+    if isinstance(value, Capacity):
+        return value
+    keys = ("tokens", "num_seqs", "max_seqlen")
+    if isinstance(value, Mapping):
+        if set(value) != set(keys):
+            raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")
+        return Capacity(**{key: _integer(value[key]) for key in keys})
+    parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) not in (2, 3):
+        raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
+    return Capacity(**dict(zip(keys, map(_integer, [*parts, parts[0]]), strict=False)))
+
+
+def _tail(value: Any) -> TailConvention:
+    if isinstance(value, TailConvention):
+        return value
+    return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
+
+
+def _at_least(least: int) -> Callable[[Any], int]:
+    return partial(_integer, at_least=least)
+
+
+def _verify(value: Any) -> str | int:
+    if value in ("capture", "off"):
+        return str(value)
+    try:
+        return _integer(value, at_least=1)
+    except ValueError:
+        raise ValueError(f"expected capture, off or an integer of at least 1, got {value!r}") from None
+
+
+def _module(value: Any) -> str:
+    name = getattr(value, "name", value)  # of Megatron's enum
+    if name in MODULES:
+        return str(name)
+    known = "supported yet" if name in UPSTREAM_MODULES else f"one of {', '.join(UPSTREAM_MODULES)}"
+    raise ValueError(f"expected none (whole layers), or of {', '.join(MODULES)}; {name!r} is not {known}")
+
+
+def graph_modules(value: Any) -> tuple[str, ...]:
+    """Scopes as Megatron spells them: none, `full`, one of them, text with commas, a list of names or enums.
+
+    Raises:
+        ValueError: for one that is not supported, naming it.
+    """
+    if value is None or value in ("full", ["full"], ("full",)):
+        return ()
+    return tuple(dict.fromkeys(_list_of(_module)(value)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,70 +156,65 @@ class GraphConfig:
     `"8192:20"` for a capacity. The attribute then has the type of its annotation.
 
     Args:
-        mode: `graph`; `eager`, canonical packs and our modules without graphs, the reference of
-            every bitwise claim; `off`, nothing is patched.
+        mode: `graph`; `eager`, canonical packs without graphs, the reference of all bits; `off`, no patches.
         cuda_graph_max_packed_seqs: documents that a pack may hold, one capacity for each entry.
         max_seqlen_per_dp_cp_rank: physical tokens of one rank's share, of every capacity.
-        max_seqlen: tokens of the longest document, all ranks that share it together; by default all tokens
-            of a pack.
-        capacities: the bank of capacities outright, in place of the three above; documents of up to `tokens`,
-            as by default, may be as long as the pack, however many ranks share it. Where neither is given,
-            capacities are learned from the warm-up steps.
+        max_seqlen: tokens of the longest document, on all ranks that share it; by default a whole pack.
+        capacities: outright, in place of the three above; documents of up to `tokens`, as by default, may be
+            as long as the pack, however many ranks share it. If neither is given, they are learned from the
+            warm-up steps.
         cp_sizes: by how many ranks packs may be shared that say so themselves (`local_cp_size`, `cp_group`):
             ascending powers of two, each with graphs of its own; none where the model's config says it.
         cuda_graph_warmup_steps: eager training steps before the capture, at least 1.
-        cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once,
-            at least 1; those that were not used for the longest time go.
-        cuda_graph_slots: micro-batches of a model that may be in flight at once, from the forward to the end
-            of the backward, at least 1; each has graphs and memory of its own. By default as many as
-            Megatron's schedule has in flight of the model chunk: in a pipeline a number is the most that any
-            chunk gets, and further micro-batches run eager.
+        cuda_graph_max_states: states of the layers (modes, adapters, options) that may have graphs at once;
+            those that were not used for the longest time go.
+        cuda_graph_slots: micro-batches of a model that may be in flight at once, each with graphs and memory
+            of its own. By default what Megatron's schedule needs; in a pipeline the most that any chunk gets.
         cuda_graph_modules: what of each layer is graphed, of `attn`, `mlp`, `moe`, `moe_router`,
             `moe_preprocess` and `mamba`; none for whole layers, or for what the model's own config names.
-        cuda_graph_granularity: `layer`, or `chunk`, where neighbouring whole layers have one graph for each
-            pass.
+        cuda_graph_granularity: `layer`, or `chunk`: one graph a pass for neighbouring whole layers.
         verify: compare graphs with eager on a real micro-batch, before they are used (`capture`) and then one
             of as many replayed micro-batches as a number says; `off` for never.
         tail: what canonical offsets say of the rows past a pack's end.
         progress: show a progress bar while capturing.
         poison: fill freed slots with NaN, to find late readers. Always on without a GPU.
         report: JSON file that the run leaves, or None.
-        log_interval: training steps between two lines of the log that say what was replayed and what ran
-            eager; 0 for none.
-        cuda_graph_nvtx: name each replay for profilers: site, variant and slot, as a range of torch's
-            profiler and as an NVTX range.
+        log_interval: training steps between two lines of the log; 0 for none.
+        cuda_graph_nvtx: name each replay (site, variant, slot) for torch's profiler and NVTX.
 
     Raises:
         ValueError: for a value of the wrong kind or out of range, naming the option, what was expected
             and what came.
     """
 
-    mode: str = "graph"
-    cuda_graph_max_packed_seqs: tuple[int, ...] = ()
-    max_seqlen_per_dp_cp_rank: int | None = None
-    max_seqlen: int | None = None
-    capacities: tuple[Capacity, ...] = ()
-    cp_sizes: tuple[int, ...] = ()
-    cuda_graph_warmup_steps: int = 3
-    cuda_graph_max_states: int = 8
-    cuda_graph_slots: int | None = None
-    cuda_graph_modules: tuple[str, ...] = ()
-    cuda_graph_granularity: str = "layer"
-    verify: str | int = "capture"
-    tail: TailConvention = TailConvention.HIDDEN
-    progress: bool = True
-    poison: bool = False
-    report: Path | None = None
-    log_interval: int = 100
-    cuda_graph_nvtx: bool = False
+    # With each type what makes its value of what Python, a TOML file or a variable says.
+    mode: Annotated[str, _choice("graph", "eager", "off")] = "graph"
+    cuda_graph_max_packed_seqs: Annotated[tuple[int, ...], _list_of(_integer)] = ()
+    max_seqlen_per_dp_cp_rank: Annotated[int | None, _or_none(_integer)] = None
+    max_seqlen: Annotated[int | None, _or_none(_integer)] = None
+    capacities: Annotated[tuple[Capacity, ...], _list_of(_capacity)] = ()
+    cp_sizes: Annotated[tuple[int, ...], _list_of(_at_least(1))] = ()
+    cuda_graph_warmup_steps: Annotated[int, _at_least(1)] = 3
+    cuda_graph_max_states: Annotated[int, _at_least(1)] = 8
+    cuda_graph_slots: Annotated[int | None, _or_none(_at_least(1))] = None
+    cuda_graph_modules: Annotated[tuple[str, ...], graph_modules] = ()
+    cuda_graph_granularity: Annotated[str, _choice("layer", "chunk")] = "layer"
+    verify: Annotated[str | int, _verify] = "capture"
+    tail: Annotated[TailConvention, _tail] = TailConvention.HIDDEN
+    progress: Annotated[bool, _boolean] = True
+    poison: Annotated[bool, _boolean] = False
+    report: Annotated[Path | None, _or_none(_path)] = None
+    log_interval: Annotated[int, _at_least(0)] = 100
+    cuda_graph_nvtx: Annotated[bool, _boolean] = False
 
     def __post_init__(self) -> None:
-        for option, parse in _PARSERS.items():
+        for option in dataclasses.fields(self):
             try:
-                parsed = parse(getattr(self, option))
+                _type, parse = get_args(option.type)
+                parsed = parse(getattr(self, option.name))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{option}: {error}") from error
-            object.__setattr__(self, option, parsed)  # as a frozen dataclass sets its own fields
+                raise ValueError(f"{option.name}: {error}") from error
+            object.__setattr__(self, option.name, parsed)  # as a frozen dataclass sets its own fields
         self._check_capacities()
 
     def _check_capacities(self) -> None:
@@ -207,143 +320,3 @@ class GraphConfig:
             if name.startswith(_PREFIX) and name not in _NOT_OPTIONS
         }
         return cls.from_mapping(values, source="environment", base=base)
-
-
-_SHORT_FORM = ("cuda_graph_max_packed_seqs", "max_seqlen_per_dp_cp_rank", "max_seqlen")
-# Variables with our prefix that other parts of the project own: its build, tests and recorded results.
-_NOT_OPTIONS = frozenset(
-    {
-        *("MEGAGRAPH_COMMIT", "MEGAGRAPH_CPU_ONLY", "MEGAGRAPH_WERROR"),
-        *("MEGAGRAPH_TEST_CORE", "MEGAGRAPH_TEST_BRIDGE", "MEGAGRAPH_TEST_EVENTS"),
-    }
-)
-
-
-def _choice(*names: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError(f"expected one of {', '.join(names)}, got {value!r}")
-        return str(value)
-
-    return parse
-
-
-def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Of a list, of text with commas, or of one value alone."""
-
-    def parse_all(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str):
-            return tuple(parse(part.strip()) for part in value.split(",") if part.strip())
-        if isinstance(value, Collection) and not isinstance(value, Mapping):
-            return tuple(map(parse, value))
-        return (parse(value),)
-
-    return parse_all
-
-
-def _or_none(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else parse(value)
-
-
-def _integer(value: Any, at_least: int | None = None) -> int:
-    try:
-        # index() takes every kind of integer, and neither 2.5 nor what only int() would take.
-        number = int(value) if isinstance(value, str) else operator.index(value)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"expected an integer, got {value!r}")
-    if at_least is not None and number < at_least:
-        raise ValueError(f"expected at least {at_least}, got {number}")
-    return number
-
-
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
-def _boolean(value: Any) -> bool:
-    switch = _SWITCHES.get(str(value).lower())
-    if switch is None:
-        raise ValueError(f"expected true or false, got {value!r}")
-    return switch
-
-
-def _path(value: Any) -> Path | None:
-    if not isinstance(value, str | os.PathLike):
-        raise ValueError(f"expected a path, got {value!r}")
-    return Path(value) if os.fspath(value) else None
-
-
-def _capacity(value: Any) -> Capacity:
-    """From a table, or from `tokens:num_seqs[:max_seqlen]`."""
-    if isinstance(value, Capacity):
-        return value
-    keys = ("tokens", "num_seqs", "max_seqlen")
-    if isinstance(value, Mapping):
-        if set(value) != set(keys):
-            raise ValueError(f"expected a table of {', '.join(keys)}, got {dict(value)!r}")
-        return Capacity(**{key: _integer(value[key]) for key in keys})
-    parts = value.split(":") if isinstance(value, str) else []
-    if len(parts) not in (2, 3):
-        raise ValueError(f"expected tokens:num_seqs[:max_seqlen], got {value!r}")
-    return Capacity(**dict(zip(keys, map(_integer, [*parts, parts[0]]), strict=False)))
-
-
-def _tail(value: Any) -> TailConvention:
-    if isinstance(value, TailConvention):
-        return value
-    return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
-
-
-def _verify(value: Any) -> str | int:
-    if value in ("capture", "off"):
-        return str(value)
-    try:
-        return _integer(value, at_least=1)
-    except ValueError:
-        raise ValueError(f"expected capture, off or an integer of at least 1, got {value!r}") from None
-
-
-def _module(value: Any) -> str:
-    name = getattr(value, "name", value)  # of Megatron's enum
-    if name in MODULES:
-        return str(name)
-    known = "supported yet" if name in UPSTREAM_MODULES else f"one of {', '.join(UPSTREAM_MODULES)}"
-    raise ValueError(f"expected none (whole layers), or of {', '.join(MODULES)}; {name!r} is not {known}")
-
-
-def graph_modules(value: Any) -> tuple[str, ...]:
-    """Scopes as Megatron spells them: none, `full`, one of them, text with commas, a list of names or enums.
-
-    Raises:
-        ValueError: for one that is not supported, naming it.
-    """
-    if value is None or value in ("full", ["full"], ("full",)):
-        return ()
-    return tuple(dict.fromkeys(_list_of(_module)(value)))
-
-
-# What makes the value of each option of what Python, a TOML file or a variable says.
-_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "mode": _choice(*MODES),
-    "cuda_graph_max_packed_seqs": _list_of(_integer),
-    "max_seqlen_per_dp_cp_rank": _or_none(_integer),
-    "max_seqlen": _or_none(_integer),
-    "capacities": _list_of(_capacity),
-    "cp_sizes": _list_of(partial(_integer, at_least=1)),
-    "cuda_graph_warmup_steps": partial(_integer, at_least=1),
-    "cuda_graph_max_states": partial(_integer, at_least=1),
-    "cuda_graph_slots": _or_none(partial(_integer, at_least=1)),
-    "cuda_graph_modules": graph_modules,
-    "cuda_graph_granularity": _choice("layer", "chunk"),
-    "verify": _verify,
-    "tail": _tail,
-    "progress": _boolean,
-    "poison": _boolean,
-    "report": _or_none(_path),
-    "log_interval": partial(_integer, at_least=0),
-    "cuda_graph_nvtx": _boolean,
-}
