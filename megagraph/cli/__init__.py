@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from megagraph.cli import demo, report, run
-from megagraph.cli.exit_code import ExitCode
+from megagraph.cli import demo, run
+from megagraph.cli.demo import ExitCode
 
 __all__ = ["main"]
 
@@ -20,8 +20,8 @@ def _parser() -> argparse.ArgumentParser:
         description="CUDA graphs for Megatron training on packed sequences.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | run | report")
-    for command in (demo, run, report):
-        command.add_parser(commands)
+    demo.add_parser(commands)
+    run.add_parsers(commands)
     return parser
 
 

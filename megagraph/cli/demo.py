@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from enum import IntEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megagraph.cli.exit_code import ExitCode
 from megagraph.config import GraphConfig
 from megagraph.demo.compare import Agreement, StepTimes, compare_steps, time_steps
 from megagraph.demo.documents import load_documents
@@ -31,7 +31,17 @@ from megagraph.demo.trainer import ModelOptions, Trainer, process_groups
 from megagraph.log import rank
 from megagraph.report import check_target, report_table, write_report
 
-__all__ = ["add_parser", "quiet_megatron"]
+__all__ = ["ExitCode", "add_parser", "quiet_megatron"]
+
+
+class ExitCode(IntEnum):
+    """The exit codes of `megagraph`; under `megagraph run`, the script's own come first."""
+
+    FINE = 0
+    BITS_DIFFER = 1
+    BAD_INPUT = 2  # argparse's own as well
+    NOTHING_REPLAYED = 3
+    CRASHED = 70  # EX_SOFTWARE of sysexits.h: Python's own 1 would read as bits that differ
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -152,7 +162,9 @@ def _run(
             task = progress.add_task("training twice", total=options.steps)
             agreement = compare_steps(eager, graphed, steps[: options.steps], lambda: progress.advance(task))
         report = {**megatron.reports()[-1], "model": "GPTModel"}  # the second, the graphed one
-        times = _times(eager, graphed, steps[options.steps :]) if on_gpu else None
+        timed, times = steps[options.steps :], None
+        if on_gpu and timed:
+            times = time_steps(eager, timed, graphs=False), time_steps(graphed, timed, graphs=True)
     finally:
         megatron.uninstall()
     _show(console, agreement, report, times)
@@ -166,14 +178,6 @@ def _run(
         return ExitCode.NOTHING_REPLAYED
     console.print(f"bit-equal: every loss and every parameter's gradient, {agreement.steps} steps")
     return ExitCode.FINE
-
-
-def _times(
-    eager: Trainer, graphed: Trainer, steps: Sequence[Sequence[Pack]]
-) -> tuple[StepTimes, StepTimes] | None:
-    if not steps:
-        return None
-    return time_steps(eager, steps, graphs=False), time_steps(graphed, steps, graphs=True)
 
 
 def _show(

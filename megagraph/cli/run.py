@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed."""
+"""`megagraph run SCRIPT [ARGS]`: a user's training script, unchanged, with the plugin installed.
+
+`megagraph report FILE` shows what such a run did.
+"""
 
 import argparse
+import json
 import logging
 import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from megagraph.config import GraphConfig
 from megagraph.log import rank
-from megagraph.report import check_target, report_table
+from megagraph.report import check_target, read_leases, read_report, report_table
+from megagraph.timeline import draw_timeline
 
-__all__ = ["add_parser"]
+__all__ = ["add_parsers"]
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command."""
+def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds both commands."""
     parser = commands.add_parser(
         "run",
         help="run a training script with the plugin installed",
@@ -29,10 +35,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--config", type=Path, help="TOML file with a table [megagraph]")
     parser.add_argument("script", type=Path, help="the script, run as __main__")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
-    parser.set_defaults(prepare=_prepare)
+    parser.set_defaults(prepare=_prepare_run)
+
+    parser = commands.add_parser("report", help="show the report that a run left")
+    parser.add_argument("file", type=Path, help="JSON file, from MEGAGRAPH_REPORT or the config's `report`")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    instead.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="IMAGE",
+        help="draw when the slots of each model chunk were in use, and show no table (needs matplotlib)",
+    )
+    parser.set_defaults(prepare=_prepare_report)
 
 
-def _prepare(options: argparse.Namespace) -> Callable[[], int]:
+def _prepare_run(options: argparse.Namespace) -> Callable[[], int]:
     if not options.script.is_file():
         raise FileNotFoundError(f"expected a script, {options.script} is no file")
     base = GraphConfig.from_toml(options.config) if options.config is not None else None
@@ -71,3 +89,22 @@ def _log_to_stderr() -> None:
         logger.addHandler(handler)
         logger.propagate = False  # the script may set the root's handlers later
         logger.setLevel(logging.INFO)
+
+
+def _prepare_report(options: argparse.Namespace) -> Callable[[], int]:
+    reports = read_report(options.file)
+    shown: Any = report_table(reports)
+    if options.timeline is not None:
+        draw_timeline(read_leases(options.file), options.timeline)
+        shown = f"wrote {options.timeline}"
+    elif options.json:
+        shown = json.dumps(reports, indent=2)
+    return partial(_show, shown)
+
+
+def _show(shown: Any) -> int:
+    if isinstance(shown, str):
+        print(shown)
+    else:
+        Console().print(shown)
+    return 0

@@ -64,33 +64,34 @@ def stream_packs(
         raise ValueError(f"expected a pack of [1, {_MAX_INT32}] tokens, got {tokens}")
     if max_num_seqs is not None and max_num_seqs < 1:
         raise ValueError(f"expected max_num_seqs of at least 1, got {max_num_seqs}")
-    return _stream(documents, tokens, max_num_seqs)
+
+    def stream() -> Iterator[Pack]:
+        pack: list[torch.Tensor] = []
+        room = tokens
+        for document in documents:
+            length = _length_of(document, tokens)
+            if length > room or len(pack) == max_num_seqs:
+                yield _closed(pack)
+                pack, room = [], tokens
+            pack.append(document.tokens)
+            room -= length
+        if pack:
+            yield _closed(pack)
+
+    return stream()
 
 
 def position_ids(pack: Pack) -> torch.Tensor:
-    """Positions of a pack's tokens, each counted from the start of its own document.
-
-    Args:
-        pack: `T` tokens.
-
-    Returns:
-        int64 ``[T]``, on the device of `pack`.
-    """
+    """Positions of a pack's tokens, each counted from the start of its own document; int64 ``[T]``."""
     cu_seqlens = pack.cu_seqlens.to(torch.int64)
     starts_T = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=pack.num_tokens)
     return torch.arange(pack.num_tokens, device=pack.tokens.device) - starts_T
 
 
 def next_token_labels(pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels of a pack: for each token the next one of the same document.
+    """For each token of a pack the next one of the same document, int64 ``[T]``; and a loss mask, float32.
 
     A document's last token has none: its label is 0, a valid index for any loss, and its mask 0.
-
-    Args:
-        pack: `T` tokens.
-
-    Returns:
-        Labels, int64 ``[T]``, and loss mask, float32 ``[T]``, on the device of `pack`.
     """
     last = pack.cu_seqlens[1:].to(torch.int64) - 1
     labels_T = pack.tokens.roll(-1).index_fill(0, last, 0)
@@ -108,20 +109,6 @@ def _length_of(document: Document, tokens: int) -> int:
             f"document {document.name!r} of {length} tokens is over the limit of {tokens} tokens a pack"
         )
     return length
-
-
-def _stream(documents: Iterable[Document], tokens: int, max_num_seqs: int | None) -> Iterator[Pack]:
-    pack: list[torch.Tensor] = []
-    room = tokens
-    for document in documents:
-        length = _length_of(document, tokens)
-        if length > room or len(pack) == max_num_seqs:
-            yield _closed(pack)
-            pack, room = [], tokens
-        pack.append(document.tokens)
-        room -= length
-    if pack:
-        yield _closed(pack)
 
 
 def _closed(documents: list[torch.Tensor]) -> Pack:

@@ -60,9 +60,6 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
     """torch.distributed and Megatron's groups; leaves existing ones alone.
 
     Under `torchrun` for its processes, else for this one alone.
-
-    Args:
-        tensor_model_parallel_size: ranks that share each layer; the others are data parallel.
     """
     from megatron.core import parallel_state
 
@@ -93,10 +90,7 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
 def transformer_config(options: ModelOptions, **changes: Any) -> Any:
     """Megatron's `TransformerConfig` of a model that draws no random numbers and needs no extension.
 
-    Args:
-        options: the model's shape.
-        changes: further fields, and other values; `MLATransformerConfig`'s where `multi_latent_attention` is
-            among them.
+    `MLATransformerConfig` where `multi_latent_attention` is among the changes.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -122,12 +116,7 @@ def transformer_config(options: ModelOptions, **changes: Any) -> Any:
 
 
 def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int) -> Any:
-    """Megatron's `PackedSeqParams` of a pack without padding between its documents.
-
-    Args:
-        cu_seqlens: int32 [documents + 1], on the model's device.
-        max_seqlen: tokens of the longest document.
-    """
+    """Megatron's `PackedSeqParams` of a pack without padding, whose offsets are int32 [documents + 1]."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(
@@ -140,14 +129,7 @@ def packed_seq_params(cu_seqlens: Tensor, max_seqlen: int) -> Any:
 
 
 def gpt_model(options: ModelOptions, config: Any, spec: Any = None, **further: Any) -> nn.Module:
-    """A GPTModel on the host.
-
-    Args:
-        options: the model's shape.
-        config: Megatron's `TransformerConfig`.
-        spec: of a layer or a block; by default the local one with a core attention for packs.
-        further: of a chunk of a pipeline, what says which one it is.
-    """
+    """A GPTModel on the host, by default of the local spec with a core attention for packs."""
     from megatron.core.models.gpt import GPTModel
 
     model: nn.Module = GPTModel(
@@ -210,12 +192,7 @@ class Trainer:
         self.optimizer: Any = self.make_optimizer()
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        """The model itself.
-
-        Args:
-            config: Megatron's `TransformerConfig`.
-            spec: as `Trainer` was given it.
-        """
+        """The model itself."""
         return gpt_model(self.options, config, spec)
 
     def make_optimizer(self) -> Any:
@@ -245,10 +222,9 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def forward_backward(self, packs: Sequence[Pack], *, forward_only: bool = False) -> list[Tensor]:
-        """Runs Megatron's schedule over the packs of one step and leaves the gradients in place.
+        """Runs Megatron's schedule over the packs of one step, and leaves the gradients in place.
 
-        Returns:
-            The mean loss of each micro-batch, on the device.
+        Returns the mean loss of each micro-batch, on the device.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -13,7 +13,7 @@ import torch
 
 from megagraph.cli import demo as demo_module
 from megagraph.cli import main
-from megagraph.cli.exit_code import ExitCode
+from megagraph.cli.demo import ExitCode
 from megagraph.demo.packs import Pack
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.patch.installation import installed_plugin
