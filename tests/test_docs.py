@@ -9,7 +9,7 @@ import pytest
 
 from megagraph.config import MODULES, UPSTREAM_MODULES, GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.rules import OF_OTHER_GRAPHS, RULES
+from megagraph.megatron.scopes.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -136,8 +136,6 @@ def test_the_page_of_scopes_has_every_rule_in_order() -> None:
     for rule in RULES:
         reason = "" if rule.reason is EagerReason.SCOPE_UNSUPPORTED else f" (`{rule.reason.name}`)"
         assert rows[rule.name][1] == f"the {rule.keeps}{reason}"
-    others = {name: told for name, (told,) in rows_of(SCOPES, "other rule").items()}
-    assert list(others.items()) == list(OF_OTHER_GRAPHS.items())
 
 
 def test_every_benchmark_that_a_page_names_exists() -> None:

@@ -15,9 +15,9 @@ from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
-from megagraph.megatron.interval_log import IntervalLog
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
+from megagraph.megatron.progress import IntervalLog
 from megagraph.timeline import Lease
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of", "skips"]

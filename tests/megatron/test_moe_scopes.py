@@ -24,8 +24,7 @@ from worlds import World, Worlds
 
 import megagraph
 from megagraph.megatron import seams
-from megagraph.megatron.scopes.moe import MOE, ROUTER
-from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
+from megagraph.megatron.scopes.moe import MOE, PREPROCESS, ROUTER
 
 pytestmark = [
     pytest.mark.usefixtures("experts"),

@@ -12,9 +12,8 @@ from megatron_rig import LAYERS, ONE, OPTIONS, TWO, Install, Micro, Pair, report
 import megagraph
 from megagraph.config import MODULES
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.scopes.moe import MOE, ROUTER
-from megagraph.megatron.scopes.moe_preprocess import PREPROCESS
-from megagraph.megatron.scopes.plan import HALVES
+from megagraph.megatron.scopes.moe import MOE, PREPROCESS, ROUTER
+from megagraph.megatron.scopes.plan import PARTS
 
 SCOPES = [("attn",), ("mlp",), ("attn", "mlp")]
 
@@ -114,5 +113,5 @@ def test_the_models_own_config_names_scopes(install: Install) -> None:
 
 
 def test_every_option_has_a_half() -> None:
-    halves = (*HALVES, MOE, ROUTER, PREPROCESS)
+    halves = (*PARTS, MOE, ROUTER, PREPROCESS)
     assert {half.name for half in halves if half.always_eager is None} == set(MODULES)

@@ -28,10 +28,10 @@ from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
+from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.model_parallel import has_experts, slots_of
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES
 from megagraph.timeline import Lease
 
@@ -132,7 +132,7 @@ class BlockBank:
         )
         num_slots = slots_of(self._live(), self._config.cuda_graph_slots)
         plan = self.layers.plan
-        return Bank(plan.bank_steps(), self.device, num_slots=num_slots, options=options)
+        return Bank([step.step for step in plan.steps], self.device, num_slots=num_slots, options=options)
 
     def _dispatch(self) -> None:
         """Has micro-batches begin on the bank of now."""

@@ -134,7 +134,7 @@ class BlockLayers:
             is_expected_hook=is_ddp_hook,
             accumulator_hooks=accumulator_hooks(ddp),
         )
-        return {**found, **self._kept_out_now(), **self.plan.refused()}
+        return {**found, **self._kept_out_now(), **self.plan.refused}
 
     def _kept_out_now(self) -> Mapping[int, tuple[EagerReason, str]]:
         return {**self.plan.no_longer_graphed(), **self._groups.refused(self.specs)}

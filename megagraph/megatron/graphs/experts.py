@@ -9,7 +9,8 @@ from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import HostGroup
-from megagraph.megatron.scopes.moe import experts_of, has_forced_routing, recomputes_experts
+from megagraph.megatron.scopes.moe import has_forced_routing, recomputes
+from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import ROUTER_FORWARD, is_replaced
 
 __all__ = ["ranks_of_experts", "rows_are_samples", "unsupported_experts"]
@@ -82,7 +83,7 @@ def _unsupported_layer(layer: Any, config: Any) -> str | None:
         return _in_words("with another dispatcher", "moe_token_dispatcher_type", config)
     if not has_forced_routing(layer.router):
         return None
-    if recomputes_experts(config):  # in the backward pass nobody knows how many rows were given
+    if recomputes(config, "moe"):  # in the backward pass nobody knows how many rows were given
         return _in_words("whose routing is replayed or a host's, and recomputed", "recompute_modules", config)
     if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
         return _in_words("whose routing is replayed or a host's", "tensor_model_parallel_size", config)

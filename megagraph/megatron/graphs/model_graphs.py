@@ -25,10 +25,10 @@ from megagraph.megatron.graphs.layer_states import LayerStates
 from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, is_mask
 from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
+from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.parallel.peers import HostGroup, Peers
-from megagraph.megatron.scopes.walk import LayerLoop
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 
 __all__ = ["ModelGraphs"]

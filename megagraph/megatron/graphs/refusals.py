@@ -137,7 +137,10 @@ def refusal_of(
     if experts is not None:
         return _not_supported(experts)
     broken = broken_rule(Asked(config=config, scopes=scopes, layers=list(block.layers)))
-    return None if broken is None else Refusal(reason=broken.rule.reason, sentence=broken.sentence)
+    if broken is None:
+        return None
+    rule, sentence = broken
+    return Refusal(reason=rule.reason, sentence=sentence)
 
 
 def _refusal_of_prediction(model: Any) -> Refusal | None:

@@ -30,9 +30,9 @@ from megagraph.megatron.scopes.moe import (
     has_forced_routing,
     mark_unrouted,
     may_have_unrouted,
-    recomputes_experts,
+    recomputes,
+    take_permuted,
 )
-from megagraph.megatron.scopes.moe_preprocess import take_permuted
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
 
 __all__ = ["ExpertWrappers"]
@@ -67,7 +67,7 @@ class ExpertWrappers:
             batch = None if graphs is None else graphs.running
             if not isinstance(batch, MicroBatch) or batch.is_as_given:
                 return original(router, input, padding_mask, **further)
-            if recomputes_experts(router.config) or router.config.sequence_parallel:
+            if recomputes(router.config, "moe") or router.config.sequence_parallel:
                 raise RuntimeError(
                     "expected no 'moe' in recompute_modules, and no sequence parallelism, if routing is "
                     "replayed or a host's; without them, or with routers that are told so before the model's "
@@ -147,6 +147,9 @@ class ExpertWrappers:
             permuted = take_permuted()
             if permuted is None:
                 return original(*args, num_out_tokens=num_out_tokens, **options)
-            return *permuted.first(int(num_out_tokens)), *further
+            count = int(num_out_tokens)
+            if count != permuted[0].size(0):
+                permuted = [each[:count] for each in permuted]
+            return *permuted, *further
 
         return permute

@@ -26,9 +26,9 @@ from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model_graphs import ModelGraphs
 from megagraph.megatron.graphs.one_document import as_pack
+from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of, skips
-from megagraph.megatron.scopes.walk import LayerLoop, LayersOneByOne
 
 __all__ = ["ROW_LISTS", "ForwardWrappers", "OnGivenRows", "standing_in", "wrap_prediction"]
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scopes of a mixture of experts: `moe`, and `moe_router`, whose experts stay eager.
+"""The scopes of a mixture of experts: `moe`, and `moe_router` and `moe_preprocess`, whose experts stay eager.
 
 | scope | enters | runs | leaves |
 |---|---|---|---|
 | `moe` | hidden states after attention; padding mask | norm, router, experts, residual | hidden states |
 | `moe_router` | the same | norm, router, losses, counts, shared experts | see below |
-| behind `moe_router`, eager | what leaves it | dispatch, experts, combine, sums, residual | hidden states |
+| `moe_preprocess` | what leaves the router | permutation of rows and probabilities | see below |
+| behind them, eager | what leaves them | dispatch, experts, combine, sums, residual | hidden states |
 
 Experts are in a graph where each gets as many rows in each micro-batch, and where they do not wait for the
 device (megagraph/megatron/grouped_experts.py).
@@ -14,6 +15,16 @@ What leaves `moe_router` is, in this order: normed hidden states, probabilities 
 map of their shape, the output of the shared experts if there are any, hidden states as they entered. Shared
 experts that overlap with the dispatch run there, and nothing of them leaves here. Where attention is graphed
 too, both are one site. Losses are added to Megatron's metrics, which no module owns.
+
+What leaves `moe_preprocess` is: permuted rows [most, H], their probabilities [most], the place that each of
+them has among the rows [most], all probabilities [rows, experts] without a gradient, the routing map, normed
+hidden states where shared experts overlap with the dispatch, else the output of the shared experts if there
+are any, hidden states as they entered. `most` is as many as there may be: rows x top-k, or what all experts
+take where they are padded to a capacity. Sorting puts those that are routed first, in the order of eager.
+Counts and splits, whatever waits for the device or goes over ranks, and the cut to the routed rows are part
+of the eager part behind it, where Megatron's dispatcher preprocesses as ever, but is handed these rows in
+place of its own permutation (`ExpertWrappers.permutation()`). So its attributes are those of eager. A
+dispatcher that gathers all rows permutes behind its dispatch: there the scope adds nothing to the router's.
 
 Layers of experts keep tensors of a call with their history beyond its end, and set them anew in the next one.
 Where a step raised its backward will not come, and such a tensor would keep a slot until then.
@@ -25,6 +36,7 @@ pack's rows, so that nothing in their graph depends on what was routed where.
 """
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,17 +45,22 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import LayerPart, run_mlp
-from megagraph.megatron.seams import EXPERT_FORWARD, MLP_FORWARD, ROUTING, is_replaced, moe_metrics
+from megagraph.megatron.scopes.parts import LayerPart, experts_of, run_mlp
+from megagraph.megatron.seams import (
+    DISPATCH_PREPROCESS,
+    EXPERT_FORWARD,
+    EXPERT_PREPROCESS,
+    MLP_FORWARD,
+    PERMUTATION,
+    ROUTING,
+    is_replaced,
+    moe_metrics,
+    permutation_sorts,
+)
 
 __all__ = [
-    "EXPERTS",
-    "GROUPED",
-    "MOE",
-    "ROUTED",
-    "ROUTER",
+    *("EXPERTS", "GROUPED", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
     "drop_history",
-    "experts_of",
     "forget_calls",
     "has_forced_routing",
     "make_scale",
@@ -51,8 +68,8 @@ __all__ = [
     "may_have_unrouted",
     "new_metrics_are_empty",
     "read_by_routers",
-    "recomputes_experts",
-    "run_experts",
+    "recomputes",
+    "take_permuted",
     "unsupported_routing",
 ]
 
@@ -103,12 +120,8 @@ def may_have_unrouted(routing_map: Tensor) -> bool:
     return hasattr(routing_map, _MARK)
 
 
-def experts_of(layer: nn.Module) -> Any:
-    """The MoELayer of a transformer layer, of Megatron's class or derived from it; None where it has none."""
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
-    mlp = getattr(layer, "mlp", None)
-    return mlp if isinstance(mlp, BaseMoELayer) else None
+def _has_experts(layer: nn.Module) -> bool:
+    return experts_of(layer) is not None
 
 
 EXPERTS = LayerPart(
@@ -116,7 +129,7 @@ EXPERTS = LayerPart(
     core="mlp",
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
     run=run_mlp,
-    accepts=lambda layer: experts_of(layer) is not None,
+    accepts=_has_experts,
     always_eager=(
         "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
         "['attn', 'moe_router'] to graph its router too"
@@ -129,10 +142,10 @@ def has_forced_routing(router: Any) -> bool:
     return getattr(router, "router_replay", None) is not None or is_replaced(router, ROUTING)
 
 
-def recomputes_experts(config: Any) -> bool:
-    """Whether layers of experts run again in the backward pass, with their routers."""
+def recomputes(config: Any, module: str) -> bool:
+    """Whether layers run that part of theirs again in the backward pass: `recompute_modules` names it."""
     is_selective = getattr(config, "recompute_granularity", None) == "selective"
-    return is_selective and "moe" in (config.recompute_modules or ())
+    return is_selective and module in (getattr(config, "recompute_modules", None) or ())
 
 
 def unsupported_routing(layer: Any) -> str | None:
@@ -185,7 +198,7 @@ def _unsupported_whole(layer: Any) -> str | None:
         return f"the dispatcher {dispatcher!r} counts rows on the host; write 'alltoall', {instead}"
     if config.expert_model_parallel_size > 1:
         return f"its experts are spread over ranks, which run other packs; hold them on one rank, {instead}"
-    if recomputes_experts(config):
+    if recomputes(config, "moe"):
         # What runs the experts again leaves tensors of the graph in their dispatcher.
         return f"'moe' with 'moe' in recompute_modules is not supported yet; leave that out, {instead}"
     if config.moe_shared_expert_overlap:
@@ -199,24 +212,24 @@ MOE = LayerPart(
     children=EXPERTS.children,
     run=_run_whole,
     state=read_by_routers,
-    accepts=EXPERTS.accepts,
+    accepts=_has_experts,
     check=_unsupported_whole,
 )
 
 
-def run_experts(
+def _run_experts(
     layer: Any,
     routed: tuple[Tensor, Tensor, Tensor],
-    shared: Tensor | None,
+    shared: Sequence[Tensor],
     residual: Tensor,
     preprocessing: contextlib.AbstractContextManager[None],
 ) -> Tensor:
     """All of a layer that comes behind its router.
 
     Args:
-        layer: a TransformerLayer with experts.
+        layer: with experts.
         routed: normed hidden states, probabilities and the routing map.
-        shared: the output of the shared experts, or None.
+        shared: the output of the shared experts, if there are any.
         residual: hidden states as they entered the norm.
         preprocessing: entered around what comes before the dispatch.
     """
@@ -227,15 +240,14 @@ def run_experts(
             hidden, probs = mixture.preprocess(*routed)
         hidden, probs = mixture.dispatch(hidden, probs)
         hidden, bias = mixture.routed_experts_compute(hidden, probs)
-        hidden = mixture.postprocess(mixture.combine(hidden), shared)
+        hidden = mixture.postprocess(mixture.combine(hidden), shared[0] if shared else None)
     out: Tensor = layer._forward_post_mlp((hidden, bias), residual)
     return out
 
 
 def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
     normed, probs, routing_map, *shared, residual = before
-    routed = normed, probs, routing_map
-    return run_experts(layer, routed, shared[0] if shared else None, residual, contextlib.nullcontext())
+    return _run_experts(layer, (normed, probs, routing_map), shared, residual, contextlib.nullcontext())
 
 
 ROUTED = LayerPart(
@@ -243,17 +255,16 @@ ROUTED = LayerPart(
     core="mlp",
     children=("mlp", "mlp_bda"),
     run=_run_routed,
-    accepts=EXPERTS.accepts,
+    accepts=_has_experts,
 )
 
 
-_SHARED = 3  # their place among what leaves
-# Of later releases: offloads the norm's input after the experts, which is refused. It would keep hidden
-# states of a graph, and with them its memory, until the next call.
+# Of releases since 0.19: keeps hidden states from the norm of an MLP to its end, to offload them, which is
+# refused. They would be a graph's, and keep its memory until the next call.
 _OFFLOADS = "mlp_norm_manager"
 
 
-def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Outputs:
+def _run_router(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Outputs:
     mixture, mask = layer.mlp, arguments.get("padding_mask")
     normed, residual = layer._forward_pre_mlp_layernorm(hidden_states), hidden_states
     if hasattr(layer, _OFFLOADS):
@@ -272,38 +283,161 @@ def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Out
     ]
 
 
-def _transient(layer: Any) -> Sequence[int]:
+def _place_of_shared(layer: Any, place: int) -> Sequence[int]:
+    """Where the output of the shared experts is among what leaves a part, if it is."""
     mixture = layer.mlp
-    return (_SHARED,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
-
-
-def _elsewhere(layer: Any) -> Sequence[str]:
-    return ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else ()
+    return (place,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
 
 
 ROUTER = LayerPart(
     name="moe_router",
     core="mlp",
     children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
-    run=_run,
-    elsewhere=_elsewhere,
+    run=_run_router,
+    elsewhere=lambda layer: ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else (),
     bypassed=("mlp",),
     in_parts={"": MLP_FORWARD, "mlp": EXPERT_FORWARD},
-    transient=_transient,
+    transient=lambda layer: _place_of_shared(layer, 3),
     state=read_by_routers,
-    accepts=lambda layer: experts_of(layer) is not None,
+    accepts=_has_experts,
     check=unsupported_routing,
 )
 
 
-_OF_LAYERS = "mlp_norm_manager"  # keeps hidden states from the norm of an MLP to its end; since 0.19
+# What the preprocessing that runs is to hand out; empty once it has.
+_ready: contextvars.ContextVar[list[Sequence[Tensor]] | None] = contextvars.ContextVar(
+    "permuted", default=None
+)
+
+
+def take_permuted() -> Sequence[Tensor] | None:
+    """What was permuted already, once, with room for all rows that may be routed; None where nothing was.
+
+    Rows [most, H], their probabilities [most], and places among the rows that came in, int64 [most].
+    """
+    ready = _ready.get()
+    return ready.pop() if ready else None
+
+
+@contextlib.contextmanager
+def _handing_out(permuted: Sequence[Tensor]) -> Iterator[None]:
+    """Around a dispatcher's preprocessing: it permutes nothing, but takes what was permuted."""
+    ready = [permuted]
+    token = _ready.set(ready)
+    try:
+        yield
+    finally:
+        _ready.reset(token)
+    if ready:
+        raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
+
+
+def _most_routed(dispatcher: Any, rows: int) -> int:
+    """How many of a pack's rows may be routed by a dispatcher that permutes before its dispatch."""
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    topk: int = dispatcher.config.moe_router_topk
+    if not dispatcher.drop_and_pad:
+        return rows * topk
+    experts, factor = dispatcher.num_experts, dispatcher.moe_expert_capacity_factor
+    of_each = get_capacity(num_tokens=rows * topk, num_experts=experts, capacity_factor=factor)
+    return int(experts * of_each)
+
+
+def _permute(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Outputs:
+    normed, probs, routing_map, *shared, residual = before
+    dispatcher = layer.mlp.token_dispatcher
+    permuted = PERMUTATION.function()(
+        normed.view(-1, normed.size(-1)),
+        routing_map,
+        probs=probs,
+        num_out_tokens=_most_routed(dispatcher, routing_map.size(0)),
+        fused=False,
+        drop_and_pad=dispatcher.drop_and_pad,
+    )
+    overlapped = () if dispatcher.shared_experts is None else (normed,)
+    return [*permuted[:3], probs.detach(), routing_map, *overlapped, *shared, residual]
+
+
+def _copied_or_shared(layer: Any) -> Sequence[int]:
+    """Rows, their probabilities and the output of the shared experts, as far as nothing saves them."""
+    dispatcher = layer.mlp.token_dispatcher
+    # Whatever sorts them by expert, or sends them to other ranks, copies them; else experts save them.
+    sorts = dispatcher.num_local_experts > 1 and not dispatcher.drop_and_pad
+    permuted = (0, 1) if sorts or dispatcher.ep_size > 1 else ()
+    return (*permuted, *_place_of_shared(layer, 5))
+
+
+def _permutes_before_dispatch(layer: nn.Module) -> bool:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    mixture = experts_of(layer)
+    return mixture is not None and isinstance(mixture.token_dispatcher, MoEAlltoAllTokenDispatcher)
+
+
+_LEAVE_OUT = "leave 'moe_preprocess' out of cuda_graph_modules"
+# (config attribute, value that is fine)
+_UNSUPPORTED = (
+    ("moe_permute_fusion", False),
+    ("moe_latent_size", None),
+    ("moe_router_padding_for_quantization", False),
+    ("moe_router_padding_for_fp8", False),
+)
+
+
+def _unsupported_preprocess(layer: Any) -> str | None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    config, dispatcher = layer.config, layer.mlp.token_dispatcher
+    for attribute, fine in _UNSUPPORTED:
+        value = getattr(config, attribute, fine)
+        if value not in (fine, None):
+            return f"'moe_preprocess' with {attribute}={value!r} is not supported yet; {_LEAVE_OUT}"
+    if not dispatcher.drop_and_pad and not permutation_sorts():
+        return f"this release of megatron-core permutes into shapes that only the device knows; {_LEAVE_OUT}"
+    if dispatcher.shared_experts is not None and isinstance(layer.pre_mlp_layernorm, IdentityOp):
+        # Normed hidden states are the residual then: their gradients would be summed in another order.
+        return f"shared experts that overlap without a norm before them are not supported yet; {_LEAVE_OUT}"
+    if is_replaced(dispatcher, DISPATCH_PREPROCESS):
+        return f"its dispatcher's dispatch_preprocess is not Megatron's; {_LEAVE_OUT}"
+    return None
+
+
+PREPROCESS = LayerPart(
+    name="moe_preprocess",
+    core="mlp",
+    children=(),
+    run=_permute,
+    in_parts={"mlp": EXPERT_PREPROCESS},
+    transient=_copied_or_shared,
+    accepts=_permutes_before_dispatch,
+    check=_unsupported_preprocess,
+)
+
+
+def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    rows, of_rows, places, probs, routing_map, *further, residual = before
+    # Where nothing else reads normed hidden states, only their shape is asked for.
+    overlaps = layer.mlp.token_dispatcher.shared_experts is not None
+    normed = further.pop(0) if overlaps else residual
+    permuted = _handing_out((rows, of_rows, places))
+    return _run_experts(layer, (normed, probs, routing_map), further, residual, permuted)
+
+
+PERMUTED = LayerPart(
+    name="permuted experts",
+    core="mlp",
+    children=("mlp", "mlp_bda"),
+    run=_run_permuted,
+    accepts=_permutes_before_dispatch,
+)
 
 
 def forget_calls(layers: Iterable[nn.Module]) -> None:
-    """Drops it. Call it where no backward is to come."""
+    """Drops what layers keep of their calls. Call it where no backward is to come."""
     for layer in layers:
-        if vars(layer).get(_OF_LAYERS) is not None:
-            setattr(layer, _OF_LAYERS, None)
+        if vars(layer).get(_OFFLOADS) is not None:
+            setattr(layer, _OFFLOADS, None)
         dispatcher = getattr(experts_of(layer), "token_dispatcher", None)
         if dispatcher is not None:
             drop_history(dispatcher)

@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.seams import Seam, is_replaced
 
-__all__ = ["ATTENTION", "MAMBA", "MLP", "LayerPart", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"]
+__all__ = [
+    "ATTENTION",
+    "MAMBA",
+    "MLP",
+    "LayerPart",
+    "experts_of",
+    "given_to_mamba",
+    "is_mamba",
+    "run_layer",
+    "run_mlp",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +42,18 @@ class LayerPart:
     """One of them.
 
     Args:
-        name: Megatron's, as `cuda_graph_modules` takes it; of a half that stays eager, one of ours.
-        core: the child that does its work; where it is an identity, a layer has no such half.
+        name: Megatron's, as `cuda_graph_modules` takes it; of a part that stays eager, one of ours.
+        core: the child that does its work; a layer where it is an identity has no such part.
         children: all that it consists of.
-        run: maps the layer, what the half before hands on and the layer's arguments to what it hands on:
-            hidden states, or several tensors where the next half takes them.
-        elsewhere: those of its children that a layer runs in another half.
+        run: maps the layer, what the part before hands on and the layer's arguments to what it hands on:
+            hidden states, or several tensors where the next part takes them.
+        elsewhere: those of its children that a layer runs in another part.
         bypassed: children of which it calls parts, and not the child itself.
         in_parts: Megatron's methods of which it runs a part, by the child that has them; the layer's own
             under an empty name. A layer with another method in their place is not split.
-        transient: of several tensors those, by index, that the next half alone reads.
-        state: tensors that no module owns and that it changes, the same for all layers; None for none.
-        accepts: tells layers whose `core` is of the half's kind from others.
+        transient: of several tensors those, by index, that the next part alone reads.
+        state: tensors that no module owns and that it changes, the same for all layers.
+        accepts: tells layers whose `core` is of the part's kind from others.
         check: why it cannot be in a graph in some layer, and what to write instead, or None.
         always_eager: why it is never in a graph, and what to write instead; None where it may be.
     """
@@ -56,24 +66,22 @@ class LayerPart:
     bypassed: Sequence[str] = ()
     in_parts: Mapping[str, Seam] = field(default_factory=dict)
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
-    state: Callable[[Any], Sequence[Tensor]] | None = None
+    state: Callable[[Any], Sequence[Tensor]] = lambda layer: ()
     accepts: Callable[[nn.Module], bool] = lambda layer: True
     check: Callable[[Any], str | None] = lambda layer: None
     always_eager: str | None = None
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has it."""
-        core = getattr(layer, self.core, None)
-        return core is not None and not _is_identity(core) and self.accepts(layer)
+        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+        core = getattr(layer, self.core, None)  # an identity is what specs put where a layer has nothing
+        return core is not None and not isinstance(core, IdentityOp | IdentityFuncOp) and self.accepts(layer)
 
     def children_of(self, layer: nn.Module) -> list[str]:
         """Those that a layer has as modules and runs here; others are functions."""
-        elsewhere = self.elsewhere(layer)
-        return [
-            name
-            for name in self.children
-            if name not in elsewhere and isinstance(_child(layer, name), nn.Module)
-        ]
+        elsewhere, modules = self.elsewhere(layer), dict(layer.named_modules(remove_duplicate=False))
+        return [name for name in self.children if name in modules and name not in elsewhere]
 
     def unsupported(self, layer: nn.Module) -> str | None:
         """Why a layer cannot run it in a graph, or None."""
@@ -83,22 +91,7 @@ class LayerPart:
         return self.check(layer)
 
 
-def _child(layer: Any, path: str) -> Any:
-    """What a layer has at a dotted path, or None."""
-    found = layer
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
-
-
-def _is_identity(module: Any) -> bool:
-    """Whether it is what Megatron's specs put where a layer has nothing."""
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-
-    return isinstance(module, IdentityOp | IdentityFuncOp)
-
-
-def _run(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     out: Tensor
     out, _context = layer._forward_attention(hidden_states=hidden_states, **arguments)
     return out
@@ -115,26 +108,22 @@ ATTENTION = LayerPart(
         "cross_attention",
         "cross_attn_bda",
     ),
-    run=_run,
+    run=_run_attention,
 )
 
 
 def run_mlp(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """The second half of a layer, whatever its `mlp` is.
-
-    Args:
-        layer: a TransformerLayer.
-        hidden_states: [rows, 1, H], after attention.
-        arguments: of the layer.
-    """
+    """The second half of a TransformerLayer, whatever its `mlp` is."""
     out: Tensor = layer._forward_mlp(hidden_states, padding_mask=arguments.get("padding_mask"))
     return out
 
 
-def _is_dense(layer: nn.Module) -> bool:
+def experts_of(layer: nn.Module) -> Any:
+    """The MoELayer of a transformer layer, of Megatron's class or derived from it; None if it has none."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    return not isinstance(getattr(layer, "mlp", None), BaseMoELayer)
+    mlp = getattr(layer, "mlp", None)
+    return mlp if isinstance(mlp, BaseMoELayer) else None
 
 
 MLP = LayerPart(
@@ -142,7 +131,7 @@ MLP = LayerPart(
     core="mlp",
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
     run=run_mlp,
-    accepts=_is_dense,
+    accepts=lambda layer: experts_of(layer) is None,
 )
 
 
@@ -162,20 +151,6 @@ def given_to_mamba(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in _GIVEN}
 
 
-def _run_mixer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    out: Tensor = layer(hidden_states=hidden_states, **given_to_mamba(arguments))
-    return out
-
-
-MAMBA = LayerPart(
-    name="mamba",
-    core="mixer",
-    children=("norm", "mixer", "mamba_bda"),
-    run=_run_mixer,
-    accepts=is_mamba,
-)
-
-
 def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """The hidden states that a layer returns, alone or before the context of cross attention."""
     if is_mamba(layer):
@@ -183,3 +158,12 @@ def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -
     out: Any = layer(hidden_states=hidden_states, **arguments)
     hidden: Tensor = out[0] if isinstance(out, tuple) else out
     return hidden
+
+
+MAMBA = LayerPart(
+    name="mamba",
+    core="mixer",
+    children=("norm", "mixer", "mamba_bda"),
+    run=run_layer,
+    accepts=is_mamba,
+)

@@ -24,22 +24,33 @@ from megagraph.megatron.scopes.moe import (
     EXPERTS,
     GROUPED,
     MOE,
+    PERMUTED,
+    PREPROCESS,
     ROUTED,
     ROUTER,
-    read_by_routers,
     unsupported_routing,
 )
-from megagraph.megatron.scopes.moe_preprocess import PERMUTED, PREPROCESS
 from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, LayerPart, is_mamba, run_layer
 from megagraph.megatron.seams import ROUTING
 
-__all__ = ["HALVES", "BlockPlan", "LayerStep"]
+__all__ = ["PARTS", "BlockPlan", "LayerStep", "without_history"]
 
-HALVES: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
+PARTS: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
 
 # From what the step before has handed on to what this one does.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Why = tuple[EagerReason, str]
+
+
+def without_history(out: Any) -> Any:
+    """What a step hands out, as its caller has it.
+
+    Megatron adds residuals with gradients switched on, also where the caller has them off.
+    """
+    if torch.is_grad_enabled():
+        return out
+    return out.detach() if isinstance(out, Tensor) else [each.detach() for each in out]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,7 @@ class LayerStep:
 
     Args:
         step: as a bank takes it.
+        site: its index among the sites; None if it is none.
         layer: the place in the block of its layer, or the first one of them.
         run: runs it eager, inside of the block.
         is_whole: it is all of the layer.
@@ -55,37 +67,29 @@ class LayerStep:
     """
 
     step: SiteSpec | EagerPart
+    site: int | None
     layer: int
     run: Run
     is_whole: bool
     num_layers: int = 1
 
-    @property
-    def is_site(self) -> bool:
-        """Whether it may have graphs."""
-        return isinstance(self.step, SiteSpec)
-
     def run_eager(self, before: Any, arguments: Mapping[str, Any]) -> Any:
         """Runs it in a block, on what the step before has handed on for a canonical pack."""
-        out = self.run(self.step.module, before, arguments)
-        # Megatron adds residuals with gradients switched on, also where the caller has them off.
-        if torch.is_grad_enabled():
-            return out
-        return out.detach() if isinstance(out, Tensor) else [each.detach() for each in out]
+        return without_history(self.run(self.step.module, before, arguments))
 
 
 class BlockPlan:
-    """The steps of a block.
+    """The steps of a block, of which each layer has at most one site.
 
     Args:
         layers: in execution order. Held weakly.
-        scopes: names of halves; none, and all that a layer has, is whole layers.
+        scopes: names of parts; none, and all that a layer has, is whole layers.
         context: entered around each step; a capture runs layers without their block.
 
     Attributes:
         steps: of all layers.
-        specs: the sites among them.
         mamba_layers: which layers, by their place, take and return what Mamba's do.
+        refused: sites that stay eager for what their layer is, or is not to be split into, by index: why.
         notes: what stays eager of layers that are graphed for the rest, in words.
     """
 
@@ -95,28 +99,32 @@ class BlockPlan:
         self.mamba_layers = frozenset(index for index, layer in enumerate(layers) if is_mamba(layer))
         self.notes: list[str] = []
         self.steps: list[LayerStep] = []
-        self._refused: dict[int, str] = {}  # why, by the index of a layer's site
+        self.refused: dict[int, Why] = {}
         # What is graphed of layers that run in parts, and of others as far as it may be another day's not.
         self._split: dict[int, Sequence[LayerPart]] = {}
         self._whole: dict[int, Sequence[LayerPart]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
-        if scopes and not any(step.is_site for step in self.steps):
+        if scopes and not self.specs:
             self.steps.clear()
             for index, layer in enumerate(layers):
                 self._keep_whole(index, layer, f"it has nothing that {', '.join(scopes)} would graph")
-        self.specs = [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
+
+    @property
+    def specs(self) -> list[SiteSpec]:
+        """The sites among the steps."""
+        return [step.step for step in self.steps if isinstance(step.step, SiteSpec)]
 
     def layers(self) -> list[nn.Module]:
         """The layers that still exist."""
         return [layer for ref in self._layers if (layer := ref()) is not None]
 
-    def bank_steps(self) -> list[SiteSpec | EagerPart]:
-        """All steps, as a bank takes them."""
-        return [step.step for step in self.steps]
+    def steps_of(self, layer: int) -> list[LayerStep]:
+        """Of one layer."""
+        return [step for step in self.steps if step.layer <= layer < step.layer + step.num_layers]
 
     def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:
-        """The steps of all layers, where a layer of which no site has a graph is one step: its own call.
+        """The steps of all layers, where a layer whose site has no graph is one step: its own call.
 
         Args:
             eager_sites: those without graphs, by index. A hook of their layer may be the reason.
@@ -124,42 +132,26 @@ class BlockPlan:
         found = []
         for layer in dict.fromkeys(step.layer for step in self.steps):
             steps = self.steps_of(layer)
-            sites = [step for index, step in steps if index >= 0]
-            if sites and all(index in eager_sites for index, _step in steps if index >= 0):
-                run = sites[0].run if sites[0].num_layers > 1 else run_layer
-                found += [dataclasses.replace(step, run=run, is_whole=True) for step in sites[:1]]
+            eager = next((step for step in steps if step.site in eager_sites), None)
+            if eager is None:
+                found += steps
             else:
-                found += [step for _index, step in steps]
+                run = eager.run if eager.num_layers > 1 else run_layer
+                found.append(dataclasses.replace(eager, run=run, is_whole=True))
         return found
 
-    def whole_layers(self) -> list[LayerStep]:
-        """Every layer as one step, which has no graph."""
-        return [
-            LayerStep(
-                step=EagerPart(name=f"layer {index}", module=layer, forward=run_layer),
-                layer=index,
-                run=run_layer,
-                is_whole=True,
-            )
-            for index, layer in enumerate(self.layers())
-        ]
-
-    def refused(self) -> Mapping[int, tuple[EagerReason, str]]:
-        """Sites that stay eager for what their layer is, or is not to be split into, by index: why."""
-        return {index: (EagerReason.SCOPE_UNSUPPORTED, why) for index, why in self._refused.items()}
-
-    def no_longer_graphed(self) -> Mapping[int, tuple[EagerReason, str]]:
+    def no_longer_graphed(self) -> Mapping[int, Why]:
         """Sites of layers that must not be split or graphed any more, by index: why.
 
         Hosts set forwards at any time, and tell routers what to choose.
         """
-        found = {}
-        checks = [(index, halves, _unsupported_whole) for index, halves in self._split.items()]
-        checks += [(index, halves, _unsupported) for index, halves in self._whole.items()]
-        for index, halves, check in checks:
+        found: dict[int, Why] = {}
+        checks = [(index, parts, _unsupported_split) for index, parts in self._split.items()]
+        checks += [(index, parts, _unsupported) for index, parts in self._whole.items()]
+        for index, parts, check in checks:
             layer = self._layers[index]()
-            if layer is not None and (why := check(layer, halves)) is not None:
-                sites = (site for site, _step in self.steps_of(index) if site >= 0)
+            if layer is not None and (why := check(layer, parts)) is not None:
+                sites = (step.site for step in self.steps_of(index) if step.site is not None)
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
 
@@ -169,22 +161,12 @@ class BlockPlan:
         Of methods that hosts set on a class of Megatron's to tell routers what to choose.
         """
         graphed = itertools.chain.from_iterable((*self._split.values(), *self._whole.values()))
-        routes = any(half in (ROUTER, MOE, GROUPED) for half in graphed)
-        return [ROUTING.function] if routes else []
+        return [ROUTING.function] if any(part in (ROUTER, MOE, GROUPED) for part in graphed) else []
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
         in_sites = {id(module) for spec in self.specs for module in spec.modules()}
         return [module for layer in self.layers() for module in layer.modules() if id(module) not in in_sites]
-
-    def steps_of(self, layer: int) -> list[tuple[int, LayerStep]]:
-        """Of one layer, with the index of the site, or -1."""
-        found, site = [], -1
-        for step in self.steps:
-            site += step.is_site
-            if step.layer <= layer < step.layer + step.num_layers:
-                found.append((site if step.is_site else -1, step))
-        return found
 
     def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
         """The plan in which neighbouring whole layers are one site.
@@ -193,47 +175,47 @@ class BlockPlan:
             borders: sites, by index, with which another one begins.
             alone: sites, by index, that stay as they are.
         """
-        plan = copy.copy(self)
-        plan.steps, plan._refused = [], {}
-        site = -1
-        groups: list[tuple[bool, list[LayerStep]]] = []  # whether others may follow in the same site
+        groups: list[list[LayerStep]] = []
+        may_follow = False
         for step in self.steps:
-            site += step.is_site
-            may_join = step.is_site and step.is_whole and site not in alone
-            if may_join and groups and groups[-1][0] and site not in borders:
-                groups[-1][1].append(step)
+            may_join = step.site is not None and step.is_whole and step.site not in alone
+            if may_join and may_follow and step.site not in borders:
+                groups[-1].append(step)
             else:
-                groups.append((may_join, [step]))
-            if step.is_site and site in self._refused:
-                refused = sum(steps[0].is_site for _may_join, steps in groups) - 1
-                plan._refused[refused] = self._refused[site]
-        plan.steps = [_joined(steps) for _may_join, steps in groups]
-        plan.specs = [step.step for step in plan.steps if isinstance(step.step, SiteSpec)]
+                groups.append([step])
+            may_follow = may_join
+        plan = copy.copy(self)
+        plan.steps, plan.refused = [], {}
+        for steps in groups:
+            sites = [step.site for step in steps if step.site is not None]
+            site = len(plan.specs) if sites else None
+            plan.steps.append(dataclasses.replace(_joined(steps), site=site))
+            plan.refused.update({len(plan.specs) - 1: self.refused[it] for it in sites if it in self.refused})
         return plan
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
-        halves = [half for half in HALVES if half.is_in(layer)]
-        if EXPERTS in halves:
-            before = halves[: halves.index(EXPERTS)]
-            halves = [*before, *self._parts_of_experts(index, layer, scopes, before)]
-        graphed = [half for half in halves if not scopes or half.name in scopes]
-        stays_eager = next((half.always_eager for half in graphed if half.always_eager is not None), None)
+        parts = [part for part in PARTS if part.is_in(layer)]
+        if EXPERTS in parts:
+            before = parts[: parts.index(EXPERTS)]
+            parts = [*before, *self._parts_of_experts(index, layer, scopes, before)]
+        graphed = [part for part in parts if not scopes or part.name in scopes]
+        stays_eager = next((part.always_eager for part in graphed if part.always_eager is not None), None)
         if stays_eager is not None:
             self._keep_whole(index, layer, stays_eager)
-        elif not scopes or (graphed and len(graphed) == len(halves) and MOE not in halves):
+        elif not scopes or (graphed and len(graphed) == len(parts) and MOE not in parts):
             if (why := _unsupported(layer, graphed)) is not None:
                 self._keep_whole(index, layer, why)
             else:
                 self._whole[index] = graphed
-                self._add_whole(index, layer, is_site=True)
+                self._append(index, layer, is_site=True)
         elif not graphed:
-            self._add_whole(index, layer, is_site=False)
-        elif (why := _unsupported_whole(layer, graphed)) is not None:
+            self._append(index, layer, is_site=False)
+        elif (why := _unsupported_split(layer, graphed)) is not None:
             self._keep_whole(index, layer, why)
         else:
             self._split[index] = graphed
-            for is_site, neighbours in itertools.groupby(halves, key=lambda half: half in graphed):
-                self._add_halves(index, layer, [*neighbours], is_site=is_site)
+            for is_site, neighbours in itertools.groupby(parts, key=lambda part: part in graphed):
+                self._append(index, layer, [*neighbours], is_site=is_site)
 
     def _parts_of_experts(
         self, index: int, layer: nn.Module, scopes: Collection[str], before: Sequence[LayerPart]
@@ -243,8 +225,8 @@ class BlockPlan:
         Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
         """
         parts = _parts_of_experts(layer, scopes)
-        named = [half.name for half in parts if half.name in scopes]
-        why = unsupported_routing(layer) if named and any(half.name in scopes for half in before) else None
+        named = [part.name for part in parts if part.name in scopes]
+        why = unsupported_routing(layer) if named and any(part.name in scopes for part in before) else None
         if why is None:
             return parts
         reason = EagerReason.SCOPE_UNSUPPORTED.name
@@ -253,39 +235,35 @@ class BlockPlan:
 
     def _keep_whole(self, index: int, layer: nn.Module, why: str) -> None:
         """Adds a layer as a site that never has graphs."""
-        self._refused[sum(step.is_site for step in self.steps)] = why
-        self._add_whole(index, layer, is_site=True)
+        self.refused[len(self.specs)] = EagerReason.SCOPE_UNSUPPORTED, why
+        self._append(index, layer, is_site=True)
 
-    def _add_whole(self, index: int, layer: nn.Module, *, is_site: bool) -> None:
-        name = f"layer {index} ({type(layer).__name__})"
-        forward = self._alone(run_layer)
-        step: SiteSpec | EagerPart = EagerPart(name=name, module=layer, forward=forward)
-        if is_site:
-            state = read_by_routers if GROUPED.is_in(layer) else _no_state
-            step = SiteSpec(name=name, module=layer, forward=forward, state=state)
-        self.steps.append(LayerStep(step=step, layer=index, run=run_layer, is_whole=True))
-
-    def _add_halves(
-        self, index: int, layer: nn.Module, halves: Sequence[LayerPart], *, is_site: bool
+    def _append(
+        self, index: int, layer: nn.Module, parts: Sequence[LayerPart] = (), *, is_site: bool
     ) -> None:
-        """Adds neighbours as one step. Only the last of them may hand out several tensors."""
-        names = " and ".join(half.name for half in halves)
-        name, run, last = f"{names} of layer {index} ({type(layer).__name__})", _in_turn(halves), halves[-1]
-        states = (half.state for half in halves if half.state is not None)
-        step = (
-            SiteSpec(
+        """Adds a layer, or neighbouring parts of it, as one step.
+
+        Only the last part may hand out several tensors.
+        """
+        names = " and ".join(part.name for part in parts)
+        name = f"{names and f'{names} of '}layer {index} ({type(layer).__name__})"
+        run = _in_turn([part.run for part in parts]) if parts else run_layer
+        of_state = parts or ([GROUPED] if GROUPED.is_in(layer) else [])
+        step: SiteSpec | EagerPart
+        if is_site:
+            step = SiteSpec(
                 name=name,
                 module=layer,
                 forward=self._alone(run),
-                parts=[child for half in halves for child in half.children_of(layer)],
-                bypassed=[child for half in halves for child in half.bypassed],
-                transient=last.transient(layer),
-                state=next(states, _no_state),
+                parts=[child for part in parts for child in part.children_of(layer)],
+                bypassed=[child for part in parts for child in part.bypassed],
+                transient=parts[-1].transient(layer) if parts else (),
+                state=lambda layer: [tensor for part in of_state for tensor in part.state(layer)],
             )
-            if is_site
-            else EagerPart(name=name, module=layer, forward=self._alone(run))
-        )
-        self.steps.append(LayerStep(step=step, layer=index, run=run, is_whole=False))
+        else:
+            step = EagerPart(name=name, module=layer, forward=self._alone(run))
+        site = len(self.specs) if is_site else None
+        self.steps.append(LayerStep(step=step, site=site, layer=index, run=run, is_whole=not parts))
 
     def _alone(self, run: Run) -> Callable[..., Any]:
         """Runs a step as in its block."""
@@ -313,11 +291,7 @@ def _joined(steps: Sequence[LayerStep]) -> LayerStep:
     sites = [step.step for step in steps if isinstance(step.step, SiteSpec)]
     first, last = steps[0].layer, steps[-1].layer
     site = JoinedSites(name=f"layers {first} to {last}", sites=sites)
-    return LayerStep(step=site, layer=first, run=run, is_whole=True, num_layers=last - first + 1)
-
-
-def _no_state(layer: Any) -> Sequence[Tensor]:
-    return ()
+    return dataclasses.replace(steps[0], step=site, run=run, num_layers=last - first + 1)
 
 
 def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[LayerPart]:
@@ -334,31 +308,31 @@ def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[Lay
     return ROUTER, ROUTED
 
 
-def _in_turn(halves: Sequence[LayerPart]) -> Run:
-    """Runs some halves, each on what the one before hands on."""
-    if len(halves) == 1:
-        return halves[0].run
+def _in_turn(runs: Sequence[Run]) -> Run:
+    """Runs some parts, each on what the one before hands on."""
+    if len(runs) == 1:
+        return runs[0]
 
     def run(layer: Any, before: Any, arguments: Mapping[str, Any]) -> Outputs:
-        for half in halves:
-            before = half.run(layer, before, arguments)
+        for each in runs:
+            before = each(layer, before, arguments)
         out: Outputs = before
         return out
 
     return run
 
 
-def _unsupported(layer: nn.Module, halves: Sequence[LayerPart]) -> str | None:
-    """Why a layer cannot run some halves in graphs, or None."""
-    return next((why for half in halves if (why := half.unsupported(layer)) is not None), None)
+def _unsupported(layer: nn.Module, parts: Sequence[LayerPart]) -> str | None:
+    """Why a layer cannot run some parts in graphs, or None."""
+    return next((why for part in parts if (why := part.unsupported(layer)) is not None), None)
 
 
-def _unsupported_whole(layer: nn.Module, halves: Sequence[LayerPart]) -> str | None:
-    """Why a layer cannot be run in halves, some of them graphed, or None."""
+def _unsupported_split(layer: nn.Module, parts: Sequence[LayerPart]) -> str | None:
+    """Why a layer cannot be run in parts, some of them graphed, or None."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     forward = getattr(layer.forward, "__func__", layer.forward)
     if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return _unsupported(layer, halves)
+        return _unsupported(layer, parts)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"

@@ -3,7 +3,8 @@
 
 The rules R7 to R19 are those that Megatron has for its own graphs, and checks only where these are switched
 on. Ours are switched on elsewhere, so that each is checked here, when a model is first seen. docs/scopes.md
-has them as a table.
+has them as a table, and those that are about `cuda_graph_impl`, which must be `none`; an error says so
+(`check_graph_options()`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,23 +14,11 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.moe import EXPERTS, GROUPED
+from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, recomputes
 from megagraph.megatron.scopes.parts import MLP
 from megagraph.megatron.seams import replaced_choice
 
-__all__ = ["OF_OTHER_GRAPHS", "RULES", "Asked", "Broken", "Rule", "broken_rule", "broken_rules"]
-
-# Rules of `cuda_graph_impl`, which must be `none`; an error says so (`check_graph_options()`).
-OF_OTHER_GRAPHS = {
-    "R1": "which values `cuda_graph_impl` takes",
-    "R2": "`enable_cuda_graph` and `external_cuda_graph`, its older names",
-    "R3": "`cuda_graph_scope` and `cuda_graph_modules` together, and names that have become values of it",
-    "R4": "graphs of whole iterations",
-    "R5": "`inference_cuda_graph_scope`",
-    "R6": "CPU offloading, which is refused by name here",
-    "R20": "shared experts that are recomputed in fp8, which is refused by name here",
-    "R21": "fine-grained offloading, which is refused by name here",
-}
+__all__ = ["RULES", "Asked", "Rule", "broken_rule", "broken_rules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +39,6 @@ class Asked:
         """Whether that is in a graph, alone or with its layer."""
         return not self.scopes or scope in self.scopes
 
-    def recomputes(self, module: str) -> bool:
-        """Whether `recompute_modules` names it, and counts."""
-        named = getattr(self.config, "recompute_modules", None) or ()
-        return getattr(self.config, "recompute_granularity", None) == "selective" and module in named
-
     @property
     def experts(self) -> int:
         """How many a layer may have; as in Megatron's rules, one alone is no mixture."""
@@ -65,6 +49,9 @@ class Asked:
         """Whether each expert gets as many rows in each micro-batch."""
         config = self.config
         return config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity
+
+
+Check = Callable[[Asked], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,54 +66,54 @@ class Rule:
     """
 
     name: str
-    check: Callable[[Asked], str | None]
+    check: Check
     reason: EagerReason = EagerReason.SCOPE_UNSUPPORTED
     keeps: str = "model"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """A rule that is broken, and the sentence that says so."""
-
-    rule: Rule
-    sentence: str
+RULES: list[Rule] = []
 
 
-def broken_rules(asked: Asked) -> list[Broken]:
-    """All rules that are broken, in their order.
+def _rule(name: str, **how: Any) -> Callable[[Check], Check]:
+    """Makes a check the next rule."""
 
-    Args:
-        asked: what is to be graphed.
-    """
+    def add(check: Check) -> Check:
+        RULES.append(Rule(name=name, check=check, **how))
+        return check
+
+    return add
+
+
+def broken_rules(asked: Asked) -> list[tuple[Rule, str]]:
+    """All rules that are broken, in their order, each with the sentence that says so."""
     found = ((rule, rule.check(asked)) for rule in RULES)
-    return [Broken(rule=rule, sentence=f"{why} ({rule.name})") for rule, why in found if why is not None]
+    return [(rule, f"{why} ({rule.name})") for rule, why in found if why is not None]
 
 
-def broken_rule(asked: Asked) -> Broken | None:
-    """The first one that keeps the whole model eager, or None.
-
-    Args:
-        asked: what is to be graphed.
-    """
-    return next((broken for broken in broken_rules(asked) if broken.rule.keeps == "model"), None)
+def broken_rule(asked: Asked) -> tuple[Rule, str] | None:
+    """The first one that keeps the whole model eager, or None."""
+    return next((broken for broken in broken_rules(asked) if broken[0].keeps == "model"), None)
 
 
 _NAMED = "cuda_graph_modules"
 _RECOMPUTED = "recompute_modules"
 
 
+@_rule("R7")
 def _experts_and_their_router(asked: Asked) -> str | None:
     if not {"moe", "moe_router"} <= set(asked.scopes):
         return None
     return f"{_NAMED} names 'moe', and 'moe_router', which is a part of it; leave one of them out"
 
 
+@_rule("R8")
 def _preprocess_without_router(asked: Asked) -> str | None:
     if "moe_preprocess" not in asked.scopes or "moe_router" in asked.scopes:
         return None
     return f"{_NAMED} names 'moe_preprocess' without 'moe_router', on which it goes on; add 'moe_router'"
 
 
+@_rule("R9")
 def _no_experts(asked: Asked) -> str | None:
     named = [scope for scope in ("moe", "moe_router", "moe_preprocess") if scope in asked.scopes]
     if not named or asked.experts > 1:
@@ -134,6 +121,7 @@ def _no_experts(asked: Asked) -> str | None:
     return f"{_NAMED} names {named[0]!r}, and the model has no experts to choose from; leave it out"
 
 
+@_rule("R10")
 def _no_dense_layer(asked: Asked) -> str | None:
     if "mlp" not in asked.scopes or asked.experts <= 1 or any(map(MLP.is_in, asked.layers)):
         return None
@@ -146,6 +134,7 @@ def _no_dense_layer(asked: Asked) -> str | None:
     )
 
 
+@_rule("R11")
 def _experts_of_any_size(asked: Asked) -> str | None:
     if "moe" not in asked.scopes or asked.experts <= 1 or asked.drops_and_pads:
         return None
@@ -161,6 +150,7 @@ def _waits_for_counts(layer: nn.Module) -> bool:
     return EXPERTS.is_in(layer) and not GROUPED.is_in(layer)
 
 
+@_rule("R12")
 def _counts_on_the_host(asked: Asked) -> str | None:
     config = asked.config
     if "moe_preprocess" not in asked.scopes or asked.experts <= 1 or asked.drops_and_pads:
@@ -178,12 +168,14 @@ def _counts_on_the_host(asked: Asked) -> str | None:
     )
 
 
+@_rule("R13", keeps="layer")
 def _whole_layer_of_experts(asked: Asked) -> str | None:
     if asked.scopes or not any(map(_waits_for_counts, asked.layers)):
         return None
     return EXPERTS.always_eager
 
 
+@_rule("R14", reason=EagerReason.RECOMPUTING)
 def _full_recompute(asked: Asked) -> str | None:
     if getattr(asked.config, "recompute_granularity", None) in (None, "selective"):
         return None
@@ -193,8 +185,9 @@ def _full_recompute(asked: Asked) -> str | None:
     )
 
 
+@_rule("R15")
 def _router_in_recomputed_experts(asked: Asked) -> str | None:
-    if "moe_router" not in asked.scopes or not asked.recomputes("moe"):
+    if "moe_router" not in asked.scopes or not recomputes(asked.config, "moe"):
         return None
     return (
         f"{_RECOMPUTED} names 'moe', which runs the router again in the backward pass, and {_NAMED} "
@@ -204,7 +197,7 @@ def _router_in_recomputed_experts(asked: Asked) -> str | None:
 
 def _graphed_and_recomputed(asked: Asked, scope: str, module: str, draws: str) -> str | None:
     """Of what draws random numbers."""
-    if not asked.graphs(scope) or not asked.recomputes(module):
+    if not asked.graphs(scope) or not recomputes(asked.config, module):
         return None
     where = f"names {scope!r}; leave one of them out"
     if not asked.scopes:
@@ -213,12 +206,14 @@ def _graphed_and_recomputed(asked: Asked, scope: str, module: str, draws: str) -
     return f"{_RECOMPUTED} names {module!r}, which with {option} must be in no graph, and {_NAMED} {where}"
 
 
+@_rule("R16")
 def _dropout_of_recomputed_attention(asked: Asked) -> str | None:
     if asked.config.attention_dropout == 0:
         return None
     return _graphed_and_recomputed(asked, "attn", "core_attn", "attention_dropout")
 
 
+@_rule("R17")
 def _dropout_of_recomputed_mlp(asked: Asked) -> str | None:
     if asked.config.hidden_dropout == 0:
         return None
@@ -226,12 +221,14 @@ def _dropout_of_recomputed_mlp(asked: Asked) -> str | None:
     return next((why for why in both if why is not None), None)
 
 
+@_rule("R18")
 def _jitter_of_recomputed_experts(asked: Asked) -> str | None:
     if getattr(asked.config, "moe_input_jitter_eps", None) is None:
         return None
     return _graphed_and_recomputed(asked, "moe", "moe", "moe_input_jitter_eps")
 
 
+@_rule("R19")
 def _norm_leaves_and_is_recomputed(asked: Asked) -> str | None:
     """Megatron switches the recomputing off where the model's own config names the scope, with a warning."""
     with_experts = filter(EXPERTS.is_in, asked.layers)
@@ -248,6 +245,7 @@ def _recomputes_norm(layer: Any) -> bool:
     return bool(getattr(layer, "recompute_pre_mlp_layernorm", False))
 
 
+@_rule("M1")
 def _wide_residuals(asked: Asked) -> str | None:
     """Releases differ in where they widen them."""
     if "moe_router" not in asked.scopes or not getattr(asked.config, "fp32_residual_connection", False):
@@ -255,6 +253,7 @@ def _wide_residuals(asked: Asked) -> str | None:
     return f"'moe_router' in {_NAMED} with fp32_residual_connection=True is not supported yet; leave one out"
 
 
+@_rule("M2")
 def _choice_of_a_host(asked: Asked) -> str | None:
     """What it looks at beside its arguments is no part of a graph: experts to choose again, say."""
     replaced = replaced_choice() if "moe_router" in asked.scopes or "moe" in asked.scopes else None
@@ -264,22 +263,3 @@ def _choice_of_a_host(asked: Asked) -> str | None:
         f"{_NAMED} names what chooses experts, and {replaced} does so in place of Megatron; leave 'moe' and "
         "'moe_router' out"
     )
-
-
-RULES: Sequence[Rule] = (
-    Rule(name="R7", check=_experts_and_their_router),
-    Rule(name="R8", check=_preprocess_without_router),
-    Rule(name="R9", check=_no_experts),
-    Rule(name="R10", check=_no_dense_layer),
-    Rule(name="R11", check=_experts_of_any_size),
-    Rule(name="R12", check=_counts_on_the_host),
-    Rule(name="R13", check=_whole_layer_of_experts, keeps="layer"),
-    Rule(name="R14", check=_full_recompute, reason=EagerReason.RECOMPUTING),
-    Rule(name="R15", check=_router_in_recomputed_experts),
-    Rule(name="R16", check=_dropout_of_recomputed_attention),
-    Rule(name="R17", check=_dropout_of_recomputed_mlp),
-    Rule(name="R18", check=_jitter_of_recomputed_experts),
-    Rule(name="R19", check=_norm_leaves_and_is_recomputed),
-    Rule(name="M1", check=_wide_residuals),
-    Rule(name="M2", check=_choice_of_a_host),
-)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks the steps of a block in place of its layers, while a micro-batch replays.
+
+Megatron's loop over the layers costs 12 us a layer. So while a micro-batch replays, the block's `layers`
+are shadowed by one callable that runs them all, in one go if it can; the rest of the block's forward
+(its contexts, the final norm) stays Megatron's own. A block whose forward is not Megatron's may work on the
+hidden states between two layers. There each layer is replaced by itself, and what lies between sees as many
+rows as were given, and the pack as it was given.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megagraph.bank.bank import Bank
+from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.layer_arguments import Constants
+from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
+from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
+
+__all__ = ["LayerLoop", "LayersOneByOne"]
+
+BeforeSite = Callable[[int], None] | None
+
+
+def _canonical(batch: MicroBatch) -> dict[str, Any]:
+    """What a layer that runs eager is given of the pack."""
+    given = {"attention_mask": None, "packed_seq_params": batch.canonical_params()}
+    mask = batch.canonical_mask()
+    return given if mask is None else {**given, "padding_mask": mask}
+
+
+class _Walk:
+    """Runs steps of a micro-batch, each on what the one before hands on: its graph, or eager.
+
+    Args:
+        batch: the micro-batch.
+        sites: of the bank that has the graphs.
+        before_site: called with a site's index before that site; None for nothing.
+    """
+
+    def __init__(
+        self, batch: MicroBatch, sites: Sequence[Callable[..., Any]], before_site: BeforeSite
+    ) -> None:
+        self._batch, self._sites, self._before_site = batch, sites, before_site
+
+    def run(
+        self, steps: Sequence[LayerStep], hidden_states: Any, arguments: Mapping[str, Any], *, is_padded: bool
+    ) -> Tensor:
+        """Runs them; rows that are not padded yet are what was given, which a graph's staging pads."""
+        out: Any = None
+        try:
+            for step in steps:
+                out = NotImplemented
+                if step.site is not None:
+                    if self._before_site is not None:
+                        self._before_site(step.site)
+                    out = self._sites[step.site](hidden_states)
+                if out is NotImplemented:
+                    if not is_padded:
+                        hidden_states = self._batch.pad(hidden_states)
+                    out = step.run_eager(hidden_states, {**arguments, **_canonical(self._batch)})
+                hidden_states, is_padded = out, True
+            result: Tensor = hidden_states
+            return result
+        except BaseException:
+            hidden_states = out = None  # the traceback keeps this frame, and would keep a slot
+            raise
+
+
+class LayerLoop:
+    """Stands in for all layers of a block while a micro-batch of one variant replays.
+
+    Args:
+        plan: the steps of the layers.
+        bank: of these steps, with their graphs.
+        constants: the arguments that the graphs were captured with; a call with others runs eager.
+        before_sites: asked before each forward for what to call with a site's index before that site;
+            None for nothing.
+    """
+
+    def __init__(
+        self, plan: BlockPlan, bank: Bank, constants: Constants, before_sites: Callable[[], BeforeSite]
+    ) -> None:
+        self._plan = plan
+        self._steps = plan.walk(bank.eager_sites)
+        self._sites = bank.sites
+        self._replay_all = bank.replay_all
+        self._constants = constants
+        self.before_sites = before_sites
+        # The running micro-batch. The loop sets its reason where the call's arguments are others.
+        self.batch: MicroBatch | None = None
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """Runs every layer: its graph, or itself where its site answers so."""
+        batch = self.batch
+        assert batch is not None
+        is_other = padding_mask is not batch.mask  # which is staged
+        if is_other:
+            batch.replace_mask(padding_mask)
+        for name, value in arguments.items():
+            is_other = is_other or (
+                value is not self._constants.get(name) and not self._constants.is_equal(name, value)
+            )
+        if is_other:
+            batch.reason = EagerReason.SIGNATURE_CHANGED
+            if not batch.is_own(arguments.get("rotary_pos_emb"), hidden_states):
+                batch.run_as_given(is_own_table=False)
+            hidden_states, given = batch.pad(hidden_states), {**arguments, **_canonical(batch)}
+            for layer in self._plan.layers():
+                hidden_states = without_history(run_layer(layer, hidden_states, given))
+            return hidden_states, None
+        before_site = self.before_sites()
+        if before_site is None:
+            out = self._replay_all(hidden_states)
+            if out is not NotImplemented:
+                return out, None
+        walk = _Walk(batch, self._sites, before_site)
+        return walk.run(self._steps, hidden_states, arguments, is_padded=False), None
+
+
+_NAMED = ("hidden_states", "attention_mask", "packed_seq_params")
+
+
+class LayersOneByOne:
+    """Stands in for the forward of each layer while one micro-batch runs.
+
+    A layer replays, or runs eager on the canonical pack as its site or the decision says. A call with other
+    arguments than those of the capture runs as it was given.
+
+    Args:
+        batch: the micro-batch.
+        plan: the steps of the layers.
+        bank: of these steps, with their graphs.
+        constants: the arguments of the capture.
+        loop: of the variant that replays; None where the decision was to run eager.
+        count_eager: counts a call that runs as given although the micro-batch replays.
+    """
+
+    def __init__(
+        self,
+        batch: MicroBatch,
+        plan: BlockPlan,
+        bank: Bank,
+        constants: Constants,
+        loop: LayerLoop | None,
+        count_eager: Callable[[EagerReason], None],
+    ) -> None:
+        self._batch = batch
+        self._plan = plan
+        self._constants = constants
+        self._replays = loop is not None
+        self._walk = _Walk(batch, bank.sites, None if loop is None else loop.before_sites())
+        self._count_eager = count_eager
+        # The rows that a layer handed out last, and all rows that they are a part of.
+        self._cut: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._is_running = False
+        self.num_called = 0
+
+    @contextlib.contextmanager
+    def shadowing(self) -> Iterator[None]:
+        """While inside, calls of the layers come here; hooks on them run as ever."""
+        layers = self._plan.layers()
+        before = [vars(layer).get("forward") for layer in layers]
+        for index, layer in enumerate(layers):
+            vars(layer)["forward"] = functools.partial(self._run, index, layer.forward)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                if forward is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = forward
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_running:  # the host backend runs the layer again
+            return forward(*args, **kwargs)
+        self.num_called += 1
+        given: Any = args[0] if args else kwargs.get("hidden_states")
+        # Taken out first: whoever holds the last output keeps the next layer from staging.
+        whole = self._whole if given is self._cut else None
+        self._cut = self._whole = None
+        arguments = {name: value for name, value in kwargs.items() if name not in _NAMED}
+        is_mamba = index in self._plan.mamba_layers
+        if len(args) > 1 or not self._is_expected(is_mamba, kwargs, arguments):
+            if self._replays:
+                self._count_eager(EagerReason.SIGNATURE_CHANGED)
+            if kwargs.get("packed_seq_params") is self._batch.params:
+                is_own = self._batch.is_own(kwargs.get("rotary_pos_emb"), given)
+                kwargs["packed_seq_params"] = self._batch.given_params(is_own_table=is_own)
+            return forward(*args, **kwargs)
+        further: tuple[Any, ...] | None = None if is_mamba else (None,)
+
+        def run_forward(_layer: Any, before: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+            nonlocal further
+            out = forward(hidden_states=before, **(given_to_mamba(arguments) if is_mamba else arguments))
+            hidden: Tensor
+            hidden, further = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
+            return hidden
+
+        if whole is None and index > 0:
+            whole = self._batch.pad(given)
+        self._is_running = True
+        try:
+            out = self._walk.run(
+                self._steps(index, run_forward),
+                given if whole is None else whole,
+                arguments,
+                is_padded=whole is not None,
+            )
+        finally:
+            self._is_running = False
+        self._whole, self._cut = out, self._batch.first_rows(out)
+        return self._cut if further is None else (self._cut, *further)
+
+    def _steps(self, index: int, run_forward: Callable[..., Tensor]) -> list[LayerStep]:
+        """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
+        steps = self._plan.steps_of(index)
+        if self._replays and not steps[0].is_whole:
+            return steps
+        site = steps[0].site if self._replays else None
+        return [dataclasses.replace(steps[0], site=site, run=run_forward)]
+
+    def _is_expected(self, is_mamba: bool, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+        if (
+            kwargs.get("attention_mask") is not None
+            or kwargs.get("packed_seq_params") is not self._batch.params
+        ):
+            return False
+        if is_mamba:  # whatever the block hands to its other layers
+            return all(value is None for value in arguments.values())
+        return self._constants.are(arguments)
