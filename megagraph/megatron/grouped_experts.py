@@ -58,12 +58,9 @@ def _check(config: Any) -> None:
 
 
 class SortingDispatcher:
-    """Sorts rows by expert and back; has the methods that Megatron's layer calls.
+    """Sorts rows by expert and back, `topk` of each; has the methods that Megatron's layer calls.
 
     Between dispatch and combine it holds where rows lie, and nothing outside of a call.
-
-    Args:
-        topk: experts of each row.
     """
 
     shared_experts = None
@@ -95,9 +92,7 @@ class SortingDispatcher:
         """Nothing."""
         return hidden_states
 
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Nothing."""
-        return hidden_states
+    token_combine = combine_preprocess
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """[T * topk, H] back to the rows that came in; zeros for those of no expert."""
@@ -142,35 +137,23 @@ def _weighted_activation(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return weighted
 
 
-def _of_other_modules(state_dict: Mapping[str, Tensor], experts: int, hidden: int) -> dict[str, Tensor]:
-    """Weights of both projections, [experts, out, in], from the keys of Megatron's modules of experts.
-
-    Args:
-        state_dict: of one such module, without its prefix.
-        experts: how many.
-        hidden: columns of hidden states.
-    """
-    found: dict[str, Tensor] = {}
+def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_loading: Any) -> None:
+    """Before a state is loaded: weights of Megatron's modules of experts take our names and shapes."""
+    own = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    tensors = {name: state_dict[key] for name, key in own.items() if isinstance(state_dict[key], Tensor)}
+    experts, hidden = module.num_local_experts, module.config.hidden_size
+    found: dict[str, Tensor] = {}  # [experts, out, in] each
     for index, projection in enumerate(_PROJECTIONS, start=1):
         for pattern in ("local_experts.{}." + projection + ".weight", projection + ".weight{}"):
             names = [pattern.format(expert) for expert in range(experts)]
-            if all(name in state_dict for name in names):
-                found[projection] = torch.stack([state_dict[name] for name in names])
-        if (legacy := state_dict.get(f"weight{index}")) is not None:
+            if all(name in tensors for name in names):
+                found[projection] = torch.stack([tensors[name] for name in names])
+        if (legacy := tensors.get(f"weight{index}")) is not None:
             shape = (experts, hidden, -1) if index == 1 else (experts, -1, hidden)
             found[projection] = legacy.view(shape).transpose(1, 2)
-    return found
-
-
-def _adopt(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_of_loading: Any) -> None:
-    """Before a state is loaded: weights of Megatron's modules of experts take our names."""
-    own = {key[len(prefix) :]: key for key in state_dict if key.startswith(prefix)}
-    tensors = {name: state_dict[key] for name, key in own.items() if isinstance(state_dict[key], Tensor)}
-    found = _of_other_modules(tensors, module.num_local_experts, module.config.hidden_size)
-    if not found:
-        return
-    for key in own.values():
-        del state_dict[key]
+    if found:
+        for key in own.values():
+            del state_dict[key]
     for projection, weight in found.items():
         state_dict[f"{prefix}{projection}.weight"] = weight
 
@@ -185,25 +168,17 @@ def grouped_experts() -> type[Any]:
 
         Weights of all experts are one parameter for each projection, [experts, out, in]: one by one they
         would have to be copied together in each call. Seeds give the weights that they give `SequentialMLP`.
-
-        Args:
-            num_local_experts: all experts of the layer.
-            config: Megatron's `TransformerConfig`; for the GPU `params_dtype=torch.bfloat16`.
-            submodules: not read.
-            pg_collection: Megatron's process groups.
-            name: not read.
-
-        Raises:
-            ValueError: naming the option of the config that is not served.
+        Takes what Megatron's modules of experts take, and raises `ValueError` for an option of the config
+        that is not served; on a GPU it needs `params_dtype=torch.bfloat16`.
         """
 
         def __init__(
             self,
             num_local_experts: int,
             config: Any,
-            submodules: Any = None,
+            submodules: Any = None,  # not read
             pg_collection: Any = None,
-            name: str | None = None,
+            name: str | None = None,  # not read
         ) -> None:
             _check(config)
             super().__init__(config=config)
@@ -214,10 +189,8 @@ def grouped_experts() -> type[Any]:
             self.activation = _weighted_activation(config)
             hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
             on_host = config.use_cpu_initialization
-            place: Any = {
-                "dtype": config.params_dtype,
-                "device": "cpu" if on_host else torch.cuda.current_device(),
-            }
+            device: Any = "cpu" if on_host else torch.cuda.current_device()
+            place: Any = {"dtype": config.params_dtype, "device": device}
             columns = 2 * inner if config.gated_linear_unit else inner
             self.linear_fc1 = GroupedLinear(num_local_experts, hidden, columns, **place)
             self.linear_fc2 = GroupedLinear(num_local_experts, inner, hidden, **place)
@@ -254,15 +227,9 @@ def grouped_experts() -> type[Any]:
         def forward(
             self, permuted_local_hidden_states: Tensor, offsets: Tensor, permuted_probs: Tensor
         ) -> tuple[Tensor, None]:
-            """Runs each row through its expert.
+            """Runs each row through its expert: [R, H] and [R], sorted by expert.
 
-            Args:
-                permuted_local_hidden_states: [R, H], sorted by expert.
-                offsets: int32 [experts], where the rows of each end.
-                permuted_probs: [R].
-
-            Returns:
-                [R, H], of which rows at or past the last offset hold anything; and no bias.
+            `offsets` are int32 [experts], where the rows of each end. Rows past the last one hold anything.
             """
             hidden, weights = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
             if self.config.moe_apply_probs_on_input:
@@ -274,11 +241,7 @@ def grouped_experts() -> type[Any]:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """For Megatron's distributed checkpoints; the tensors are those of its own modules of experts.
-
-            Raises:
-                ValueError: if the checkpoint is to name each expert.
-            """
+            """For Megatron's distributed checkpoints; the tensors are those of its own modules of experts."""
             from megatron.core.dist_checkpointing import ShardedTensor
 
             if (metadata or {}).get("singleton_local_shards", False):
@@ -303,11 +266,7 @@ def grouped_layer() -> type[Any]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     class GroupedMoELayer(MoELayer):  # type: ignore[misc]  # of an untyped package
-        """Takes what Megatron's takes; `moe_token_dispatcher_type` is not read.
-
-        Raises:
-            ValueError: naming the option of the config that is not served.
-        """
+        """Takes what Megatron's takes; `moe_token_dispatcher_type` is not read."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             _check(config)

@@ -145,13 +145,13 @@ class ScheduledSteps:
         )
 
     def _params(self, cp_size: int, lengths: list[int], padded: list[int]) -> Any:
-        offsets = self._offsets(lengths)
         # By the limits and not by the pack: packs with and without them are captured apart.
         is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
-        padded_offsets = self._offsets(padded) if is_padded else None
         make = PACKED_SEQ_PARAMS.function()
         has_between = "pad_between_seqs" in inspect.signature(make).parameters
-        between = {"pad_between_seqs": True} if is_padded and has_between else {}
+        further = {"pad_between_seqs": True} if is_padded and has_between else {}
+        offsets = self._offsets(lengths)
+        padded_offsets = self._offsets(padded) if is_padded else None
         return make(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -162,7 +162,7 @@ class ScheduledSteps:
             max_seqlen_kv=max(padded),
             local_cp_size=cp_size,
             cp_group=self._groups.of_size(cp_size),
-            **between,
+            **further,
         )
 
     def _offsets(self, lengths: list[int]) -> Tensor:

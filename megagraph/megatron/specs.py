@@ -140,13 +140,15 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         ImportError: if megatron-core has no such models.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    given = _given(*args, **kwargs)
+    bound = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs).arguments
+    given = {**bound.pop("kwargs", {}), **bound}
     layer = get_gpt_layer_varlen_spec(**{**given, "num_experts": None}).submodules
     attention = _of_parts(layer, _ATTENTION_PARTS, sharded_state_dict_keys_map=dict(_INPUT_NORM_KEYS))
     mlp = _of_parts(layer, _MLP_PARTS, sharded_state_dict_keys_map=dict(_MLP_NORM_KEYS))
@@ -179,14 +181,6 @@ def _stack_forward() -> Seam:
     if hybrid is None:
         raise ImportError("megatron-core has no hybrid models: neither HybridModel nor MambaModel")
     return hybrid[1]
-
-
-def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of Megatron's spec of a layer, by name."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    bound = inspect.signature(get_gpt_layer_local_spec).bind(*args, **kwargs)
-    return {**bound.arguments, **bound.arguments.pop("kwargs", {})}
 
 
 def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
