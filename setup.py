@@ -59,7 +59,15 @@ PYTHON = [
     "site_object",
 ]
 WATCH = ["dict_events", "module_watch", "serials", "state_items", "state_watch", "values"]
-DECIDE = ["dispatch", "document_costs", "due_variants", "pack_schedule", "placement", "states"]
+DECIDE = [
+    "dispatch",
+    "document_costs",
+    "due_variants",
+    "pack_schedule",
+    "placement",
+    "stage_schedule",
+    "states",
+]
 SOURCES = [
     *(f"csrc/decide/{name}.cpp" for name in DECIDE),
     *(f"csrc/torch/{name}.cpp" for name in SEAM),

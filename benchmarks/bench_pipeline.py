@@ -22,7 +22,7 @@ from benchmarks.subjects import pipelines, stages
 from benchmarks.subjects.hosts import DETERMINISTIC, Parts, answering, of_slowest, on_ranks
 from benchmarks.subjects.packs import model_options
 from benchmarks.subjects.pipelines import Cut
-from megagraph.decide.in_flight import StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 
 SLOTS = (1, 4, 16)
 SLOTS_MODEL = model_options(512, layers=4 * stages.IN_THE_MIDDLE.stages, tokens=512)

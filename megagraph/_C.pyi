@@ -337,6 +337,39 @@ class PackShape(metaclass=_pybind11_type):
     def __lt__(self, other: PackShape, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+class StageSchedule(metaclass=_pybind11_type):
+    """What Megatron's schedules make of one stage of a pipeline (csrc/decide/stage_schedule.h).
+
+    Raises `ValueError` if no schedule takes these, or such a number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: int = 1,
+        stage: int = 0,
+        chunks: int = 1,
+        group_size: int | None = None,
+        has_expert_overlap: bool = False,
+    ) -> None: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def has_expert_overlap(self) -> bool: ...
+    def is_legal(self, count: int) -> bool: ...
+    def passes(self, count: int, *, forward_only: bool = False) -> list[tuple[bool, int, int]]:
+        """Whether each is a forward, of which chunk and micro-batch, both counted from 0."""
+
+    def in_flight(self, count: int) -> list[int]: ...
+    @property
+    def most_in_flight(self) -> list[int]: ...
+
 class PackForm(metaclass=_pybind11_type):
     """What of a pack changes the graph beside its shape: which fields it carries.
 

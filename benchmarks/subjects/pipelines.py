@@ -22,7 +22,7 @@ from benchmarks.subjects.stages import DOCUMENTS, LAYERS, BlockSpec, chunks_of, 
 from benchmarks.subjects.steps import Batch, batch_of, mean_loss, rows_of
 from megagraph import megatron
 from megagraph.cli.demo import quiet_megatron
-from megagraph.decide.in_flight import StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import (
     ModelOptions,
     packed_seq_params,

@@ -22,7 +22,7 @@ from benchmarks.subjects.hosts import check_replays, install_for, seed_streams
 from benchmarks.subjects.packs import a_pack, filled
 from benchmarks.subjects.steps import Batch, batch_of, rows_of, without_collection
 from megagraph import megatron
-from megagraph.decide.in_flight import Pass, StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.documents import Document
 from megagraph.demo.lengths import lognormal_lengths
 from megagraph.demo.packs import Pack, stream_packs
@@ -43,6 +43,14 @@ WARM_UP, SAMPLES = 10, 150
 MICRO_BATCHES = 8  # of a timed step: the launch queue has room for it
 MANY = 48  # micro-batches of a step whose memory is measured
 IN_THE_MIDDLE = StageSchedule(stages=18, stage=1)  # needs 17 slots, of which it gets as many as it is told
+
+
+class Pass(NamedTuple):
+    """A forward, or else a backward, of a micro-batch through one model chunk of a stage."""
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
 
 
 def transformer_engines_spec(config: Any, **place: Any) -> Any:
@@ -179,7 +187,7 @@ class StageTrainer:
         plugin = installed_plugin()
         schedule = self._run if plugin is None else plugin.schedule(self._run)
         if passes is None:
-            passes = self.schedule.passes(len(batches), forward_only=forward_only)
+            passes = map(Pass._make, self.schedule.passes(len(batches), forward_only=forward_only))
         with torch.set_grad_enabled(not forward_only):
             left: StageStep = schedule(
                 model=self.chunks,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What reads packs and spreads them: megagraph/_C.pyi is its manual.
 #include "csrc/decide/pack_schedule.h"
+#include "csrc/decide/stage_schedule.h"
 #include "csrc/python/bindings.h"
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/pack_reader.h"
@@ -145,6 +146,33 @@ void bind_packs(py::module_& m) {
       .def_property_readonly("kind", &VariantKey::kind)
       .def_property_readonly("family", &VariantKey::family);
   like_values(key, {"capacity", "form", "grad", "state", "has_mask", "cp_size"});
+  py::class_<StageSchedule>(m, "StageSchedule")
+      .def(py::init([](int64_t stages, int64_t stage, int64_t chunks,
+                       std::optional<int64_t> group_size, bool has_expert_overlap) {
+             const StageSchedule made{stages, stage, chunks, group_size, has_expert_overlap};
+             made.check();
+             return made;
+           }),
+           py::kw_only(), py::arg("stages") = 1, py::arg("stage") = 0, py::arg("chunks") = 1,
+           py::arg("group_size") = py::none(), py::arg("has_expert_overlap") = false)
+      .def_readonly("stages", &StageSchedule::stages)
+      .def_readonly("stage", &StageSchedule::stage)
+      .def_readonly("chunks", &StageSchedule::chunks)
+      .def_readonly("group_size", &StageSchedule::group_size)
+      .def_readonly("has_expert_overlap", &StageSchedule::has_expert_overlap)
+      .def("is_legal", &StageSchedule::is_legal, py::arg("count"))
+      .def(
+          "passes",
+          [](const StageSchedule& own, int64_t count, bool forward_only) {
+            py::list order;
+            for (const Pass& it : own.passes(count, forward_only)) {
+              order.append(py::make_tuple(it.is_forward, it.chunk, it.micro_batch));
+            }
+            return order;
+          },
+          py::arg("count"), py::kw_only(), py::arg("forward_only") = false)
+      .def("in_flight", &StageSchedule::in_flight, py::arg("count"))
+      .def_property_readonly("most_in_flight", &StageSchedule::most_in_flight);
   m.def(
       "schedule_packs",
       [](const std::vector<int64_t>& lengths, int64_t ranks, std::vector<int64_t> cp_sizes,

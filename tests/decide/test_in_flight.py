@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import pytest
 
-from megagraph.decide.in_flight import Pass, StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 
 MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES = 8, 4, 64
+
+
+Pass = tuple[bool, int, int]  # whether it is a forward, chunk, micro-batch
 
 
 class Pipeline(NamedTuple):
@@ -49,8 +52,8 @@ def order_of_megatron(schedule: StageSchedule, count: int, *, forward_only: bool
         count, schedule.chunks, group, forward_only, schedule.has_expert_overlap, pipeline
     )
     table = schedules.get_schedule_table(count, schedule.chunks, group)
-    forwards = iter([Pass(True, chunk, micro_batch) for micro_batch, chunk in table])
-    backwards = iter([Pass(False, schedule.chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table])
+    forwards = iter([(True, chunk, micro_batch) for micro_batch, chunk in table])
+    backwards = iter([(False, schedule.chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table])
     order = [*itertools.islice(forwards, warm_up)]
     for _ in range(rest):
         order += [next(forwards), next(backwards)]
@@ -88,9 +91,9 @@ def check(schedule: StageSchedule, counts: list[int]) -> None:
     most = [0] * schedule.chunks
     for count in filter(schedule.is_legal, counts):
         order = order_of_megatron(schedule, count)
-        assert [*schedule.passes(count)] == order
+        assert schedule.passes(count) == order
         most = [*map(max, most, most_in(order, schedule.chunks))]
-    assert most == [*schedule.most_in_flight], schedule
+    assert most == schedule.most_in_flight, schedule
 
 
 def few_counts(schedule: StageSchedule) -> list[int]:
@@ -114,11 +117,11 @@ def test_every_size_and_count() -> None:
 
 
 FIGURES = {
-    (2, 1, None, False): [(2,), (1,)],
-    (4, 1, None, False): [(4,), (3,), (2,), (1,)],
-    (2, 2, 2, False): [(4, 2), (3, 1)],
-    (2, 2, 2, True): [(4, 2), (4, 2)],
-    (4, 2, 4, False): [(8, 4), (8, 4), (7, 3), (5, 1)],
+    (2, 1, None, False): [[2], [1]],
+    (4, 1, None, False): [[4], [3], [2], [1]],
+    (2, 2, 2, False): [[4, 2], [3, 1]],
+    (2, 2, 2, True): [[4, 2], [4, 2]],
+    (4, 2, 4, False): [[8, 4], [8, 4], [7, 3], [5, 1]],
 }
 
 
@@ -134,15 +137,15 @@ def test_figures(pipeline: tuple[int, int, int | None, bool]) -> None:
 
 
 def test_without_a_pipeline_one_is_in_flight_and_with_expert_overlap_two() -> None:
-    assert StageSchedule().most_in_flight == (1,)
+    assert StageSchedule().most_in_flight == [1]
     schedule = StageSchedule(has_expert_overlap=True)
-    assert schedule.most_in_flight == (2,) == schedule.in_flight(7) and schedule.in_flight(1) == (1,)
+    assert schedule.most_in_flight == [2] == schedule.in_flight(7) and schedule.in_flight(1) == [1]
 
 
 @pytest.mark.parametrize("schedule", [StageSchedule(stages=2, stage=1), StageSchedule(stages=2, chunks=2)])
 @pytest.mark.megatron
 def test_forward_only_steps_hold_every_forward(schedule: StageSchedule) -> None:
-    order = [*schedule.passes(4, forward_only=True)]
+    order = schedule.passes(4, forward_only=True)
     assert order == order_of_megatron(schedule, 4, forward_only=True)
     assert all(is_forward for is_forward, _, _ in order) and len(order) == 4 * schedule.chunks
 
@@ -155,7 +158,7 @@ def test_counts_that_megatron_takes(group: int | None, legal: list[int]) -> None
     schedule = StageSchedule(stages=2, chunks=2, group_size=group)
     assert [*filter(schedule.is_legal, range(9))] == legal
     with pytest.raises(ValueError, match=r"expected a number of micro-batches that .* takes, got 1"):
-        [*schedule.passes(1)]
+        schedule.passes(1)
     assert not StageSchedule(stages=2).is_legal(0) and StageSchedule(stages=2).is_legal(1)
 
 

@@ -4,8 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagraph.decide.dispatch import PackShape
-from megagraph.decide.learn import Needs, capacities_for, needs_of
+from megagraph.decide.dispatch import Needs, PackShape, capacities_for, needs_of
 
 shapes = st.builds(
     PackShape,

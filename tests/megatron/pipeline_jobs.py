@@ -19,7 +19,7 @@ from torch import distributed
 
 import megagraph
 from benchmarks.subjects.pipelines import Cut, PipelineTrainer
-from megagraph.decide.in_flight import StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import ModelOptions
 from megagraph.megatron.parallel.model_parallel import schedule_of
 from megagraph.megatron.specs import get_gpt_block_varlen_spec

@@ -22,7 +22,7 @@ from worlds import on_ranks
 import megagraph
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.learn import Needs
+from megagraph.decide.dispatch import Needs
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.capacities import Capacities
 from megagraph.megatron.parallel.groups import ModelGroups, ranks_of_pack

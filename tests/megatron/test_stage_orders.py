@@ -15,8 +15,8 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from benchmarks.subjects.stages import Batch, StageStep, StageTrainer
-from megagraph.decide.in_flight import Pass, StageSchedule
+from benchmarks.subjects.stages import Batch, Pass, StageStep, StageTrainer
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
@@ -99,9 +99,9 @@ def test_a_step_that_raises_anywhere_leaves_no_slot_held(install: Install, sched
     pair = StagePair(schedule)
     pair.step(8, 0)
     pair.step(8, 1)
-    order = [*schedule.passes(8)]
-    first_backward = next(place for place, it in enumerate(order) if not it.is_forward)
-    last_forward = max(place for place, it in enumerate(order) if it.is_forward)
+    are_forward = [is_forward for is_forward, _chunk, _micro_batch in schedule.passes(8)]
+    first_backward = are_forward.index(False)
+    last_forward = max(place for place, is_forward in enumerate(are_forward) if is_forward)
     for seed, stop in enumerate((1, first_backward - 1, first_backward, last_forward, last_forward + 2), 2):
 
         def raise_there(index: int, _it: Pass, stop: int = stop) -> None:

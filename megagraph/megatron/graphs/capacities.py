@@ -16,8 +16,7 @@ from typing import Any
 
 from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
-from megagraph.decide.learn import Needs, capacities_for, needs_of
+from megagraph.decide.dispatch import Capacity, Needs, PackShape, VariantKey, capacities_for, needs_of
 from megagraph.log import log
 from megagraph.packs.packing import TailConvention
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from megagraph.decide.in_flight import StageSchedule
+from megagraph.decide.dispatch import StageSchedule
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
 from megagraph.megatron.seams import GPT_FORWARD
