@@ -215,7 +215,7 @@ def read_report(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: naming the file, what was expected and what it holds.
     """
-    return [model for each in _stages(path) for model in _read(each)[1]]
+    return [model for document in _documents(path).values() for model in document["models"]]
 
 
 def read_leases(path: Path) -> dict[str, list[Lease]]:
@@ -225,8 +225,8 @@ def read_leases(path: Path) -> dict[str, list[Lease]]:
         ValueError: naming the file, what was expected and what it holds.
     """
     found: dict[str, list[Lease]] = {}
-    for each in _stages(path):
-        leases = _read(each)[0].get("leases", {})
+    for each, document in _documents(path).items():
+        leases = document.get("leases", {})
         if not isinstance(leases, dict):
             raise ValueError(f"{each}: leases: expected an object, got {leases!r}")
         for name, some in leases.items():
@@ -247,17 +247,17 @@ def _is_lease(value: Any) -> bool:
     return end is None or (_is_moment(end) and bool(begin <= end))
 
 
-def _stages(path: Path) -> list[Path]:
-    """The report, and those of further stages that lie beside it."""
-    stages = _read(path)[0].get("stages", 1)
+def _documents(path: Path) -> dict[Path, dict[str, Any]]:
+    """A report, and those of further stages that lie beside it, by their files."""
+    found = {path: _read(path)}
+    stages = found[path].get("stages", 1)
     further = (path_of_stage(path, stage) for stage in range(1, stages if _is_count(stages) else 1))
-    return [path, *filter(Path.exists, further)]
+    return found | {each: _read(each) for each in further if each.exists()}
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A document, and the models in it."""
+def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON or UTF-8
         raise ValueError(f"{path}: expected JSON, {error}") from error
     models = document.get("models") if isinstance(document, dict) else None
@@ -272,4 +272,4 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         for key, (expected, is_right) in _EXPECTED.items():
             if not is_right(model[key]):
                 raise ValueError(f"{path}: models[{index}].{key}: expected {expected}, got {model[key]!r}")
-    return document, models
+    return document
