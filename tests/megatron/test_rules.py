@@ -19,7 +19,7 @@ import megagraph
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
-from megagraph.megatron.scopes.moe import EXPERTS
+from megagraph.megatron.scopes.moe import EXPERTS_WAIT
 from megagraph.megatron.scopes.rules import RULES, Asked, broken_rule, broken_rules
 
 pytestmark = pytest.mark.both
@@ -357,7 +357,7 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
     """Megatron checks it nowhere, and fails in the capture."""
     model = models["E-"]
     (broken,) = broken_rules(Asked(config=model.config, scopes=(), layers=model.decoder.layers))
-    assert broken[0].name == "R13" and broken[1] == f"{EXPERTS.always_eager} (R13)"
+    assert broken[0].name == "R13" and broken[1] == f"{EXPERTS_WAIT} (R13)"
     assert broken_rules(Asked(config=model.config, scopes=("attn",), layers=model.decoder.layers)) == []
     assert refusal_of(model, None) is None
     with_graphs((), moe_rig.BASE)  # raises nothing
@@ -369,7 +369,7 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
     (report,) = megagraph.reports()
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
     (failure,) = report["failures"]
-    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS.always_eager}"
+    assert failure == f"layer 0 (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {EXPERTS_WAIT}"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs.layer_arguments import Constants
 from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.preprocess import Constants
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
 
@@ -40,12 +40,12 @@ class _Walk:
 
     Args:
         batch: the micro-batch.
-        sites: of the bank that has the graphs.
+        sites: of the bank that has the graphs; none where nothing replays.
         before_site: called with a site's index before that site; None for nothing.
     """
 
     def __init__(
-        self, batch: MicroBatch, sites: Sequence[Callable[..., Any]], before_site: BeforeSite
+        self, batch: MicroBatch, sites: Sequence[Callable[..., Any]] = (), before_site: BeforeSite = None
     ) -> None:
         self._batch, self._sites, self._before_site = batch, sites, before_site
 
@@ -80,8 +80,7 @@ class LayerLoop:
         plan: the steps of the layers.
         bank: of these steps, with their graphs.
         constants: the arguments that the graphs were captured with; a call with others runs eager.
-        before_sites: asked before each forward for what to call with a site's index before that site;
-            None for nothing.
+        before_sites: asked in each forward for what to call with a site's index before that site.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class LayerLoop:
         self._sites = bank.sites
         self._replay_all = bank.replay_all
         self._constants = constants
-        self.before_sites = before_sites
+        self._before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
 
@@ -123,13 +122,18 @@ class LayerLoop:
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, given))
             return hidden_states, None
-        before_site = self.before_sites()
+        before_site = self._before_sites()
         if before_site is None:
             out = self._replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
         walk = _Walk(batch, self._sites, before_site)
         return walk.run(self._steps, hidden_states, arguments, is_padded=False), None
+
+    def walk(self) -> _Walk:
+        """For steps of the running micro-batch that are run one by one."""
+        assert self.batch is not None
+        return _Walk(self.batch, self._sites, self._before_sites())
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")
@@ -144,7 +148,6 @@ class LayersOneByOne:
     Args:
         batch: the micro-batch.
         plan: the steps of the layers.
-        bank: of these steps, with their graphs.
         constants: the arguments of the capture.
         loop: of the variant that replays; None where the decision was to run eager.
         count_eager: counts a call that runs as given although the micro-batch replays.
@@ -154,7 +157,6 @@ class LayersOneByOne:
         self,
         batch: MicroBatch,
         plan: BlockPlan,
-        bank: Bank,
         constants: Constants,
         loop: LayerLoop | None,
         count_eager: Callable[[EagerReason], None],
@@ -163,7 +165,7 @@ class LayersOneByOne:
         self._plan = plan
         self._constants = constants
         self._replays = loop is not None
-        self._walk = _Walk(batch, bank.sites, None if loop is None else loop.before_sites())
+        self._walk = _Walk(batch) if loop is None else loop.walk()
         self._count_eager = count_eager
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None

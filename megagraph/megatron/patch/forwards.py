@@ -450,7 +450,7 @@ def _one_by_one(
     block = graphs.block
     count_site = functools.partial(block.count_eager, sites=1)
     constants = block.constants[batch.key]
-    layers = LayersOneByOne(batch, block.layers.plan, block.bank, constants, loop, count_site)
+    layers = LayersOneByOne(batch, block.layers.plan, constants, loop, count_site)
     try:
         with layers.shadowing():
             out = original(**given)

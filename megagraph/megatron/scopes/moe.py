@@ -59,7 +59,7 @@ from megagraph.megatron.seams import (
 )
 
 __all__ = [
-    *("EXPERTS", "GROUPED", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
+    *("EXPERTS", "EXPERTS_WAIT", "GROUPED", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
     "drop_history",
     "forget_calls",
     "has_forced_routing",
@@ -124,16 +124,17 @@ def _has_experts(layer: nn.Module) -> bool:
     return experts_of(layer) is not None
 
 
+EXPERTS_WAIT = (
+    "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
+    "['attn', 'moe_router'] to graph its router too"
+)
 EXPERTS = LayerPart(
     name="experts",
     core="mlp",
     children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
     run=run_mlp,
     accepts=_has_experts,
-    always_eager=(
-        "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
-        "['attn', 'moe_router'] to graph its router too"
-    ),
+    check=lambda layer: EXPERTS_WAIT,
 )
 
 

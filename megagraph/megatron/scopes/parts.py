@@ -55,7 +55,6 @@ class LayerPart:
         state: tensors that no module owns and that it changes, the same for all layers.
         accepts: tells layers whose `core` is of the part's kind from others.
         check: why it cannot be in a graph in some layer, and what to write instead, or None.
-        always_eager: why it is never in a graph, and what to write instead; None where it may be.
     """
 
     name: str
@@ -69,7 +68,6 @@ class LayerPart:
     state: Callable[[Any], Sequence[Tensor]] = lambda layer: ()
     accepts: Callable[[nn.Module], bool] = lambda layer: True
     check: Callable[[Any], str | None] = lambda layer: None
-    always_eager: str | None = None
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has it."""

@@ -41,6 +41,7 @@ PARTS: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 Why = tuple[EagerReason, str]
+Check = Callable[[nn.Module, Sequence[LayerPart]], str | None]
 
 
 def without_history(out: Any) -> Any:
@@ -100,9 +101,8 @@ class BlockPlan:
         self.notes: list[str] = []
         self.steps: list[LayerStep] = []
         self.refused: dict[int, Why] = {}
-        # What is graphed of layers that run in parts, and of others as far as it may be another day's not.
-        self._split: dict[int, Sequence[LayerPart]] = {}
-        self._whole: dict[int, Sequence[LayerPart]] = {}
+        # By layer: what of it is graphed, and what says whether it still may be.
+        self._graphed: dict[int, tuple[Sequence[LayerPart], Check]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not self.specs:
@@ -146,9 +146,7 @@ class BlockPlan:
         Hosts set forwards at any time, and tell routers what to choose.
         """
         found: dict[int, Why] = {}
-        checks = [(index, parts, _unsupported_split) for index, parts in self._split.items()]
-        checks += [(index, parts, _unsupported) for index, parts in self._whole.items()]
-        for index, parts, check in checks:
+        for index, (parts, check) in self._graphed.items():
             layer = self._layers[index]()
             if layer is not None and (why := check(layer, parts)) is not None:
                 sites = (step.site for step in self.steps_of(index) if step.site is not None)
@@ -160,8 +158,8 @@ class BlockPlan:
 
         Of methods that hosts set on a class of Megatron's to tell routers what to choose.
         """
-        graphed = itertools.chain.from_iterable((*self._split.values(), *self._whole.values()))
-        return [ROUTING.function] if any(part in (ROUTER, MOE, GROUPED) for part in graphed) else []
+        graphed = [part for parts, _check in self._graphed.values() for part in parts]
+        return [ROUTING.function] if any(part in graphed for part in (ROUTER, MOE, GROUPED)) else []
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
@@ -199,21 +197,17 @@ class BlockPlan:
             before = parts[: parts.index(EXPERTS)]
             parts = [*before, *self._parts_of_experts(index, layer, scopes, before)]
         graphed = [part for part in parts if not scopes or part.name in scopes]
-        stays_eager = next((part.always_eager for part in graphed if part.always_eager is not None), None)
-        if stays_eager is not None:
-            self._keep_whole(index, layer, stays_eager)
-        elif not scopes or (graphed and len(graphed) == len(parts) and MOE not in parts):
-            if (why := _unsupported(layer, graphed)) is not None:
-                self._keep_whole(index, layer, why)
-            else:
-                self._whole[index] = graphed
-                self._append(index, layer, is_site=True)
-        elif not graphed:
+        is_split = bool(scopes) and (len(graphed) < len(parts) or MOE in parts)
+        check = _unsupported_split if is_split else _unsupported
+        if scopes and not graphed:
             self._append(index, layer, is_site=False)
-        elif (why := _unsupported_split(layer, graphed)) is not None:
+        elif (why := check(layer, graphed)) is not None:
             self._keep_whole(index, layer, why)
         else:
-            self._split[index] = graphed
+            self._graphed[index] = graphed, check
+            if not is_split:
+                self._append(index, layer, is_site=True)
+                return
             for is_site, neighbours in itertools.groupby(parts, key=lambda part: part in graphed):
                 self._append(index, layer, [*neighbours], is_site=is_site)
 
@@ -224,7 +218,16 @@ class BlockPlan:
 
         Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
         """
-        parts = _parts_of_experts(layer, scopes)
+        parts: Sequence[LayerPart] = ROUTER, ROUTED
+        if GROUPED.is_in(layer) and ROUTER.name not in scopes:
+            parts = (GROUPED,)
+        elif MOE.name in scopes:
+            parts = (MOE,)
+        elif ROUTER.name not in scopes:
+            return (EXPERTS,)
+        elif PREPROCESS.name in scopes and PREPROCESS.is_in(layer):
+            # Other dispatchers have nothing to do before they dispatch.
+            parts = ROUTER, PREPROCESS, PERMUTED
         named = [part.name for part in parts if part.name in scopes]
         why = unsupported_routing(layer) if named and any(part.name in scopes for part in before) else None
         if why is None:
@@ -292,20 +295,6 @@ def _joined(steps: Sequence[LayerStep]) -> LayerStep:
     first, last = steps[0].layer, steps[-1].layer
     site = JoinedSites(name=f"layers {first} to {last}", sites=sites)
     return dataclasses.replace(steps[0], step=site, run=run, num_layers=last - first + 1)
-
-
-def _parts_of_experts(layer: nn.Module, scopes: Collection[str]) -> Sequence[LayerPart]:
-    """What the experts of a layer are, by what of them is graphed."""
-    if GROUPED.is_in(layer) and ROUTER.name not in scopes:
-        return (GROUPED,)
-    if MOE.name in scopes:
-        return (MOE,)
-    if ROUTER.name not in scopes:
-        return (EXPERTS,)
-    # Other dispatchers have nothing to do before they dispatch.
-    if PREPROCESS.name in scopes and PREPROCESS.is_in(layer):
-        return ROUTER, PREPROCESS, PERMUTED
-    return ROUTER, ROUTED
 
 
 def _in_turn(runs: Sequence[Run]) -> Run:

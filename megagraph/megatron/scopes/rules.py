@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.moe import EXPERTS, GROUPED, recomputes
+from megagraph.megatron.scopes.moe import EXPERTS, EXPERTS_WAIT, GROUPED, recomputes
 from megagraph.megatron.scopes.parts import MLP
 from megagraph.megatron.seams import replaced_choice
 
@@ -172,7 +172,7 @@ def _counts_on_the_host(asked: Asked) -> str | None:
 def _whole_layer_of_experts(asked: Asked) -> str | None:
     if asked.scopes or not any(map(_waits_for_counts, asked.layers)):
         return None
-    return EXPERTS.always_eager
+    return EXPERTS_WAIT
 
 
 @_rule("R14", reason=EagerReason.RECOMPUTING)
