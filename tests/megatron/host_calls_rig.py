@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from host_rig import OwnModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_rig import OPTIONS, Micro, grads
 from rl_rig import Offload
@@ -152,23 +153,11 @@ def fused_forward(
     packed_seq_params: Any = None,
     *,
     temperature: float = 1.0,
-    **further: Any,
 ) -> dict[str, Tensor]:
     """What verl sets on an instance where the release has no output processor."""
-    hidden, *tables = model._preprocess(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        decoder_input=decoder_input,
-        packed_seq_params=packed_seq_params,
-    )
-    names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
-    out = model.decoder(
-        hidden_states=hidden,
-        attention_mask=attention_mask,
-        packed_seq_params=packed_seq_params,
-        **dict(zip(names, tables, strict=False)),
-        **further,
-    )
+    pack = {"packed_seq_params": packed_seq_params}
+    hidden, tables = OwnModel.tables(model, input_ids, position_ids, decoder_input, packed_seq_params)
+    out = model.decoder(hidden_states=hidden, attention_mask=attention_mask, **pack, **tables)
     assert labels is not None
     found: dict[str, Tensor] = _fused_output(
         hidden_states=out,
@@ -196,8 +185,9 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.to_wrap = linear.requires_grad_(False)
         rows, columns = linear.weight.shape
-        self.down = nn.Parameter(torch.randn(rank, columns, dtype=linear.weight.dtype) / columns)
-        self.up = nn.Parameter(torch.randn(rows, rank, dtype=linear.weight.dtype) / rows)
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.down = nn.Parameter(torch.randn(rank, columns, **like) / columns)
+        self.up = nn.Parameter(torch.randn(rows, rank, **like) / rows)
         self._adapter_enabled = True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -207,12 +197,14 @@ class AdaptedLinear(nn.Module):
         return out + x @ self.down.T @ self.up.T, bias
 
 
-def adapt(model: Any) -> None:
-    """Freezes a model and gives each of its layers' MLPs an adapter."""
+def adapt(model: Any, names: Sequence[str] = ("linear_fc1",), first: int = 0) -> None:
+    """Freezes a model and gives linears of its layers, from the `first` one on, an adapter each."""
     torch.manual_seed(5)
     model.requires_grad_(False)
-    for layer in model.decoder.layers:
-        layer.mlp.linear_fc1 = AdaptedLinear(layer.mlp.linear_fc1, rank=4)
+    for layer in model.decoder.layers[first:]:
+        for owner in (layer.self_attention, layer.mlp):
+            for name in set(names) & {*owner._modules}:
+                setattr(owner, name, AdaptedLinear(getattr(owner, name), rank=4))
 
 
 # -- phases -------------------------------------------------------------------------------------------

@@ -356,6 +356,12 @@ def report_of(trainer: Trainer) -> dict[str, Any]:
     return report
 
 
+def eager_since(after: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
+    """Calls between two reports of a model that ran eager, by their reasons."""
+    found = {reason: count - before["eager"].get(reason, 0) for reason, count in after["eager"].items()}
+    return {reason: count for reason, count in found.items() if count}
+
+
 Make = Callable[..., Trainer]
 Around = Callable[[Trainer, int], AbstractContextManager[None]]
 

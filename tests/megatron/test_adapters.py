@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -104,7 +104,6 @@ def wrappers(trainer: Trainer) -> list[Any]:
 
 OURS, BRIDGES = "ours", "Megatron-Bridge's"
 ROUNDS = {OURS: 50 if ON_GPU else 15, BRIDGES: 50 if ON_GPU else 8}
-Disabled = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 @pytest.fixture(params=[OURS, BRIDGES])

@@ -54,13 +54,6 @@ def test_evaluation_is_graphed_when_it_comes_again(pair: Pair) -> None:
     assert graphs == report["graphs"] == (2 + 1) * LAYERS
 
 
-def test_evaluation_alone_is_graphed(pair: Pair) -> None:
-    for micro in (ONE, TWO, OTHER):
-        pair.evaluate(micro)
-    assert pair.report()["replays"] == 2 * LAYERS
-    assert pair.report()["graphs"] == LAYERS
-
-
 def test_evaluation_leaves_gradients_and_the_models_mode_alone(trainer: Trainer) -> None:
     for _ in range(2):
         before = step(trainer, [ONE], update=False).grads
@@ -209,13 +202,6 @@ def test_hidden_dropout_has_eager_bits_or_a_counted_reason() -> None:
     assert report["replays"] + report["eager"].get("RNG_NOT_GRAPH_SAFE", 0) == 3 * 2 * LAYERS
     without = train(graph_config(), steps)
     assert not torch.equal(without.steps[0].losses[0], graphed.steps[0].losses[0])
-
-
-@pytest.mark.parametrize("query_groups", [1, 2])
-def test_grouped_queries_have_eager_bits(query_groups: int) -> None:
-    steps = [[ONE, TWO], [OTHER, ONE], [TWO, TWO]]
-    run = compare_runs(steps, query_groups=query_groups, heads=4)
-    assert run.report["replays"] == 2 * 2 * LAYERS
 
 
 def test_two_models_in_one_process_each_have_their_own_graphs_and_bits(install: Install) -> None:

@@ -19,7 +19,6 @@ from megatron_rig import (
     Micro,
     Pair,
     compare_runs,
-    evaluate,
     refused,
     report_of,
     step,
@@ -47,16 +46,6 @@ def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
     assert report["model"] == HYBRID[0].owner().__name__
     assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
     assert report["replays"] == 3 * LAYERS
-
-
-def test_evaluation_between_steps_is_graphed_too(install: Install) -> None:
-    install()
-    trainer = HybridTrainer()
-    for micro in (ONE, TWO, OTHER):
-        step(trainer, [micro], update=False)
-        wanted = evaluate(trainer, [ONE, OTHER], eager=True)
-        assert all(map(torch.equal, wanted, evaluate(trainer, [ONE, OTHER])))
-    assert report_of(trainer)["replays"] == (2 + 3 * 2) * LAYERS
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

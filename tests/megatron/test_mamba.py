@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import moe_rig
 import pytest
-from mamba_rig import Documented, HybridExpertTrainer
-from megatron_rig import OPTIONS, HybridTrainer, Install, Pair, compare_runs
+from mamba_rig import Documented
+from megatron_rig import OPTIONS, HybridTrainer, Install, Pair
 from streams import seed_streams
 from torch import nn
 
-import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.megatron import seams
 
@@ -42,18 +40,6 @@ def _kernels() -> None:
 
 class MixerTrainer(HybridTrainer):
     """The reference loop around a model of real mixers."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        seed_streams()
-        return super().make_chunk(config, spec)
-
-
-class MixerExpertTrainer(HybridExpertTrainer):
-    """The same with experts."""
-
-    def __init__(self, pattern: str, **changes: Any) -> None:
-        spec = megagraph.get_hybrid_stack_varlen_spec(moe_rig.EXPERTS, False)
-        super().__init__(pattern, spec=spec, options=MODEL, **MIXER, **changes)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         seed_streams()
@@ -113,39 +99,11 @@ def test_a_hundred_steps_have_the_bits_of_eager(install: Install, scopes: Sequen
     assert not any(grad.isnan().any() for grad in grads.values())
 
 
-@pytest.mark.parametrize("scopes", [("mamba", "attn", "moe_router"), ("attn", "moe_router")], ids=" ".join)
-def test_a_hundred_steps_beside_experts(scopes: Sequence[str]) -> None:
-    """With all that the experts count."""
-    plugin = {"cuda_graph_modules": scopes, "capacities": (SMALL, LARGE)}
-    report = compare_runs(packs(100), MixerExpertTrainer, plugin, pattern="ME*E-").report
-    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
-    assert report["replays"] >= 0.95 * report["calls"]
-    assert report["layers"] == (4 if "mamba" in scopes else 3)
-
-
-@pytest.mark.parametrize("scopes", [("mamba",), ("attn",), ("attn", "mlp")], ids=" ".join)
-def test_mamba_layers_alone_or_eager_between_graphs(install: Install, scopes: Sequence[str]) -> None:
-    install(cuda_graph_modules=scopes, capacities=(LARGE,))
-    report = train(pair_of(), 20)
-    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
-    assert report["layers"] == sum(OF_SYMBOL[symbol] in scopes for symbol in PATTERN)
-    assert report["replays"] >= 0.9 * report["calls"]
-
-
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them(install: Install) -> None:
     if not seams.packs_say_documents():
         pytest.skip("mixers of this release know the documents by the offsets")
     install(capacities=(LARGE,))
     report = train(pair_of(), 10, says_documents=False)
-    assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
-
-
-def test_layers_of_transformer_engine(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformer_engine.pytorch")
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read when attention is made
-    specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
-    install(cuda_graph_modules=["mamba", "attn"], capacities=(LARGE,))
-    report = train(pair_of(specs.hybrid_stack_spec), 20)
     assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
 
 

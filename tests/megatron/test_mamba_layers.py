@@ -94,18 +94,6 @@ def test_packs_with_and_without_documents_are_captured_apart() -> None:
     assert report["replays"] >= 3 * 3 * LAYERS
 
 
-def test_evaluation_and_packs_over_the_capacity(install: Install) -> None:
-    install(cuda_graph_modules="mamba")
-    pair = pair_of()
-    over = Documented(lengths=(4,) * 6)
-    for micros in packs(4):
-        pair.step(*micros, over)
-        pair.evaluate(micros[0], over)
-    report = pair.report()
-    assert set(report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES"}
-    assert report["eager"]["TOO_MANY_SEQUENCES"] >= 2 * 3 * 2
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_layer_that_stays_eager_runs_between_graphs(layer: int) -> None:
     pair = pair_of()

@@ -142,13 +142,6 @@ def test_masks_that_come_later_are_captured_when_they_come(pair: Pair) -> None:
     assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
 
 
-def test_evaluation_with_masks_is_graphed_too(pair: Pair) -> None:
-    for _ in range(3):
-        pair.step(ONE, TWO)
-        pair.evaluate(TWO, ONE)
-    assert pair.report()["eager"] == {"WARMING_UP": 4 * LAYERS}
-
-
 def test_capacities_are_learned_from_packs_with_masks(install: Install) -> None:
     install(capacities=(), cuda_graph_warmup_steps=2)
     trainer = Trainer(OPTIONS)

@@ -61,6 +61,7 @@ DDP: dict[str, dict[str, Any]] = {"plain": {}, "overlap": OVERLAP, "overlap, buc
 
 for scopes in HALVES:
     TABLE |= {f"{name}-{written(scopes)}": Row(plain, {"ddp": ddp}, scopes) for name, ddp in DDP.items()}
+TABLE |= {f"{groups} query groups": Row(plain, {"query_groups": groups, "heads": 4}) for groups in (1, 2)}
 for kind in KINDS:
     for scopes in ((), *HALVES):
         TABLE[f"{kind}-{written(scopes)}"] = Row(MlaTrainer, {"kind": kind}, scopes)

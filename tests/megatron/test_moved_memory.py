@@ -3,10 +3,12 @@
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from host_calls_rig import adapt
 from megatron_rig import (
     LAYERS,
     ONE,
@@ -186,45 +188,13 @@ STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-class LowRank(nn.Module):
-    """A linear layer of Megatron with a low-rank addition."""
-
-    def __init__(self, inner: Any, width: int = 4) -> None:
-        super().__init__()
-        self.inner = inner
-        rows, columns = inner.weight.shape
-        generator = torch.Generator().manual_seed(rows * columns)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            values = torch.empty(shape).normal_(0, 0.05, generator=generator)
-            return nn.Parameter(values.to(inner.weight))
-
-        self.down, self.up = parameter(width, columns), parameter(rows, width)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        out, bias = self.inner(hidden, *args, **kwargs)
-        return out + nn.functional.linear(nn.functional.linear(hidden, self.down), self.up), bias
-
-
-def _adapt(layers: Any, names: tuple[str, ...] = LINEARS) -> None:
-    for layer in layers:
-        for owner in (layer.self_attention, layer.mlp):
-            for name in names:
-                if hasattr(owner, name):
-                    setattr(owner, name, LowRank(getattr(owner, name)))
-
-
 @pytest.mark.parametrize(
     ("names", "first"),
     [(LINEARS, 0), (LINEARS, 1), (("linear_qkv",), 0), (("linear_proj", "linear_fc2"), 0)],
     ids=["all", "of one layer", "qkv", "rows"],
 )
 def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(names: tuple[str, ...], first: int) -> None:
-    def with_adapters(model: Any) -> None:
-        model.requires_grad_(False)
-        _adapt(model.decoder.layers[first:], names)
-
-    graphed = compare_runs(STEPS, prepare=with_adapters)
+    graphed = compare_runs(STEPS, prepare=partial(adapt, names=names, first=first))
     assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
     assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
     trained = {name for name, _ in graphed.steps[0].grads.items()}
@@ -237,7 +207,7 @@ def test_adapters_that_come_later_cost_one_eager_step(pair: Pair) -> None:
     """DDP does not know them: their gradients stay in `.grad`."""
     pair.step(ONE, times=2)
     for trainer in pair.both:
-        _adapt(trainer.chunk.decoder.layers)
+        adapt(trainer.chunk, LINEARS)
     pair.step(TWO, OTHER, times=3)
     adapter = pair.graphed.chunk.decoder.layers[0].mlp.linear_fc1
     assert not hasattr(adapter.up, "main_grad") and adapter.up.grad.any()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from host_rig import (
+    FULL,
     ONE,
     OTHER,
     TWO,
     HostTrainer,
     OwnBlock,
     OwnModel,
-    PerTokenModel,
     bare_model,
     host_pair,
     only,
@@ -33,8 +33,6 @@ import megagraph
 pytestmark = [pytest.mark.megatron, pytest.mark.both]
 
 OWN_FORWARD = vars(OwnModel)["forward"]  # before anything wraps it
-# As many rows and documents as the capacity: Megatron alone makes the very same bits.
-FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
 OTHER_FULL = Micro(lengths=(30, 19, 8, 4, 3), seed=3)
 
 
@@ -68,6 +66,24 @@ class OwnSuperModel(OwnModel):
         return super().forward(*args, **kwargs)
 
 
+class CallingModel(OwnModel):
+    """Has a call of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class NamelessBlock(OwnBlock):
+    """Takes all of its arguments by whatever name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden: Any = kwargs["hidden_states"]
+        names = ("packed_seq_params", "rotary_pos_emb", "attention_mask")
+        for layer in self.layers:
+            hidden, _ = layer(hidden, **{name: kwargs[name] for name in names})
+        return self.final_layernorm(hidden)
+
+
 @pytest.mark.parametrize(
     ("model", "block"),
     [
@@ -78,6 +94,8 @@ class OwnSuperModel(OwnModel):
         (GPTModel, SuperBlock),
         (SuperModel, SuperBlock),
         (OwnSuperModel, OwnBlock),
+        (CallingModel, OwnBlock),
+        (GPTModel, NamelessBlock),
     ],
 )
 def test_an_overridden_forward_replays_with_the_bits_of_eager(
@@ -151,18 +169,6 @@ def test_a_forward_that_replaces_megatrons_on_its_class_replays(
         megagraph.uninstall()
 
 
-class CallingModel(OwnModel):
-    """Has a call of its own."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_with_a_call_of_its_own_replays(install: Install) -> None:
-    install()
-    assert only(trained(host_pair(CallingModel, OwnBlock)), "WARMING_UP")
-
-
 def test_a_forward_that_is_called_in_place_of_the_model_runs_as_given(install: Install) -> None:
     """It passes no door: right, and counted nowhere."""
     install()
@@ -206,37 +212,9 @@ def test_a_pack_that_a_hook_puts_in_place_of_the_given_one_is_the_one_that_runs(
     assert report["replays"] == before + LAYERS
 
 
-def test_rotary_rows_for_each_token_are_refused_by_a_sentence(install: Install) -> None:
-    """Their rows fit the pack as it was given; no canonical pack has them."""
-    install()
-    pair = host_pair(PerTokenModel, OwnBlock)
-    for index in range(4):
-        pair.step(ONE, TWO if index % 2 else OTHER)
-    report = pair.report()
-    assert report["replays"] == 0 and {*report["eager"]} == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
-    (failure,) = report["failures"]
-    assert "depends on more than the pack's capacity" in failure
-
-
 class RenamedModel(OwnModel):
     def forward(self, tokens: Tensor, pack: Any, labels: Tensor) -> Any:  # type: ignore[override]
         return self.run(tokens, None, None, None, labels, pack)
-
-
-class NamelessBlock(OwnBlock):
-    """Takes all of its arguments by whatever name."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden: Any = kwargs["hidden_states"]
-        names = ("packed_seq_params", "rotary_pos_emb", "attention_mask")
-        for layer in self.layers:
-            hidden, _ = layer(hidden, **{name: kwargs[name] for name in names})
-        return self.final_layernorm(hidden)
-
-
-def test_a_block_that_takes_arguments_by_any_name_replays(install: Install) -> None:
-    install()
-    assert only(trained(host_pair(GPTModel, NamelessBlock)), "WARMING_UP")
 
 
 @pytest.mark.parametrize("model", [OwnModel, SuperModel])
@@ -427,24 +405,6 @@ def test_a_forward_that_nobody_else_keeps_is_noticed_when_it_goes(install: Insta
     last = pair.report()
     assert last["failures"] == [] and last["replays"] >= after["replays"] + LAYERS
     assert {*last["eager"]} == {"WARMING_UP"}
-
-
-def test_a_model_that_only_bare_calls_reach_is_counted_too(install: Install) -> None:
-    """As GRPO asks an unwrapped reference of the policy's class."""
-    install()
-    pair = host_pair(OwnModel, OwnBlock)
-    pair.step(ONE, times=2)
-    _model, bare = bare_model(OwnModel, OwnBlock)
-    out = []
-    for _ in range(5):
-        with torch.no_grad():
-            out.append(forward(bare, ONE, pair.eager.device)[0])
-    with torch.no_grad(), megagraph.disable_cuda_graphs_this_step():
-        expected = forward(bare, ONE, pair.eager.device)[0]
-    assert torch.equal(out[-1], expected)
-    report = megagraph.reports()[-1]
-    assert report["calls"] == 6 * LAYERS and report["replays"] >= 2 * LAYERS
-    assert {*report["eager"]} == {"WARMING_UP", "DISABLED"}
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])

@@ -212,15 +212,6 @@ def test_packs_that_fit_no_capacity_run_as_given() -> None:
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
 
 
-def test_evaluation_between_steps() -> None:
-    pair = Pair(PredictionTrainer)
-    for micros in steps_of(4):
-        pair.step(*micros)
-        pair.evaluate(*micros)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS} and report["replays"] == 2 * 3 * 3 * LAYERS
-
-
 def test_where_no_layer_is_graphed_packs_run_as_given(install: Install) -> None:
     """Rotary positions are ours there, too, where tails would raise."""
     install()

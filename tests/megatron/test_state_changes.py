@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_rig import (
     Micro,
     Pair,
     Step,
+    eager_since,
     grads,
     needs_engine,
     schedule,
@@ -58,12 +58,6 @@ def _pair_of(layers: str) -> Pair:
     return Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
 
 
-def _eager_since(pair: Pair, before: dict[str, Any]) -> dict[str, int]:
-    since = Counter(pair.report()["eager"])
-    since.subtract(before["eager"])
-    return {reason: count for reason, count in since.items() if count}
-
-
 @_table(CHANGES)
 def test_a_change_between_steps(name: str, layers: str, install: Install) -> None:
     change = CHANGES[name]
@@ -80,24 +74,26 @@ def test_a_change_between_steps(name: str, layers: str, install: Install) -> Non
     undo = change.of_both(pair)
     changed = pair.step(TWO).losses
     assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
-    assert _eager_since(pair, before) == ({change.reason.name: LAYERS} if change.reason is not None else {})
+    assert eager_since(pair.report(), before) == (
+        {change.reason.name: LAYERS} if change.reason is not None else {}
+    )
     before = pair.report()
     pair.step(ONE, times=2)
     if change.stays_eager:
-        assert set(_eager_since(pair, before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
+        assert set(eager_since(pair.report(), before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
     else:
-        assert _eager_since(pair, before) == {}
+        assert eager_since(pair.report(), before) == {}
     if change.lasts:
         return
 
     before = pair.report()
     undo()
     pair.step(TWO)
-    eager_back = sum(_eager_since(pair, before).values())
-    assert eager_back == (LAYERS if change.is_eager_back else 0), _eager_since(pair, before)
+    eager_back = sum(eager_since(pair.report(), before).values())
+    assert eager_back == (LAYERS if change.is_eager_back else 0), eager_since(pair.report(), before)
     before = pair.report()
     pair.step(ONE)
-    assert _eager_since(pair, before) == {}
+    assert eager_since(pair.report(), before) == {}
 
 
 def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], None]) -> Step:
@@ -157,14 +153,16 @@ def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> Non
 
     assert_same_bits(*pair.each(changing))
     # Of the second micro-batch alone.
-    assert _eager_since(pair, before) == ({"STATE_CHANGED": LAYERS} if change.reason is not None else {})
+    assert eager_since(pair.report(), before) == (
+        {"STATE_CHANGED": LAYERS} if change.reason is not None else {}
+    )
     before = pair.report()
     pair.step(ONE)
     expected = LAYERS if change.is_eager_back and not change.stays_eager else 0
-    assert sum(_eager_since(pair, before).values()) in (0, expected)
+    assert sum(eager_since(pair.report(), before).values()) in (0, expected)
     before = pair.report()
     pair.step(TWO)
-    assert _eager_since(pair, before) == {}
+    assert eager_since(pair.report(), before) == {}
 
 
 def test_states_that_have_graphs_replay_however_often_they_alternate(pair: Pair) -> None:
@@ -182,7 +180,7 @@ def test_states_that_have_graphs_replay_however_often_they_alternate(pair: Pair)
             pair.step(ONE)
             undo()
             pair.step(TWO)
-    assert _eager_since(pair, before) == {}
+    assert eager_since(pair.report(), before) == {}
     assert len(before["states"]) == 4 and before["states"][0] == "the first one"
     assert "_adapter_enabled True -> False" in before["states"][1]
 
@@ -201,9 +199,9 @@ def test_of_more_states_than_may_have_graphs_the_oldest_go(install: Install) -> 
     undo = CHANGES["flag"].of_both(pair)
     pair.step(ONE)
     undo()
-    assert _eager_since(pair, before) == {}
+    assert eager_since(pair.report(), before) == {}
     pair.step(ONE)  # the first state's graphs have gone
-    assert _eager_since(pair, before) == {"STATE_CHANGED": LAYERS}
+    assert eager_since(pair.report(), before) == {"STATE_CHANGED": LAYERS}
 
 
 def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
@@ -221,7 +219,7 @@ def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
             pair.step(ONE)
             undo()
         pair.step(ONE)
-        return _eager_since(pair, before)
+        return eager_since(pair.report(), before)
 
     for _ in range(8):
         round_of_all()
@@ -244,7 +242,7 @@ def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
         for trainer in pair.both:
             trainer.chunk.decoder.layers[1].mlp.number = 1.0 + index
         pair.step(ONE)
-    assert _eager_since(pair, before) == {"STATE_CHANGED": 7 * LAYERS}
+    assert eager_since(pair.report(), before) == {"STATE_CHANGED": 7 * LAYERS}
     said = [text for text in caplog.messages if "before each of the last 3 steps" in text]
     assert len(said) == 2  # one of each model
     assert "layer 1.mlp: number" in said[0]
@@ -279,7 +277,7 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: Pair)
         before = pair.report()
         SHARED["gain"] = gain
         pair.step(ONE)
-        assert _eager_since(pair, before) == reasons
+        assert eager_since(pair.report(), before) == reasons
     SHARED["gain"] = 1.0
     for handle in handles:
         handle.remove()
@@ -293,12 +291,12 @@ def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair:
     for value, reasons in ((1.0, {"STATE_CHANGED": LAYERS}), (0.5, {"STATE_CHANGED": LAYERS}), (1.0, {})):
         before, gain[0] = pair.report(), value
         pair.step(ONE)
-        assert _eager_since(pair, before) == reasons
+        assert eager_since(pair.report(), before) == reasons
     for handle in handles:
         handle.remove()
     before, gain[0] = pair.report(), 0.25
     pair.step(ONE)  # as it was captured first
-    assert _eager_since(pair, before) == {}
+    assert eager_since(pair.report(), before) == {}
 
 
 def test_watch_says_what_it_expects() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, Install, Micro, Pair, forward, report_of, step
+from megatron_rig import LAYERS, ONE, OPTIONS, Install, Micro, Pair, eager_since, forward, report_of, step
 from torch import Tensor, distributed
 
 from megagraph.demo.trainer import Trainer
@@ -37,11 +37,6 @@ def call(trainer: Trainer, *, params: Any = None, **arguments: Any) -> Any:
     )
 
 
-def new_eager_calls(after: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
-    found = {reason: count - before["eager"].get(reason, 0) for reason, count in after["eager"].items()}
-    return {reason: count for reason, count in found.items() if count}
-
-
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) -> None:
     """Bug: the mask was dropped without a reason, in both modes, so that no comparison showed it."""
@@ -58,7 +53,7 @@ def test_a_mask_beside_a_pack_reaches_the_layers(install: Install, mode: str) ->
         call(trainer, attention_mask=mask)
     handle.remove()
     assert [given is mask for given in seen] == [True]
-    assert new_eager_calls(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert eager_since(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
 @pytest.mark.parametrize("field", ["local_cp_size", "cp_group"])
@@ -74,7 +69,7 @@ def test_a_pack_with_a_context_parallel_group_of_its_own_runs_as_given(install: 
                 call(trainer, params=params)
         else:
             call(trainer, params=params)
-    assert new_eager_calls(report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
+    assert eager_since(report_of(trainer), before) == {"CP_SIZE_NOT_CAPTURED": LAYERS}
 
 
 def test_a_field_that_dense_layers_do_not_read_changes_nothing(install: Install) -> None:
@@ -142,7 +137,7 @@ def test_inference_mode_is_another_kind_of_call(install: Install) -> None:
     with torch.inference_mode():
         out = call(trainer)
     assert torch.equal(out, expected)
-    assert new_eager_calls(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert eager_since(report_of(trainer), before) == {"SIGNATURE_CHANGED": LAYERS}
 
 
 def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
@@ -172,4 +167,4 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
     eager, graphed = seen
     assert len(eager) == len(graphed) == 2
     assert all(map(torch.equal, eager, graphed))
-    assert new_eager_calls(pair.report(), before) == {"SIGNATURE_CHANGED": LAYERS}
+    assert eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": LAYERS}
