@@ -40,12 +40,22 @@ def source(kind: str, folder: Path) -> list[str]:
     return ["--data", str(path)]
 
 
-def compared(path: Path) -> SimpleNamespace:
-    """The comparison in a file of the demo, whose calls are all accounted for."""
-    document, (model,) = json.loads(path.read_text()), read_report(path)
-    assert model["calls"] == model["replays"] + sum(model["eager"].values())
-    assert len(document["losses"]) == document["steps"]
-    return SimpleNamespace(**document, **model)
+Compare = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def compare(demo: Callable[..., int], tmp_path: Path) -> Compare:
+    """Runs the demo, which must end with `code`. Returns the comparison: its calls are all accounted for."""
+
+    def run(*arguments: str | Path, code: int = 0, **changes: str) -> SimpleNamespace:
+        path = tmp_path / "result.json"
+        assert demo(*arguments, "--json", path, **changes) == code
+        document, (model,) = json.loads(path.read_text()), read_report(path)
+        assert model["calls"] == model["replays"] + sum(model["eager"].values())
+        assert len(document["losses"]) == document["steps"]
+        return SimpleNamespace(**document, **model)
+
+    return run
 
 
 @pytest.fixture
@@ -71,11 +81,9 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Train
 
 @pytest.mark.parametrize("kind", ["default", "text", "tokens", "length"])
 def test_documents_of_every_kind_train_bit_equal_through_replays(
-    demo: Callable[..., int], tmp_path: Path, kind: str
+    compare: Compare, tmp_path: Path, kind: str
 ) -> None:
-    result = tmp_path / "result.json"
-    assert demo(*source(kind, tmp_path), "--max-packed-seqs", "8", "32", "--json", result) == 0
-    comparison = compared(result)
+    comparison = compare(*source(kind, tmp_path), "--max-packed-seqs", "8", "32")
     assert comparison.bitwise_equal
     assert (comparison.steps, comparison.calls) == (STEPS, CALLS)
     assert comparison.eager["WARMING_UP"] == LAYERS
@@ -83,23 +91,19 @@ def test_documents_of_every_kind_train_bit_equal_through_replays(
 
 
 def test_without_capacities_they_are_learned_in_the_warm_up(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = tmp_path / "result.json"
-    assert demo(*source("text", tmp_path), "--json", result, warmup_steps="3") == 0
-    comparison = compared(result)
+    comparison = compare(*source("text", tmp_path), warmup_steps="3")
     assert comparison.bitwise_equal and comparison.replays > 0
     assert comparison.eager["WARMING_UP"] == 3 * LAYERS
     assert re.search(r"\d+ tokens, \d+ documents", capsys.readouterr().out)
 
 
 def test_a_pack_over_the_capacity_runs_eager_and_is_counted(
-    demo: Callable[..., int], jsonl: Callable[..., Path], tmp_path: Path
+    compare: Compare, jsonl: Callable[..., Path]
 ) -> None:
-    result = tmp_path / "result.json"
     path = jsonl(*[{"length": 32}] * 2, *[{"length": 8}] * 8)  # by turns a pack of 2 and one of 8
-    assert demo("--data", path, "--max-packed-seqs", "4", "--json", result) == 0
-    comparison = compared(result)
+    comparison = compare("--data", path, "--max-packed-seqs", "4")
     assert comparison.bitwise_equal
     assert comparison.eager == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
     assert comparison.replays == 2 * LAYERS
@@ -149,19 +153,17 @@ def test_what_it_prints_and_what_its_file_says(
 
 @pytest.mark.parametrize(("steps", "warm_up"), [("3", "3"), ("4", "100")])
 def test_a_run_that_ends_in_its_warm_up_ends_with_3_and_says_what_to_change(
-    demo: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warm_up: str
+    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warm_up: str
 ) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
-    result = tmp_path / "result.json"
-    arguments = [*source("text", tmp_path), "--json", result]
-    assert demo(*arguments, steps=steps, warmup_steps=warm_up) == ExitCode.NOTHING_REPLAYED == 3
+    assert ExitCode.NOTHING_REPLAYED == 3
+    assert compare(*source("text", tmp_path), code=3, steps=steps, warmup_steps=warm_up).replays == 0
     out = capsys.readouterr().out
     assert (
         "Nothing was replayed: the run ended in its warm-up. "
         f"Give more --steps ({steps}) than --warmup-steps ({warm_up})." in out
     )
     assert "bit-equal" not in out
-    assert compared(result).replays == 0
 
 
 def test_packs_that_fit_no_capacity_end_with_3_and_name_the_option(
@@ -177,7 +179,7 @@ def test_packs_that_fit_no_capacity_end_with_3_and_name_the_option(
 
 
 def test_other_weights_are_found_in_the_first_step_and_end_with_1(
-    demo: Callable[..., int],
+    compare: Compare,
     second_trainer: Callable[..., None],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -186,13 +188,11 @@ def test_other_weights_are_found_in_the_first_step_and_end_with_1(
         trainer.chunk.decoder.final_layernorm.weight.data[3] += 0.5
 
     second_trainer(perturb)
-    result = tmp_path / "result.json"
-    assert demo(*source("text", tmp_path), "--max-packed-seqs", "8", "--json", result) == 1
+    comparison = compare(*source("text", tmp_path), "--max-packed-seqs", "8", code=1)
     out = capsys.readouterr().out
     assert "NOT bit-equal:" in out and "bit-equal: every" not in out
     assert re.search(r"step 0, micro-batch 0: loss \d\.\d+ eager, \d\.\d+ graphed", out)
     assert "step 0: gradient of embedding.word_embeddings.weight" in out
-    comparison = compared(result)
     assert not comparison.bitwise_equal
     assert comparison.steps == STEPS
 

@@ -127,57 +127,28 @@ def test_how_the_script_ends_comes_through_with_the_report_written(
 # -- bad input -----------------------------------------------------------------------------------
 
 
-def test_a_missing_script_ends_with_2_and_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path / "gone.py") == 2
-    assert one_line(capsys) == f"expected a script, {tmp_path / 'gone.py'} is no file"
-    assert run(tmp_path) == 2
-    assert one_line(capsys) == f"expected a script, {tmp_path} is no file"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[megagraph]\nwarmup = 3", "unknown option 'warmup'; choose from capacities, cp_sizes, cuda_graph_"),
-        ("[megagraph]\nmode = 'fast'", "mode: expected one of graph, eager, off, got 'fast'"),
-        ("[megagraph]\ncuda_graph_warmup_steps = 0", "cuda_graph_warmup_steps: expected at least 1, got 0"),
-        ("[megagraph]\nmode = eager", "expected TOML, "),
-        ("[graphs]\nmode = 'eager'", "expected a table [megagraph], found graphs"),
-    ],
-)
-def test_a_bad_config_ends_with_2_and_names_file_and_key_before_the_script_runs(
+def test_what_is_missing_or_wrong_ends_with_2_and_is_named_before_the_script_runs(
     script: Callable[..., Path],
     toml: Callable[..., Path],
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    message: str,
-) -> None:
-    path, config = script(WITNESS), toml(text)
-    assert run("--config", config, path) == 2
-    assert one_line(capsys).startswith(f"{config}: {message}")
-    assert not path.with_name("seen.json").exists()
-    assert installed_plugin() is None
-
-
-def test_a_bad_variable_ends_with_2_and_is_named(
-    script: Callable[..., Path],
-    toml: Callable[..., Path],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each kind of mistake in a config has test_config.py."""
+    for place in (tmp_path / "gone.py", tmp_path):
+        assert run(place) == 2
+        assert one_line(capsys) == f"expected a script, {place} is no file"
+    path, gone = script(WITNESS), tmp_path / "gone.toml"
+    assert run("--config", gone, path) == 2
+    assert str(gone) in one_line(capsys)
+    config = toml("[megagraph]\nmode = 'fast'")
+    assert run("--config", config, path) == 2
+    assert one_line(capsys).startswith(f"{config}: mode: expected one of graph, eager, off, got 'fast'")
     monkeypatch.setenv("MEGAGRAPH_WARMUP", "3")
-    path = script(WITNESS)
     assert run("--config", toml(), path) == 2
     assert one_line(capsys).startswith("environment: unknown option 'warmup'; choose from ")
     assert not path.with_name("seen.json").exists()
-
-
-def test_a_missing_config_ends_with_2_and_is_named(
-    script: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--config", tmp_path / "gone.toml", script(WITNESS)) == 2
-    assert str(tmp_path / "gone.toml") in one_line(capsys)
+    assert installed_plugin() is None
 
 
 # -- a training ----------------------------------------------------------------------------------
@@ -222,3 +193,49 @@ def test_the_module_shows_its_commands_without_megatron() -> None:
         assert words in shown.stdout
     assert re.search(r"\|\s+torch$", shown.stderr, re.MULTILINE)
     assert not re.search(r"\|\s+megatron\b", shown.stderr)
+
+
+# -- a report that cannot be written ----------------------------------------------------------------
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('its own')"])
+def test_a_run_does_not_fail_for_a_report_that_cannot_be_written_at_its_end(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+) -> None:
+    """A folder that was gone at the end turned a finished run into exit code 1, without the report."""
+    report = tmp_path / "reports" / "report.json"
+    # The folder is there at the beginning; when the run ends, a file has taken its place.
+    report.parent.mkdir()
+    there = f"import pathlib; folder = pathlib.Path({str(report.parent)!r})"
+    lines = f"{there}; folder.rmdir(); folder.touch()\n{end}"
+    if end == "pass":
+        assert run("--config", toml(report=report), script(lines)) == 0
+    else:
+        with pytest.raises(RuntimeError, match="its own"):
+            run("--config", toml(report=report), script(lines))
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert f"the report could not be written to {report}" in record.getMessage()
+    assert json.loads(capsys.readouterr().err) == {"models": []}
+    assert installed_plugin() is None
+
+
+@pytest.mark.parametrize("target", [".", "file/report.json"])
+def test_a_bad_report_path_ends_with_2_before_the_script_runs(
+    script: Callable[..., Path],
+    toml: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+) -> None:
+    """`report = "."` was found after the training: exit code 1, and no report."""
+    (tmp_path / "file").write_text("no folder")
+    path = script(WITNESS)
+    assert run("--config", toml(report=tmp_path / target), path) == 2
+    assert capsys.readouterr().err.startswith("megagraph run: report: expected a file")
+    assert not path.with_name("seen.json").exists()

@@ -43,29 +43,19 @@ def refuses(path: Path | None, message: str, **options: Any) -> None:
         load_documents(path, **options)
 
 
-def test_text_becomes_its_utf8_bytes(tmp_path: Path) -> None:
-    (document,) = load_documents(write_jsonl(tmp_path, {"text": "aé"}))
-    assert document.tokens.dtype == torch.int64
-    assert document.tokens.tolist() == list("aé".encode())
-    assert document.name == "docs.jsonl:1"
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=8))
 def test_any_text_comes_back_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("rows"), *({"text": text} for text in texts))
-    assert [bytes(tokens).decode() for tokens in contents(load_documents(path))] == texts
-
-
-def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, {"tokens": [0, 255]}, {"tokens": [5]})
-    assert contents(load_documents(path)) == [[0, 255], [5]]
+    documents = load_documents(path)
+    assert [bytes(tokens).decode() for tokens in contents(documents)] == texts
+    assert [document.name for document in documents] == [f"docs.jsonl:{it + 1}" for it in range(len(texts))]
 
 
 def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, {"length": 9000}, {"length": 9000})
-    first, second = load_documents(path)
+    first, second = load_documents(path, max_length=9000)
     assert first.tokens.shape == (9000,)
     assert first.tokens.dtype == torch.int64
     assert set(first.tokens.tolist()) == set(range(256))
@@ -73,15 +63,21 @@ def test_a_length_is_filled_from_its_row_number_alone(tmp_path: Path) -> None:
     assert contents(load_documents(path)) == contents([first, second])
 
 
-def test_text_goes_before_tokens_before_length(tmp_path: Path) -> None:
-    assert contents(load_documents(write_jsonl(tmp_path, {"tokens": [7], "text": "a"}))) == [[97]]
-    assert contents(load_documents(write_jsonl(tmp_path, {"length": 3, "tokens": [7]}))) == [[7]]
-
-
-def test_the_last_line_needs_no_newline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (b'{"tokens": [0, 255]}\n{"tokens": [5]}\n', [[0, 255], [5]]),
+        (b'{"tokens": [7], "text": "a"}\n', [[97]]),
+        (b'{"length": 3, "tokens": [7]}\n', [[7]]),
+        (b'{"text": "a"}\r\n{"text": "b"}', [[97], [98]]),  # the last line needs no newline
+    ],
+)
+def test_text_goes_before_tokens_and_these_before_a_length(
+    tmp_path: Path, lines: bytes, expected: list[list[int]]
+) -> None:
     path = tmp_path / "docs.JSONL"
-    path.write_bytes(b'{"text": "a"}\r\n{"text": "b"}')
-    assert contents(load_documents(path)) == [[97], [98]]
+    path.write_bytes(lines)
+    assert contents(load_documents(path)) == expected
 
 
 def test_no_path_reads_the_standard_library_in_the_same_order_each_time() -> None:
@@ -133,11 +129,6 @@ def test_every_token_of_a_text_appears_once_in_order(data: bytes, limit: int | N
         pieces = texts(load_documents(None, max_length=limit))
     assert b"".join(pieces) == data
     assert limit is None or max(map(len, pieces)) <= limit
-
-
-def test_a_document_at_the_limit_is_taken(tmp_path: Path) -> None:
-    (document,) = load_documents(write_jsonl(tmp_path, {"length": 8192}), max_length=8192)
-    assert document.tokens.numel() == 8192
 
 
 # --- rows that are bad ------------------------------------------------------------------------

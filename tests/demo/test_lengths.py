@@ -41,13 +41,9 @@ def test_mean_is_that_of_the_lognormal_itself(sigma: float) -> None:
     assert lengths.median().item() == pytest.approx(1000 * math.exp(-(sigma**2) / 2), rel=0.02)
 
 
-def test_sigma_zero_makes_every_length_the_mean() -> None:
+def test_extremes() -> None:
     assert set(draw(sigma=0).tolist()) == {1000}
-
-
-def test_an_infinite_tail_is_clipped_to_the_maximum() -> None:
-    lengths = draw(sigma=500.0, mean=1e300)
-    assert set(lengths.tolist()) <= {16, 8192}
+    assert set(draw(sigma=500.0, mean=1e300).tolist()) <= {16, 8192}
 
 
 @given(
