@@ -14,23 +14,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ON_GPU,
-    ONE,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    Step,
-    around_mlps,
-    evaluate,
-    forward,
-    grads,
-    schedule,
-)
 from rl_rig import rollouts
 from same_bits import assert_same_bits
 from state_changes import Probe
@@ -103,7 +89,7 @@ def wrappers(trainer: Trainer) -> list[Any]:
 
 
 OURS, BRIDGES = "ours", "Megatron-Bridge's"
-ROUNDS = {OURS: 50 if ON_GPU else 15, BRIDGES: 50 if ON_GPU else 8}
+ROUNDS = {OURS: 50 if rig.ON_GPU else 15, BRIDGES: 50 if rig.ON_GPU else 8}
 
 
 @pytest.fixture(params=[OURS, BRIDGES])
@@ -113,12 +99,12 @@ def whose(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(install: Install, whose: str) -> Pair:
+def pair(install: rig.Install, whose: str) -> rig.Pair:
     """Two models with adapters of the same weights."""
     if whose == BRIDGES:
         lora_linear()
     install(capacities=("64:12",))
-    return Pair(prepare=adapt if whose == BRIDGES else around_mlps(Probe))
+    return rig.Pair(prepare=adapt if whose == BRIDGES else rig.around_mlps(Probe))
 
 
 @contextlib.contextmanager
@@ -141,7 +127,7 @@ def disabled(*trainers: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def merged(pair: Pair) -> Iterator[None]:
+def merged(pair: rig.Pair) -> Iterator[None]:
     """The adapters' first paths in the weights that they go around, for rollouts elsewhere."""
     paths = [layer.mlp.inner for trainer in pair.both for layer in trainer.chunk.decoder.layers]
     weights = [path.inner.linear_fc2.weight.detach() for path in paths]
@@ -156,7 +142,7 @@ def merged(pair: Pair) -> Iterator[None]:
         path.is_merged = False
 
 
-def test_a_reference_without_adapters_beside_a_policy_with_them(pair: Pair, whose: str) -> None:
+def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair, whose: str) -> None:
     """Every pass has the bits of eager, and replays from the second round on."""
     left = []
     for index in range(rounds := ROUNDS[whose]):
@@ -172,18 +158,18 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: Pair, whos
         left.append((report["eager"], report["capture_seconds"]))
     assert left[2:] == left[2:3] * (rounds - 2) and set(report["eager"]) <= {"WARMING_UP", "STATE_CHANGED"}
     assert len(report["states"]) == 3  # training, and both modes of evaluation
-    assert report["graphs"] == (2 + 1 + 1) * LAYERS
+    assert report["graphs"] == (2 + 1 + 1) * rig.LAYERS
     assert whose == BRIDGES or report["replays"] / report["calls"] > 0.95
     assert report["failures"] == [] and report["verification"]["unverified"] == 0
     # Adapters matter.
     with disabled(pair.eager):
-        without = evaluate(pair.eager, [ONE], eager=True)
-    assert not torch.equal(without[0], evaluate(pair.eager, [ONE], eager=True)[0])
+        without = rig.evaluate(pair.eager, [rig.ONE], eager=True)
+    assert not torch.equal(without[0], rig.evaluate(pair.eager, [rig.ONE], eager=True)[0])
 
 
 @pytest.mark.parametrize("whose", [OURS], indirect=True)
-def test_a_merged_policy_has_graphs_of_its_own(pair: Pair) -> None:
-    packs = [Micro(lengths=(9, 20)), Micro(lengths=(3, 30, 8), seed=1)]
+def test_a_merged_policy_has_graphs_of_its_own(pair: rig.Pair) -> None:
+    packs = [rig.Micro(lengths=(9, 20)), rig.Micro(lengths=(3, 30, 8), seed=1)]
     pair.evaluate(*packs)
     for index in range(4):
         pair.evaluate(*packs)
@@ -191,29 +177,29 @@ def test_a_merged_policy_has_graphs_of_its_own(pair: Pair) -> None:
             before = pair.report()["eager"].get("STATE_CHANGED", 0)
             pair.evaluate(*packs)
             changed = pair.report()["eager"].get("STATE_CHANGED", 0) - before
-        assert changed == (2 * LAYERS if index == 0 else 0)
+        assert changed == (2 * rig.LAYERS if index == 0 else 0)
 
 
-def _step_with_a_reference(trainer: Any) -> Step:
+def _step_with_a_reference(trainer: Any) -> rig.Step:
     """As a DPO step: each micro-batch twice, first without adapters and without gradients."""
 
-    def micros() -> Iterator[Micro]:
-        for micro in (ONE, TWO):
+    def micros() -> Iterator[rig.Micro]:
+        for micro in (rig.ONE, rig.TWO):
             with disabled(trainer), torch.no_grad():
-                references.append(forward(trainer.model, micro, trainer.device)[0])
+                references.append(rig.forward(trainer.model, micro, trainer.device)[0])
             yield micro
 
     references: list[torch.Tensor] = []
     trainer.zero_grad()
-    losses = schedule(trainer.model, micros(), 2, trainer.device)
-    left = Step(losses=[*losses, *references], grads=grads(trainer.chunk))
+    losses = rig.schedule(trainer.model, micros(), 2, trainer.device)
+    left = rig.Step(losses=[*losses, *references], grads=rig.grads(trainer.chunk))
     trainer.update()
     return left
 
 
-def test_a_reference_inside_of_a_step_is_never_the_policy(pair: Pair) -> None:
+def test_a_reference_inside_of_a_step_is_never_the_policy(pair: rig.Pair) -> None:
     for _ in range(6):
         assert_same_bits(*pair.each(_step_with_a_reference))
     report = pair.report()
-    assert report["replays"] >= 4 * 2 * LAYERS
-    assert report["calls"] == 6 * 4 * LAYERS
+    assert report["replays"] >= 4 * 2 * rig.LAYERS
+    assert report["calls"] == 6 * 4 * rig.LAYERS

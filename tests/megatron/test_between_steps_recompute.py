@@ -6,20 +6,9 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    Run,
-    around_mlps,
-    compare_runs,
-    graph_config,
-    train,
-)
 from rope_rig import canonical, run, three_modes
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -30,7 +19,7 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("recompute_on_cpu")
 
-STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO], [rig.ONE, rig.OTHER]]
 ON_GPU = torch.cuda.is_available()
 
 
@@ -59,7 +48,7 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def _check_replays(run: Run) -> None:
+def _check_replays(run: rig.Run) -> None:
     """Every call after the warm-up replayed, or on a GPU has a counted reason.
 
     There, Megatron's checkpoint reads a stream's state, which no capture allows unless the random
@@ -69,8 +58,8 @@ def _check_replays(run: Run) -> None:
     if ON_GPU:
         assert set(report["eager"]) <= {"WARMING_UP", "CAPTURE_FAILED", "RNG_NOT_GRAPH_SAFE"}
     else:
-        assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
-        assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
+        assert report["replays"] == 3 * 2 * rig.LAYERS and report["failures"] == []
+        assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 @pytest.mark.parametrize("modules", [("core_attn",), ("mlp",), ("core_attn", "mlp")], ids="-".join)
@@ -80,13 +69,13 @@ def test_selective_recompute_inside_a_layer_has_eager_bits(
 ) -> None:
     # Without biases: Megatron's checkpoint of an MLP that returns one recurses without end.
     common = {"hidden_dropout": dropout, "add_bias_linear": False}
-    graphed = compare_runs(STEPS, config={**_selective(*modules), **common})
-    assert recomputed.count("module") >= len(STEPS) * 2 * LAYERS * len(modules)
+    graphed = rig.compare_runs(STEPS, config={**_selective(*modules), **common})
+    assert recomputed.count("module") >= len(STEPS) * 2 * rig.LAYERS * len(modules)
     if dropout and "mlp" in modules:  # Megatron's rule R17, though the dropout lies behind the MLP
-        assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * LAYERS}
+        assert graphed.report["eager"] == {"SCOPE_UNSUPPORTED": len(STEPS) * 2 * rig.LAYERS}
         return
     _check_replays(graphed)
-    assert_same_bits(graphed, train(graph_config(), STEPS, config=common, eager=True))
+    assert_same_bits(graphed, rig.train(rig.graph_config(), STEPS, config=common, eager=True))
 
 
 def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) -> None:
@@ -97,10 +86,10 @@ def test_recomputed_norms_inside_a_layer_have_eager_bits(recomputed: list[str]) 
     # Later releases compile a few lines of C++ for it.
     if hasattr(random, "_get_share_storage") and None in (shutil.which("ninja"), shutil.which("c++")):
         pytest.skip("this release compiles C++ to recompute a norm: no ninja or no compiler")
-    graphed = compare_runs(STEPS, config=_selective("layernorm"))
-    assert recomputed.count("norm") >= len(STEPS) * 2 * LAYERS
+    graphed = rig.compare_runs(STEPS, config=_selective("layernorm"))
+    assert recomputed.count("norm") >= len(STEPS) * 2 * rig.LAYERS
     _check_replays(graphed)
-    assert_same_bits(graphed, train(graph_config(), STEPS, eager=True))
+    assert_same_bits(graphed, rig.train(rig.graph_config(), STEPS, eager=True))
 
 
 HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
@@ -114,7 +103,7 @@ CANONICAL = [
 def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run(module: str) -> None:
     """No part that a graphed model may recompute rotates anything."""
     transformer = {**_selective(module), "add_bias_linear": False}
-    three_modes(CANONICAL, lambda: Trainer(OPTIONS, config=transformer), capacities=(HALF,))
+    three_modes(CANONICAL, lambda: Trainer(rig.OPTIONS, config=transformer), capacities=(HALF,))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -136,23 +125,25 @@ def test_layers_that_a_host_recomputes_rotate_as_they_did(
 
     monkeypatch.setattr(TransformerLayer, "forward", checkpointed)
     assert_same_bits(run("off", CANONICAL), run("eager", CANONICAL, capacities=(HALF,)))
-    assert len(calls) == 2 * 2 * len(CANONICAL) * 2 * LAYERS  # in both runs, each call twice
+    assert len(calls) == 2 * 2 * len(CANONICAL) * 2 * rig.LAYERS  # in both runs, each call twice
 
 
 @pytest.mark.parametrize("method", ["uniform", "block"])
 def test_training_under_full_recompute_is_eager_with_its_reason(method: str, recomputed: list[str]) -> None:
     full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
-    graphed = compare_runs(STEPS, config=full)
-    per_step = LAYERS if method == "uniform" else 1
+    graphed = rig.compare_runs(STEPS, config=full)
+    per_step = rig.LAYERS if method == "uniform" else 1
     assert recomputed.count("module") == 2 * len(STEPS) * 2 * per_step
-    assert graphed.report["eager"] == {"RECOMPUTING": len(STEPS) * 2 * LAYERS}
+    assert graphed.report["eager"] == {"RECOMPUTING": len(STEPS) * 2 * rig.LAYERS}
     assert graphed.report["replays"] == graphed.report["graphs"] == 0
     # Packs keep their own shapes there: no capacity pads them.
     assert [losses.numel() for losses in graphed.steps[0].losses] == [m.physical for m in STEPS[0]]
 
 
 def test_hidden_dropout_draws_anew_in_each_replay() -> None:
-    graphed = train(graph_config(), [[ONE]] * 4, config={"hidden_dropout": 0.5}, learning_rate=0.0)
+    graphed = rig.train(
+        rig.graph_config(), [[rig.ONE]] * 4, config={"hidden_dropout": 0.5}, learning_rate=0.0
+    )
     losses = [run_step.losses[0] for run_step in graphed.steps]
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(losses))
 
@@ -198,11 +189,11 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
         tensor_parallel.model_parallel_cuda_manual_seed(
             77, use_cudagraphable_rng=seeded, force_reset_rng=True
         )
-        runs.append(train(graph_config(), STEPS, eager=eager, prepare=around_mlps(_DropsOut)))
+        runs.append(rig.train(rig.graph_config(), STEPS, eager=eager, prepare=rig.around_mlps(_DropsOut)))
     assert_same_bits(*runs)
-    reason = {} if seeded else {"RNG_NOT_GRAPH_SAFE": 3 * 2 * LAYERS}
-    assert runs[0].report["eager"] == {"WARMING_UP": 2 * LAYERS, **reason}
-    assert runs[0].report["replays"] == (3 * 2 * LAYERS if seeded else 0)
+    reason = {} if seeded else {"RNG_NOT_GRAPH_SAFE": 3 * 2 * rig.LAYERS}
+    assert runs[0].report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **reason}
+    assert runs[0].report["replays"] == (3 * 2 * rig.LAYERS if seeded else 0)
 
 
 @pytest.mark.gpu
@@ -211,5 +202,5 @@ def test_draws_from_megatrons_named_streams_replay_where_those_are_safe_for_grap
 def test_selective_recompute_replays_where_random_streams_are_safe_for_graphs(
     seeded: bool, modules: tuple[str, ...]
 ) -> None:
-    graphed = compare_runs(STEPS, config={**_selective(*modules), "add_bias_linear": False})
-    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
+    graphed = rig.compare_runs(STEPS, config={**_selective(*modules), "add_bias_linear": False})
+    assert graphed.report["replays"] == 3 * 2 * rig.LAYERS and graphed.report["failures"] == []

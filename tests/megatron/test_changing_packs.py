@@ -7,25 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    CAPACITY,
-    LAYERS,
-    ON_GPU,
-    ONE,
-    OPTIONS,
-    TWO,
-    HybridTrainer,
-    Install,
-    Micro,
-    Run,
-    compare_runs,
-    graph_config,
-    report_of,
-    step,
-    train,
-)
 from same_bits import assert_same_bits
 
 import megagraph
@@ -33,7 +17,7 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 from megagraph.packs.packing import TailConvention
 
-STEPS, MICROS, WARM_UP = 32 if ON_GPU else 12, 3, 3
+STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 12, 3, 3
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)
 
 
@@ -50,7 +34,7 @@ def _fitting(rng: random.Random) -> tuple[int, ...]:
             return lengths
 
 
-def _job(steps: int = STEPS, *, seed: int = 0, misfits: float = 0.3) -> list[list[Micro]]:
+def _job(steps: int = STEPS, *, seed: int = 0, misfits: float = 0.3) -> list[list[rig.Micro]]:
     """Packs that all differ; a share of `misfits` is too large, each kind as often."""
     rng = random.Random(seed)
 
@@ -66,11 +50,12 @@ def _job(steps: int = STEPS, *, seed: int = 0, misfits: float = 0.3) -> list[lis
         )()
 
     return [
-        [Micro(lengths=lengths(), seed=rng.randrange(1 << 30)) for _ in range(MICROS)] for _ in range(steps)
+        [rig.Micro(lengths=lengths(), seed=rng.randrange(1 << 30)) for _ in range(MICROS)]
+        for _ in range(steps)
     ]
 
 
-def _eager_reason(micro: Micro) -> str | None:
+def _eager_reason(micro: rig.Micro) -> str | None:
     """By hand: why a pack does not fit `SMALL`."""
     if micro.physical > 64:
         return "TOO_MANY_TOKENS"
@@ -83,10 +68,10 @@ MAIN: dict[str, Any] = {"capacities": (SMALL,), "cuda_graph_warmup_steps": WARM_
 
 
 @pytest.fixture(scope="module")
-def graphed(megatron: None) -> Run:
+def graphed(megatron: None) -> rig.Run:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    run = train(graph_config(**MAIN), _job())
+    run = rig.train(rig.graph_config(**MAIN), _job())
     torch.use_deterministic_algorithms(before)
     return run
 
@@ -95,24 +80,26 @@ def graphed(megatron: None) -> Run:
     "how", [{"eager": True}, {"mode": "eager"}, {}], ids=["switched off", "mode", "again"]
 )
 def test_a_graphed_run_has_the_bits_of_the_eager_run_and_repeats_itself(
-    graphed: Run, how: dict[str, Any]
+    graphed: rig.Run, how: dict[str, Any]
 ) -> None:
-    other = train(graph_config(**MAIN, mode=how.get("mode", "graph")), _job(), eager=how.get("eager", False))
+    other = rig.train(
+        rig.graph_config(**MAIN, mode=how.get("mode", "graph")), _job(), eager=how.get("eager", False)
+    )
     assert (other.report["replays"] == other.report["graphs"] == 0) == bool(how)
     assert_same_bits(graphed, other)
 
 
-def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: Run) -> None:
+def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: rig.Run) -> None:
     expected: Counter[str] = Counter()
     for index, micros in enumerate(_job()):
         for micro in micros:
             why = _eager_reason(micro) or ("WARMING_UP" if index < WARM_UP else "replays")
-            expected[why] += LAYERS
+            expected[why] += rig.LAYERS
     replays = expected.pop("replays")
-    assert graphed.report["calls"] == STEPS * MICROS * LAYERS
+    assert graphed.report["calls"] == STEPS * MICROS * rig.LAYERS
     assert graphed.report["replays"] == replays > 0
     assert graphed.report["eager"] == dict(expected)
-    assert graphed.report["failures"] == [] and graphed.report["graphs"] == 2 * LAYERS
+    assert graphed.report["failures"] == [] and graphed.report["graphs"] == 2 * rig.LAYERS
     replayed = [m for micros in _job()[WARM_UP:] for m in micros if _eager_reason(m) is None]
     valid = sum(sum(micro.lengths) for micro in replayed)
     assert graphed.report["padding_share"] == pytest.approx(1 - valid / (64 * len(replayed)), abs=1e-12)
@@ -122,25 +109,25 @@ def test_every_call_replays_or_has_the_reason_that_a_hand_count_gives(graphed: R
 def test_a_bank_of_several_capacities_pads_each_pack_to_the_smallest_that_holds_it() -> None:
     bank = tuple(Capacity(tokens=t, num_seqs=n, max_seqlen=t) for t, n in ((32, 2), (64, 2), (64, 4)))
     steps = _job(6, seed=1, misfits=0.0)
-    run = compare_runs(steps, plugin={"capacities": bank})
+    run = rig.compare_runs(steps, plugin={"capacities": bank})
     rows = valid = 0
     for micro in (micro for micros in steps[1:] for micro in micros):
         fitting = [c for c in bank if micro.physical <= c.tokens and len(micro.lengths) <= c.num_seqs]
         rows += min(capacity.tokens for capacity in fitting)
         valid += sum(micro.lengths)
-    assert run.report["replays"] == 5 * MICROS * LAYERS
-    assert run.report["graphs"] == 2 * LAYERS * len(bank)
+    assert run.report["replays"] == 5 * MICROS * rig.LAYERS
+    assert run.report["graphs"] == 2 * rig.LAYERS * len(bank)
     assert run.report["padding_share"] == pytest.approx(1 - valid / rows, abs=1e-12)
 
 
 def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there() -> None:
     steps = _job(7, seed=2, misfits=0.0)
-    run = compare_runs(steps, plugin={**MAIN, "capacities": ()})
+    run = rig.compare_runs(steps, plugin={**MAIN, "capacities": ()})
     learned = run.report["capacities"]
     warm_up = [micro for micros in steps[:WARM_UP] for micro in micros]
     assert {c["tokens"] for c in learned} == {max(micro.physical for micro in warm_up)}
 
-    def fits(micro: Micro) -> bool:
+    def fits(micro: rig.Micro) -> bool:
         return any(
             micro.physical <= c["tokens"]
             and len(micro.lengths) <= c["num_seqs"]
@@ -150,29 +137,33 @@ def test_capacities_learned_from_the_warm_up_hold_what_was_seen_there() -> None:
 
     assert all(map(fits, warm_up))
     later = [micro for micros in steps[WARM_UP:] for micro in micros]
-    assert run.report["replays"] == LAYERS * sum(map(fits, later)) > 0
-    assert run.report["eager"]["WARMING_UP"] == LAYERS * len(warm_up)
+    assert run.report["replays"] == rig.LAYERS * sum(map(fits, later)) > 0
+    assert run.report["eager"]["WARMING_UP"] == rig.LAYERS * len(warm_up)
 
 
 def test_capacities_learned_in_eager_mode_are_those_of_graph_mode() -> None:
     steps = _job(6, seed=2, misfits=0.0)
     config = {**MAIN, "capacities": ()}
-    graph, eager = (train(graph_config(mode=mode, **config), steps) for mode in ("graph", "eager"))
+    graph, eager = (rig.train(rig.graph_config(mode=mode, **config), steps) for mode in ("graph", "eager"))
     assert graph.report["capacities"] == eager.report["capacities"] != []
     assert_same_bits(graph, eager)
 
 
-_PLAIN = [[Micro(lengths=(5 + i, 7, 20 - i), seed=i), Micro(lengths=(3 * i + 2,), seed=-i)] for i in range(4)]
+_PLAIN = [
+    [rig.Micro(lengths=(5 + i, 7, 20 - i), seed=i), rig.Micro(lengths=(3 * i + 2,), seed=-i)]
+    for i in range(4)
+]
 _PADDED = [
     [
-        Micro(lengths=(5 + i, 7, 20), padded=(8 + i, 8, 24), seed=i),
-        Micro(lengths=(9, 11 + i), padded=(12, 24), tail=4, seed=-i),
+        rig.Micro(lengths=(5 + i, 7, 20), padded=(8 + i, 8, 24), seed=i),
+        rig.Micro(lengths=(9, 11 + i), padded=(12, 24), tail=4, seed=-i),
     ]
     for i in range(4)
 ]
 _MIXED = [[plain[0], padded[1]] for plain, padded in zip(_PLAIN, _PADDED, strict=True)]
 _TAILED = [
-    [Micro(lengths=(5 + i, 7), seed=i, tail=9 + i), Micro(lengths=(30 + i,), tail=34 - i)] for i in range(4)
+    [rig.Micro(lengths=(5 + i, 7), seed=i, tail=9 + i), rig.Micro(lengths=(30 + i,), tail=34 - i)]
+    for i in range(4)
 ]
 
 
@@ -181,20 +172,21 @@ _TAILED = [
     "steps", [_PLAIN, _PADDED, _MIXED, _TAILED], ids=["plain", "padded", "both", "with-a-tail"]
 )
 def test_every_tail_convention_and_form_of_pack_has_eager_bits(
-    tail: TailConvention, steps: Sequence[Sequence[Micro]]
+    tail: TailConvention, steps: Sequence[Sequence[rig.Micro]]
 ) -> None:
-    run = compare_runs(steps, plugin={"tail": tail})
-    assert run.report["replays"] == 2 * 3 * LAYERS
-    assert run.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    run = rig.compare_runs(steps, plugin={"tail": tail})
+    assert run.report["replays"] == 2 * 3 * rig.LAYERS
+    assert run.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
     runs = [
-        train(graph_config(tail=tail), _PADDED[:3], eager=True).steps[0].losses for tail in TailConvention
+        rig.train(rig.graph_config(tail=tail), _PADDED[:3], eager=True).steps[0].losses
+        for tail in TailConvention
     ]
     for losses in runs[1:]:
         for one, other in zip(runs[0], losses, strict=True):
-            bound = 2**-7 if OPTIONS.bf16 else 1e-5
+            bound = 2**-7 if rig.OPTIONS.bf16 else 1e-5
             assert (one - other).abs().max() <= bound * one.abs().max()
 
 
@@ -205,24 +197,24 @@ def test_the_convention_of_the_tail_changes_no_loss_beyond_rounding() -> None:
 )
 def test_a_pack_at_an_edge_of_its_capacity_replays_with_eager_bits(lengths: tuple[int, ...]) -> None:
     capacity = Capacity(tokens=64, num_seqs=4, max_seqlen=64)
-    steps = [[Micro(lengths=(9, 9)), Micro(lengths=lengths, seed=i)] for i in range(3)]
-    run = compare_runs(steps, plugin={"capacities": (capacity,)})
-    assert run.report["replays"] == 2 * 2 * LAYERS
+    steps = [[rig.Micro(lengths=(9, 9)), rig.Micro(lengths=lengths, seed=i)] for i in range(3)]
+    run = rig.compare_runs(steps, plugin={"capacities": (capacity,)})
+    assert run.report["replays"] == 2 * 2 * rig.LAYERS
 
 
 # -- figures of padding ----------------------------------------------------------------------------
 
 
 PADDED = (
-    Micro(lengths=(9, 20), padded=(12, 24)),
-    Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),
-    Micro(lengths=(30,), padded=(32,), tail=5, seed=2),
+    rig.Micro(lengths=(9, 20), padded=(12, 24)),
+    rig.Micro(lengths=(1, 2, 3), padded=(8, 8, 8), seed=1),
+    rig.Micro(lengths=(30,), padded=(32,), tail=5, seed=2),
 )
 
 
-def _share(replayed: Sequence[Micro]) -> float:
+def _share(replayed: Sequence[rig.Micro]) -> float:
     """By hand: rows of the capacities that hold no valid token."""
-    rows = CAPACITY.tokens * len(replayed)
+    rows = rig.CAPACITY.tokens * len(replayed)
     return (rows - sum(sum(micro.lengths) for micro in replayed)) / rows
 
 
@@ -231,22 +223,22 @@ def _approx(share: float) -> object:
 
 
 def test_padding_inside_a_pack_counts_as_padding(trainer: Trainer) -> None:
-    step(trainer, PADDED, times=3)
-    report = report_of(trainer)
-    assert report["replays"] == 2 * len(PADDED) * LAYERS
+    rig.step(trainer, PADDED, times=3)
+    report = rig.report_of(trainer)
+    assert report["replays"] == 2 * len(PADDED) * rig.LAYERS
     assert report["padding_share"] == _approx(_share(PADDED * 2))
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: Install) -> None:
+def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: rig.Install) -> None:
     """The others are replayed one by one; the first of them stages the pack, and counts it."""
     install()
-    trainer = Trainer(dataclasses.replace(OPTIONS, layers=3))
+    trainer = Trainer(dataclasses.replace(rig.OPTIONS, layers=3))
     trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    step(trainer, [ONE, *PADDED], times=3)
-    report = report_of(trainer)
+    rig.step(trainer, [rig.ONE, *PADDED], times=3)
+    report = rig.report_of(trainer)
     assert report["replays"] == 2 * 4 * 2 and report["eager"]["FOREIGN_HOOK"] == 2 * 4
-    assert report["padding_share"] == _approx(_share((ONE, *PADDED) * 2))
+    assert report["padding_share"] == _approx(_share((rig.ONE, *PADDED) * 2))
 
 
 def _other_tables(trainer: Trainer) -> None:
@@ -255,24 +247,24 @@ def _other_tables(trainer: Trainer) -> None:
     type(trainer.chunk.rotary_pos_emb).forward.cache_clear()
 
 
-@pytest.mark.parametrize("make", [Trainer, HybridTrainer], ids=["GPTModel", "HybridModel"])
+@pytest.mark.parametrize("make", [Trainer, rig.HybridTrainer], ids=["GPTModel", "HybridModel"])
 def test_other_rotary_tables_than_those_of_the_capture_run_eager_and_count_no_token(
-    make: Callable[..., Any], install: Install
+    make: Callable[..., Any], install: rig.Install
 ) -> None:
     """The call is refused after its slot was leased."""
     left = []
     for eager in (True, False):
         install()
-        trainer = make(OPTIONS) if make is Trainer else make()
+        trainer = make(rig.OPTIONS) if make is Trainer else make()
         layers = len(trainer.chunk.decoder.layers)
-        step(trainer, [ONE], times=2)
-        before = report_of(trainer)
+        rig.step(trainer, [rig.ONE], times=2)
+        before = rig.report_of(trainer)
         _other_tables(trainer)
-        left.append(step(trainer, [ONE, TWO], eager=eager))
-        after = report_of(trainer)
+        left.append(rig.step(trainer, [rig.ONE, rig.TWO], eager=eager))
+        after = rig.report_of(trainer)
         if not eager:
             assert after["eager"] == {"WARMING_UP": layers, "SIGNATURE_CHANGED": 2 * layers}
             assert after["replays"] == before["replays"] == layers
-            assert after["padding_share"] == before["padding_share"] == _approx(_share([ONE]))
+            assert after["padding_share"] == before["padding_share"] == _approx(_share([rig.ONE]))
         megagraph.uninstall()
     assert_same_bits(*left)

@@ -6,23 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import megatron_rig as rig
 import moe_rig
 import parallel_jobs
 import pipeline_jobs
 import pytest
-from megatron_rig import (
-    ONE,
-    OPTIONS,
-    TWO,
-    HybridTrainer,
-    Install,
-    Micro,
-    Pair,
-    graph_config,
-    is_capturing,
-    steps_of,
-    the_plugin,
-)
 from torch import Tensor, nn
 from worlds import World, on_ranks
 
@@ -34,28 +22,28 @@ from megagraph.bank.capture import CapturePlan
 pytestmark = pytest.mark.megatron
 
 LAYERS = 6
-FULL = Micro(lengths=(64,), seed=2)
+FULL = rig.Micro(lengths=(64,), seed=2)
 CHUNK = "chunk"
 
 
 @pytest.fixture
-def pair(install: Install) -> Pair:
+def pair(install: rig.Install) -> rig.Pair:
     """One runs eager, the other in chunks."""
     install(cuda_graph_granularity=CHUNK)
-    return Pair(layers=LAYERS)
+    return rig.Pair(layers=LAYERS)
 
 
-def sites(pair: Pair) -> list[str]:
+def sites(pair: rig.Pair) -> list[str]:
     """The names of the sites that have graphs, as present."""
-    bank = the_plugin().graphs_of_model(pair.graphed.chunk).block.bank
+    bank = rig.the_plugin().graphs_of_model(pair.graphed.chunk).block.bank
     return [spec.short_name for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
 
 
-def test_all_layers_have_one_graph_for_each_pass(pair: Pair) -> None:
+def test_all_layers_have_one_graph_for_each_pass(pair: rig.Pair) -> None:
     for _ in range(4):
-        pair.step(ONE, TWO, FULL)
-    pair.evaluate(ONE, FULL)
-    pair.evaluate(TWO, ONE)
+        pair.step(rig.ONE, rig.TWO, FULL)
+    pair.evaluate(rig.ONE, FULL)
+    pair.evaluate(rig.TWO, rig.ONE)
     report = pair.report()
     assert sites(pair) == ["layers 0 to 5"]
     assert (report["layers"], report["sites"], report["graphs"]) == (LAYERS, 1, 3)
@@ -65,14 +53,14 @@ def test_all_layers_have_one_graph_for_each_pass(pair: Pair) -> None:
     assert report["verification"]["verified"] == 2
 
 
-def test_every_slot_has_its_graphs(install: Install) -> None:
+def test_every_slot_has_its_graphs(install: rig.Install) -> None:
     install(cuda_graph_granularity=CHUNK, cuda_graph_slots=3)
-    pair = Pair(layers=LAYERS)
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair(layers=LAYERS)
+    pair.step(rig.ONE, rig.TWO, times=3)
     assert pair.report()["graphs"] == 3 * 2
 
 
-def _layer(pair: Pair, index: int) -> Any:
+def _layer(pair: rig.Pair, index: int) -> Any:
     return pair.graphed.chunk.decoder.layers[index]
 
 
@@ -84,7 +72,7 @@ def _uncapturable(mlp: Any) -> None:
     forward = mlp.forward
 
     def raising(*args: Any, **kwargs: Any) -> Any:
-        if is_capturing():
+        if rig.is_capturing():
             raise ArithmeticError("an injected failure")
         return forward(*args, **kwargs)
 
@@ -96,7 +84,7 @@ def _baked(mlp: Any) -> None:
 
     def baked(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = forward(*args, **kwargs)
-        return out * (1.5 if is_capturing() else 1.0), bias
+        return out * (1.5 if rig.is_capturing() else 1.0), bias
 
     mlp.forward = baked
 
@@ -106,11 +94,11 @@ FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": _uncapturable, "VERIFY_FAIL
 
 @pytest.mark.parametrize("reason", FAULTS)
 def test_a_layer_at_fault_is_named_and_cut_out(
-    pair: Pair, reason: str, caplog: pytest.LogCaptureFixture
+    pair: rig.Pair, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     FAULTS[reason](_layer(pair, 2).mlp)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(ONE, TWO, times=4)
+        pair.step(rig.ONE, rig.TWO, times=4)
     report = pair.report()
     assert sites(pair) == ["layers 0 to 1", "layers 3 to 5"]
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, reason: 3 * 2}
@@ -119,11 +107,11 @@ def test_a_layer_at_fault_is_named_and_cut_out(
     assert failure.startswith("layer 2 (TransformerLayer)") and reason in failure
 
 
-def test_several_layers_at_fault_are_each_cut_out(pair: Pair) -> None:
+def test_several_layers_at_fault_are_each_cut_out(pair: rig.Pair) -> None:
     _hooked(_layer(pair, 1))
     _uncapturable(_layer(pair, 3).mlp)
     _baked(_layer(pair, 4).mlp)
-    pair.step(ONE, TWO, times=4)
+    pair.step(rig.ONE, rig.TWO, times=4)
     report = pair.report()
     assert sites(pair) == ["layer 0", "layer 2", "layer 5"]
     reasons = {"FOREIGN_HOOK": 6, "CAPTURE_FAILED": 6, "VERIFY_FAILED": 6}
@@ -131,7 +119,7 @@ def test_several_layers_at_fault_are_each_cut_out(pair: Pair) -> None:
     assert len(report["failures"]) == 3
 
 
-def test_layers_that_fail_only_together_stay_apart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
     for backend in (HostBackend, CudaBackend):
         _note_passes(backend, passed, monkeypatch)
@@ -143,7 +131,7 @@ def test_layers_that_fail_only_together_stay_apart(pair: Pair, monkeypatch: pyte
         forward = mlp.forward
 
         def limited(*args: Any, **kwargs: Any) -> Any:
-            if is_capturing():
+            if rig.is_capturing():
                 passed.append(index)
                 if len(passed) > 2:
                     raise ArithmeticError("too many layers in one graph")
@@ -153,7 +141,7 @@ def test_layers_that_fail_only_together_stay_apart(pair: Pair, monkeypatch: pyte
 
     for index in range(LAYERS):
         at_most_two(index)
-    pair.step(ONE, TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert sites(pair) == [f"layer {index}" for index in range(LAYERS)]
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["failures"] == []
@@ -169,33 +157,33 @@ def _note_passes(backend: Any, passed: list[int], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "record", record)
 
 
-def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: Pair) -> None:
-    pair.step(ONE, TWO, times=3)
+def test_a_hook_that_comes_later_cuts_and_one_that_goes_joins_again(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, rig.TWO, times=3)
     assert sites(pair) == ["layers 0 to 5"]
     handle = _layer(pair, 3).register_forward_hook(lambda *_args: None)
-    pair.step(ONE, TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=3)
     assert sites(pair) == ["layers 0 to 2", "layers 4 to 5"]
     handle.remove()
-    pair.step(ONE, TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=3)
     assert sites(pair) == ["layers 0 to 5"]
     assert pair.report()["eager"]["FOREIGN_HOOK"] > 0
 
 
-def test_other_layers_are_joined_anew(pair: Pair) -> None:
-    pair.step(ONE, times=3)
+def test_other_layers_are_joined_anew(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, times=3)
     decoders = [trainer.chunk.decoder for trainer in pair.both]
     gone = [decoder.layers[5] for decoder in decoders]
     for decoder in decoders:
         del decoder.layers[5]
-    pair.step(TWO, times=3)
+    pair.step(rig.TWO, times=3)
     assert sites(pair) == ["layers 0 to 4"] and len(gone) == 2
 
 
-def test_memory_that_moves_is_captured_again_as_one(pair: Pair) -> None:
-    pair.step(ONE, times=3)
+def test_memory_that_moves_is_captured_again_as_one(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, times=3)
     weight = _layer(pair, 4).mlp.linear_fc1.weight
     weight.data = weight.data.clone()
-    pair.step(ONE, TWO, times=2)
+    pair.step(rig.ONE, rig.TWO, times=2)
     report = pair.report()
     assert sites(pair) == ["layers 0 to 5"] and report["failures"] == []
     assert set(report["eager"]) <= {"WARMING_UP", "ADDRESS_MOVED"}
@@ -203,20 +191,20 @@ def test_memory_that_moves_is_captured_again_as_one(pair: Pair) -> None:
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
-    install: Install, caplog: pytest.LogCaptureFixture, scopes: tuple[str, ...]
+    install: rig.Install, caplog: pytest.LogCaptureFixture, scopes: tuple[str, ...]
 ) -> None:
     install(cuda_graph_granularity=CHUNK, cuda_graph_modules=scopes)
-    pair = Pair(layers=3)
+    pair = rig.Pair(layers=3)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(ONE, TWO, times=3)
+        pair.step(rig.ONE, rig.TWO, times=3)
     assert pair.report()["sites"] == 3
     assert "cuda_graph_granularity='chunk' joins no layers: cuda_graph_modules leaves" in caplog.text
 
 
-def test_a_hybrid_model_is_one_chunk(install: Install) -> None:
+def test_a_hybrid_model_is_one_chunk(install: rig.Install) -> None:
     install(cuda_graph_granularity=CHUNK)
-    pair = Pair(HybridTrainer)
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair(rig.HybridTrainer)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["calls"] == 3 * 2 * 4 and report["sites"] == 1
 
@@ -247,15 +235,15 @@ def test_chunks_end_where_buckets_do(world2: World, option: str) -> None:
 @on_ranks(2)
 def test_buckets_are_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers before the graph of the first ones is launched."""
-    cut, options = Cut(stages=1), dataclasses.replace(OPTIONS, layers=LAYERS, heads=4)
+    cut, options = Cut(stages=1), dataclasses.replace(rig.OPTIONS, layers=LAYERS, heads=4)
     cut.start()
-    megagraph.install(graph_config(cuda_graph_granularity=CHUNK))
+    megagraph.install(rig.graph_config(cuda_graph_granularity=CHUNK))
     trainer = pipeline_jobs.Trainer(cut, options, ddp={"overlap_grad_reduce": True, "bucket_size": 20_000})
     first: Any = next(trainer.models[0].decoder.layers[0].parameters())
     had: list[bool] = []  # gradients of the first layer at each reduction
-    trainer.train([ONE], eager=False)
+    trainer.train([rig.ONE], eager=False)
     trainer.at_reduction = lambda: had.append(bool(first.main_grad.any()))
-    for micro in (ONE, TWO):
+    for micro in (rig.ONE, rig.TWO):
         trainer.train([micro], eager=False)
     (report,) = megagraph.reports()
     assert report["replays"] == 2 * LAYERS and not had[0] and had[-1]
@@ -287,10 +275,10 @@ def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
 
 
 @pytest.mark.usefixtures("experts")
-def test_layers_of_grouped_experts_are_joined(install: Install) -> None:
+def test_layers_of_grouped_experts_are_joined(install: rig.Install) -> None:
     install(cuda_graph_granularity=CHUNK)
     spec = moe_rig.grouped_spec("E-E")
-    pair = Pair(moe_rig.ExpertTrainer, kinds="E-E", spec=spec, **moe_rig.GROUPED["swiglu"])
-    report = pair.train(steps_of(4, masks=True))
+    pair = rig.Pair(moe_rig.ExpertTrainer, kinds="E-E", spec=spec, **moe_rig.GROUPED["swiglu"])
+    report = pair.train(rig.steps_of(4, masks=True))
     assert (report["layers"], report["sites"]) == (3, 1) and report["failures"] == []
     assert report["eager"] == {"WARMING_UP": 3 * 3}

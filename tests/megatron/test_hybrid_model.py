@@ -5,25 +5,10 @@ import importlib
 import inspect
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
 from mamba_rig import Documented, HybridExpertTrainer, expert_spec
-from megatron_rig import (
-    HYBRID_PATTERN,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    HybridTrainer,
-    Install,
-    Micro,
-    Pair,
-    compare_runs,
-    refused,
-    report_of,
-    step,
-    steps_of,
-)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -35,14 +20,16 @@ from megagraph.megatron.preprocess import layer_constants
 from megagraph.modules import Norm
 
 HYBRID = seams.hybrid_seams() or ()
-LAYERS = len(HYBRID_PATTERN)
+LAYERS = len(rig.HYBRID_PATTERN)
 
 pytestmark = pytest.mark.both
 
 
 def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
-    over = Micro(lengths=(4,) * 6)
-    report = compare_runs([[ONE, over], [TWO, over], [over, OTHER], [TWO]], HybridTrainer).report
+    over = rig.Micro(lengths=(4,) * 6)
+    report = rig.compare_runs(
+        [[rig.ONE, over], [rig.TWO, over], [over, rig.OTHER], [rig.TWO]], rig.HybridTrainer
+    ).report
     assert report["model"] == HYBRID[0].owner().__name__
     assert report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_SEQUENCES": 3 * LAYERS}
     assert report["replays"] == 3 * LAYERS
@@ -51,31 +38,31 @@ def test_a_pack_over_the_capacity_runs_eager_as_it_was_given() -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_layer_that_stays_eager_gets_the_rotary_tables(layer: int) -> None:
     """A hook keeps one layer out of the graphs; the stack's own loop would hand it no tables."""
-    pair = Pair(HybridTrainer)
+    pair = rig.Pair(rig.HybridTrainer)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    pair.step(ONE, TWO, times=4)
+    pair.step(rig.ONE, rig.TWO, times=4)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 3 * 2}
     assert report["replays"] == 3 * 2 * (LAYERS - 1)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["before install", "after install"])
-def test_the_model_is_built_before_or_after_install(early: bool, install: Install) -> None:
+def test_the_model_is_built_before_or_after_install(early: bool, install: rig.Install) -> None:
     if early:
         install()
-    trainer = HybridTrainer()
+    trainer = rig.HybridTrainer()
     if not early:
         install()
-    step(trainer, [ONE, TWO], times=3)
-    assert report_of(trainer)["replays"] == 2 * 2 * LAYERS
+    rig.step(trainer, [rig.ONE, rig.TWO], times=3)
+    assert rig.report_of(trainer)["replays"] == 2 * 2 * LAYERS
 
 
 def test_the_stack_of_our_spec_ends_in_our_norm_and_patches_nothing() -> None:
     owner = HYBRID[1].owner()
     block = importlib.import_module(owner.__module__)
     before = dict(vars(block)), dict(vars(owner))
-    stack = HybridTrainer().chunk.decoder
+    stack = rig.HybridTrainer().chunk.decoder
     assert isinstance(stack, owner) and type(stack.final_norm) is Norm
     assert [type(layer).__name__ for layer in stack.layers] == ["TransformerLayer", "MLPLayer"] * 2
     assert (dict(vars(block)), dict(vars(owner))) == before
@@ -108,7 +95,7 @@ def _without_final_norm(spec: Any) -> nn.Module:
 
 def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
     """The same function of the same weights: attention and MLP in layers of their own or in one."""
-    pair, gpt = HybridTrainer(), Trainer(OPTIONS)
+    pair, gpt = rig.HybridTrainer(), Trainer(rig.OPTIONS)
     state = {}
     for name, tensor in gpt.chunk.state_dict().items():
         if name.startswith("decoder.layers."):
@@ -118,12 +105,12 @@ def test_a_hybrid_model_is_the_gpt_model_of_its_halves() -> None:
         state[name.replace("final_layernorm", "final_norm")] = tensor
     assert state.keys() == pair.chunk.state_dict().keys()
     pair.chunk.load_state_dict(state)
-    one, other = (step(trainer, [ONE, TWO], update=False) for trainer in (pair, gpt))
+    one, other = (rig.step(trainer, [rig.ONE, rig.TWO], update=False) for trainer in (pair, gpt))
     assert all(map(torch.equal, one.losses, other.losses))
 
 
 def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    install: rig.Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = seams.Seam("megatron.core.absent", "Model.forward")
     monkeypatch.setattr(seams, "HYBRID_FORWARD", absent)
@@ -136,11 +123,11 @@ def test_a_core_whose_hybrid_models_cannot_be_imported_is_patched_without_them(
 
 
 def test_what_the_model_hands_to_its_stack_leaves_the_model_as_it_was() -> None:
-    chunk = HybridTrainer().chunk
+    chunk = rig.HybridTrainer().chunk
     before, decoder = set(vars(chunk)), chunk.decoder
-    hidden = torch.empty((64, 1, OPTIONS.hidden), device="meta")
-    handed = layer_constants(chunk, ONE.params(torch.device("cpu")), hidden)
-    assert handed.keys() == {"rotary_pos_emb"} and handed["rotary_pos_emb"].size(0) == ONE.longest
+    hidden = torch.empty((64, 1, rig.OPTIONS.hidden), device="meta")
+    handed = layer_constants(chunk, rig.ONE.params(torch.device("cpu")), hidden)
+    assert handed.keys() == {"rotary_pos_emb"} and handed["rotary_pos_emb"].size(0) == rig.ONE.longest
     assert set(vars(chunk)) == before and chunk.decoder is decoder
 
 
@@ -152,17 +139,17 @@ def test_layers_that_are_not_built_are_refused_by_name(
     symbol: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the pattern alone: most of these cannot be built without further packages."""
-    trainer = HybridTrainer(pattern="*-")
+    trainer = rig.HybridTrainer(pattern="*-")
     assert refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(trainer.chunk.decoder, "layer_type_list", ["*", symbol, "-"])
     assert (
-        refused(trainer.chunk, trainer.model)
+        rig.refused(trainer.chunk, trainer.model)
         == f"{name} ({symbol!r} in the hybrid layer pattern) is not supported yet"
     )
 
 
 def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
-    install: Install, caplog: pytest.LogCaptureFixture
+    install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A layer of another kind in the place of Mamba's."""
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -178,29 +165,29 @@ def test_a_stack_with_a_foreign_layer_trains_eager_under_its_reason(
 
     spec = megagraph.get_hybrid_stack_varlen_spec()
     spec.submodules.mamba_layer = ModuleSpec(module=Foreign)
-    plain = HybridTrainer(pattern="*M-", spec=spec)
-    wanted = [step(plain, [ONE, TWO]) for _ in range(3)]
+    plain = rig.HybridTrainer(pattern="*M-", spec=spec)
+    wanted = [rig.step(plain, [rig.ONE, rig.TWO]) for _ in range(3)]
     install()
-    trainer = HybridTrainer(pattern="*M-", spec=spec)
+    trainer = rig.HybridTrainer(pattern="*M-", spec=spec)
     for one in wanted:
-        assert_same_bits(one, step(trainer, [ONE, TWO]))
-    assert report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
+        assert_same_bits(one, rig.step(trainer, [rig.ONE, rig.TWO]))
+    assert rig.report_of(trainer)["eager"] == {"SCOPE_UNSUPPORTED": 3 * 2 * 3}
     assert ": stays eager (SCOPE_UNSUPPORTED): Foreign as a layer of Mamba ('M' in" in caplog.text
 
 
 def test_where_nothing_is_named_layers_of_experts_alone_stay_eager(experts: None) -> None:
-    steps = steps_of(3, make=Documented)
-    report = compare_runs(steps, HybridExpertTrainer, pattern="ME*E-").report
+    steps = rig.steps_of(3, make=Documented)
+    report = rig.compare_runs(steps, HybridExpertTrainer, pattern="ME*E-").report
     assert len(report["failures"]) == 2
     assert set(report["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
     assert report["replays"] == 2 * 3 * 3
 
 
 def test_a_foreign_layer_in_the_place_of_experts_is_refused_by_name(
-    experts: None, install: Install, caplog: pytest.LogCaptureFixture
+    experts: None, install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
     spec = expert_spec()
     spec.submodules.moe_layer = spec.submodules.mlp_layer
-    step(HybridExpertTrainer("*E", spec=spec), [Documented(lengths=(9, 20))])
+    rig.step(HybridExpertTrainer("*E", spec=spec), [Documented(lengths=(9, 20))])
     assert "MLPLayer as a layer of experts ('E' in the hybrid layer pattern)" in caplog.text

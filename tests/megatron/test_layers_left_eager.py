@@ -5,23 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    CAPACITY,
-    ONE,
-    OPTIONS,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    changes_output,
-    compare_runs,
-    is_capturing,
-    plain,
-    report_of,
-    step,
-)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -29,7 +15,7 @@ from megagraph.demo.trainer import Trainer
 
 LAYERS = 3
 # As many rows and documents as the capacity: the backward of attention sums by their number.
-FULL = Micro(lengths=(20, 14, 12, 10, 8), seed=2)
+FULL = rig.Micro(lengths=(20, 14, 12, 10, 8), seed=2)
 
 
 def _mlp(trainer: Trainer, index: int = 1) -> Any:
@@ -42,10 +28,10 @@ def _scale(module: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple
 
 def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays() -> None:
     """Of whatever kind: test_state_changes.py."""
-    pair = Pair(layers=LAYERS)
+    pair = rig.Pair(layers=LAYERS)
     for trainer in pair.both:
         _mlp(trainer).register_forward_hook(_scale)
-    pair.step(ONE, TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
@@ -55,7 +41,7 @@ def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays() -> None:
 
 def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason() -> None:
     """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
-    pair = Pair(layers=LAYERS)
+    pair = rig.Pair(layers=LAYERS)
     for trainer in pair.both:
         for index in range(LAYERS):
             _mlp(trainer, index).register_forward_hook(_scale)
@@ -68,8 +54,8 @@ def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays() -> None
         layers = model.decoder.layers
         layers[2].mlp.linear_fc1.weight = layers[1].mlp.linear_fc1.weight
 
-    pair = Pair(layers=LAYERS, prepare=tie)
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair(layers=LAYERS, prepare=tie)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
     assert report["replays"] == 2 * 2
@@ -83,8 +69,8 @@ def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays
         model.decoder.layers[1].mlp.linear_fc1.weight = model.get_submodule(owner).weight
 
     # As many words as the MLP has rows.
-    changes = {"layers": LAYERS, "vocab": 4 * OPTIONS.hidden}
-    report = compare_runs([[ONE, TWO]] * 3, prepare=tie, **changes).report
+    changes = {"layers": LAYERS, "vocab": 4 * rig.OPTIONS.hidden}
+    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 3, prepare=tie, **changes).report
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
     assert report["replays"] == 2 * 2 * (LAYERS - 1)
     (failure,) = report["failures"]
@@ -99,15 +85,15 @@ def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
             raise ArithmeticError("an injected failure")
         return out
 
-    changes_output(_mlp(trainer, index), fail)
+    rig.changes_output(_mlp(trainer, index), fail)
 
 
 def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pair = Pair(layers=LAYERS)
-    _breaks(pair.graphed, is_capturing)
-    pair.step(ONE, TWO, times=4)
+    pair = rig.Pair(layers=LAYERS)
+    _breaks(pair.graphed, rig.is_capturing)
+    pair.step(rig.ONE, rig.TWO, times=4)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
     assert report["replays"] == 3 * 2 * (LAYERS - 1)
@@ -130,7 +116,7 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
             raise ArithmeticError("an injected failure")
         return original(model, *args, **kwargs)
 
-    pair = Pair(layers=LAYERS)
+    pair = rig.Pair(layers=LAYERS)
     monkeypatch.setattr(GPTModel, "_preprocess", preprocess)
     pair.step(FULL, FULL, times=4)  # runs as given, and the reference on canonical packs
     report = pair.report()
@@ -138,36 +124,36 @@ def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
     assert report["failures"] == ["ArithmeticError: an injected failure"]
 
 
-def test_what_could_not_be_captured_runs_as_it_was_given(install: Install) -> None:
+def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -> None:
     """Bug: it ran on canonical packs, which some layers cannot take; nothing is gained by them then."""
     rows: list[int] = []
 
     def left(trainer: Trainer) -> list[Any]:
-        return [step(trainer, [micro]) for micro in (FULL, ONE, TWO)]
+        return [rig.step(trainer, [micro]) for micro in (FULL, rig.ONE, rig.TWO)]
 
-    alone = plain(layers=LAYERS)
+    alone = rig.plain(layers=LAYERS)
     expected = left(alone)
     install()
-    trainer = plain(layers=LAYERS)
+    trainer = rig.plain(layers=LAYERS)
     for index in range(LAYERS):
-        _breaks(trainer, is_capturing, index)
-    changes_output(_mlp(trainer), lambda out: rows.append(out.size(0)) or out)
+        _breaks(trainer, rig.is_capturing, index)
+    rig.changes_output(_mlp(trainer), lambda out: rows.append(out.size(0)) or out)
     for given, ours in zip(expected, left(trainer), strict=True):
         assert_same_bits(given, ours)
-    assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
-    assert rows[-2:] == [ONE.physical, TWO.physical]
-    step(trainer, [ONE], eager=True)
-    assert rows[-1] == CAPACITY.tokens  # the reference stays on canonical packs
+    assert rig.report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
+    assert rows[-2:] == [rig.ONE.physical, rig.TWO.physical]
+    rig.step(trainer, [rig.ONE], eager=True)
+    assert rows[-1] == rig.CAPACITY.tokens  # the reference stays on canonical packs
 
 
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
-    pair = Pair(layers=LAYERS)
-    _breaks(pair.graphed, lambda: is_capturing() and not torch.is_grad_enabled())
-    pair.step(ONE, times=2)
-    pair.evaluate(ONE)
-    pair.step(ONE)
-    pair.evaluate(ONE)
-    pair.step(TWO)
+    pair = rig.Pair(layers=LAYERS)
+    _breaks(pair.graphed, lambda: rig.is_capturing() and not torch.is_grad_enabled())
+    pair.step(rig.ONE, times=2)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.ONE)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.TWO)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 1}
     assert report["replays"] == 3 * LAYERS + (LAYERS - 1)
@@ -180,14 +166,14 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     monkeypatch.setattr(tracker, "states_", {**tracker.states_, "test": torch.zeros(16, dtype=torch.uint8)})
-    pair = Pair(layers=LAYERS)
+    pair = rig.Pair(layers=LAYERS)
 
     def draws(out: Tensor) -> Tensor:
         tracker.states_["test"] = tracker.states_["test"] + 1
         return out
 
-    changes_output(_mlp(pair.graphed), draws)
-    pair.step(ONE, TWO, times=3)
+    rig.changes_output(_mlp(pair.graphed), draws)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}
     assert tracker.states_["test"].unique().tolist() == [3 * 2]

@@ -8,28 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
 from host_rig import HostTrainer, OwnBlock, OwnModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import (
-    CAPACITY,
-    HYBRID_PATTERN,
-    LAYERS,
-    ON_GPU,
-    OPTIONS,
-    HybridTrainer,
-    Install,
-    Micro,
-    Pair,
-    compare_runs,
-    report_of,
-    schedule,
-    step,
-    steps_of,
-)
 from same_bits import assert_same_bits
 from torch import Tensor
 from worlds import on_ranks
@@ -38,11 +23,11 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
 
-ONE = Micro(lengths=(9, 20), tail=7, mask_seed=1)
-TWO = Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
-PLAIN = Micro(lengths=(5, 40), seed=2)
+ONE = rig.Micro(lengths=(9, 20), tail=7, mask_seed=1)
+TWO = rig.Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
+PLAIN = rig.Micro(lengths=(5, 40), seed=2)
 # As many rows and documents as the capacity: Megatron alone makes the very same bits.
-FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3, mask_seed=3)
+FULL = rig.Micro(lengths=(40, 9, 7, 5, 3), seed=3, mask_seed=3)
 SMALL = dataclasses.replace(PLAIN, mask_seed=4)
 
 
@@ -76,49 +61,49 @@ def seen() -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=str)
 def test_masks_that_change_every_micro_batch_replay_with_eager_bits(modules: tuple[str, ...]) -> None:
-    report = compare_runs(
-        steps_of(12 if ON_GPU else 4, masks=True, align=4), plugin={"cuda_graph_modules": modules}
+    report = rig.compare_runs(
+        rig.steps_of(12 if rig.ON_GPU else 4, masks=True, align=4), plugin={"cuda_graph_modules": modules}
     ).report
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
-    assert report["replays"] >= 0.95 * (report["calls"] - 3 * LAYERS)
+    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS} and report["failures"] == []
+    assert report["replays"] >= 0.95 * (report["calls"] - 3 * rig.LAYERS)
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
 
 
-def test_a_mask_matters(pair: Pair) -> None:
+def test_a_mask_matters(pair: rig.Pair) -> None:
     pair.step(ONE, times=3)
     masks = [ONE, dataclasses.replace(ONE, mask_seed=8), dataclasses.replace(ONE, mask_seed=9)]
     first, second, third = pair.step(*masks, update=False).losses
     assert not torch.equal(first, second) and not torch.equal(second, third)
-    assert pair.report()["eager"] == {"WARMING_UP": LAYERS}
+    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
 @pytest.mark.parametrize("micro", [ONE, TWO, FULL])
 def test_layers_see_the_same_mask_in_eager_and_in_replays(
-    pair: Pair, seen: list[Tensor], micro: Micro
+    pair: rig.Pair, seen: list[Tensor], micro: rig.Micro
 ) -> None:
     """The user's, and every row at or past the pack's end."""
     pair.step(PLAIN, ONE, times=2)
     given = micro.padding_mask()
     assert given is not None
-    wanted = torch.ones(1, CAPACITY.tokens, dtype=torch.bool)
+    wanted = torch.ones(1, rig.CAPACITY.tokens, dtype=torch.bool)
     wanted[0, : sum(micro.rows)] = given[0, : sum(micro.rows)]
     for trainer in pair.both:
         seen.clear()
-        step(trainer, [micro], update=False, eager=trainer is pair.eager)
-        assert len(seen) == LAYERS and all(torch.equal(mask, wanted.cpu()) for mask in seen)
-    assert pair.report()["replays"] == (2 + 1) * LAYERS
+        rig.step(trainer, [micro], update=False, eager=trainer is pair.eager)
+        assert len(seen) == rig.LAYERS and all(torch.equal(mask, wanted.cpu()) for mask in seen)
+    assert pair.report()["replays"] == (2 + 1) * rig.LAYERS
 
 
-def test_eager_runs_the_mask_that_megatron_alone_runs(install: Install) -> None:
+def test_eager_runs_the_mask_that_megatron_alone_runs(install: rig.Install) -> None:
     """What a canonical pack adds to the mask is no row of the user's."""
 
-    def losses(micro: Micro) -> Tensor:
-        found: list[Tensor] = schedule(trainer.model, [micro], 1, trainer.device, forward_only=True)
+    def losses(micro: rig.Micro) -> Tensor:
+        found: list[Tensor] = rig.schedule(trainer.model, [micro], 1, trainer.device, forward_only=True)
         return found[0]
 
     install(mode="eager")
-    trainer = Trainer(OPTIONS)
+    trainer = Trainer(rig.OPTIONS)
     packs = (TWO, FULL)  # Megatron alone takes no tail
     ours = [losses(micro) for micro in packs]
     megagraph.uninstall()
@@ -127,53 +112,53 @@ def test_eager_runs_the_mask_that_megatron_alone_runs(install: Install) -> None:
     assert torch.equal(ours[-1], losses(FULL))
 
 
-def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(pair: Pair) -> None:
+def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(pair: rig.Pair) -> None:
     for _ in range(3):
         pair.step(ONE, PLAIN, TWO)
         pair.step(PLAIN, FULL)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS}
-    assert report["graphs"] == 2 * 2 * LAYERS and report["verification"]["verified"] == 2
+    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS}
+    assert report["graphs"] == 2 * 2 * rig.LAYERS and report["verification"]["verified"] == 2
 
 
-def test_masks_that_come_later_are_captured_when_they_come(pair: Pair) -> None:
+def test_masks_that_come_later_are_captured_when_they_come(pair: rig.Pair) -> None:
     pair.step(PLAIN, times=2)
     pair.step(ONE, PLAIN, times=3)
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
-def test_capacities_are_learned_from_packs_with_masks(install: Install) -> None:
+def test_capacities_are_learned_from_packs_with_masks(install: rig.Install) -> None:
     install(capacities=(), cuda_graph_warmup_steps=2)
-    trainer = Trainer(OPTIONS)
-    step(trainer, [TWO, FULL], times=4)
-    report = report_of(trainer)
-    assert report["eager"] == {"WARMING_UP": 2 * 2 * LAYERS} and report["failures"] == []
+    trainer = Trainer(rig.OPTIONS)
+    rig.step(trainer, [TWO, FULL], times=4)
+    report = rig.report_of(trainer)
+    assert report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS} and report["failures"] == []
     assert report["verification"]["verified"] > 0 and report["verification"]["unverified"] == 0
 
 
-def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: Pair) -> None:
+def test_a_layer_that_stays_eager_gets_the_canonical_packs_mask(pair: rig.Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].register_forward_hook(lambda *unused: None)
     for micro in (ONE, TWO, FULL, ONE):
         pair.step(micro)
-    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 3}
+    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "FOREIGN_HOOK": 3}
 
 
 def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
     """Layers that are handed another table run eager, with the mask of the rows that they get."""
-    step(trainer, [TWO], update=False, times=2)
-    wanted = step(trainer, [TWO], update=False)
+    rig.step(trainer, [TWO], update=False, times=2)
+    wanted = rig.step(trainer, [TWO], update=False)
 
     def other(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = kwargs["rotary_pos_emb"]
         return args, {**kwargs, "rotary_pos_emb": given.clone().mul_(1.0 + 1e-6)}
 
     handle = trainer.chunk.decoder.register_forward_pre_hook(other, with_kwargs=True)
-    found = step(trainer, [TWO], update=False)
+    found = rig.step(trainer, [TWO], update=False)
     handle.remove()
     for one, two in zip(wanted.losses, found.losses, strict=True):
         torch.testing.assert_close(one, two)
-    assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
+    assert rig.report_of(trainer)["eager"] == {"WARMING_UP": rig.LAYERS, "SIGNATURE_CHANGED": rig.LAYERS}
 
 
 # -- masks that are not what was captured ----------------------------------------------------------
@@ -184,7 +169,7 @@ def _every_third(rows: int, device: torch.device) -> Tensor:
 
 
 # What a hook of the block makes of its mask, and the pack.
-CHANGED: dict[str, tuple[Micro, Callable[[Any, torch.device], Any]]] = {
+CHANGED: dict[str, tuple[rig.Micro, Callable[[Any, torch.device], Any]]] = {
     "another dtype": (FULL, lambda mask, device: mask.long()),
     "gone": (TWO, lambda mask, device: None),
     "out of nowhere": (PLAIN, lambda mask, device: _every_third(PLAIN.physical, device)),
@@ -198,12 +183,12 @@ CHANGED: dict[str, tuple[Micro, Callable[[Any, torch.device], Any]]] = {
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("case", CHANGED)
 def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
-    install: Install, seen: list[Tensor], mode: str, case: str
+    install: rig.Install, seen: list[Tensor], mode: str, case: str
 ) -> None:
     micro, change = CHANGED[case]
     install(mode=mode)
-    trainer = Trainer(OPTIONS)
-    step(trainer, [FULL, PLAIN], update=False, times=3)
+    trainer = Trainer(rig.OPTIONS)
+    rig.step(trainer, [FULL, PLAIN], update=False, times=3)
     handed: list[Any] = []
 
     def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -212,25 +197,25 @@ def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
 
     handle = trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
     seen.clear()
-    ours = step(trainer, [micro], update=False)
-    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == LAYERS
+    ours = rig.step(trainer, [micro], update=False)
+    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
     if handed[0] is None:
         assert seen == []
     else:
-        assert len(seen) == LAYERS and all(torch.equal(mask, handed[0].cpu()) for mask in seen)
+        assert len(seen) == rig.LAYERS and all(torch.equal(mask, handed[0].cpu()) for mask in seen)
     megagraph.uninstall()
-    alone = step(trainer, [micro], update=False)
+    alone = rig.step(trainer, [micro], update=False)
     handle.remove()
     for one, other in zip(ours.losses, alone.losses, strict=True):
         torch.testing.assert_close(one, other)
-        assert micro.physical < CAPACITY.tokens or torch.equal(one, other)
+        assert micro.physical < rig.CAPACITY.tokens or torch.equal(one, other)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: Install, mode: str) -> None:
+def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: rig.Install, mode: str) -> None:
     install(mode=mode)
-    trainer = Trainer(OPTIONS)
-    step(trainer, [FULL], update=False, times=3)
+    trainer = Trainer(rig.OPTIONS)
+    rig.step(trainer, [FULL], update=False, times=3)
     tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in FULL.row_lists())
     mask = FULL.padding_mask()
     assert mask is not None
@@ -241,7 +226,7 @@ def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: In
             for each in (mask.float(), mask)
         )
     assert torch.equal(ours, wanted)
-    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == LAYERS
+    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
 
 
 @pytest.mark.parametrize(
@@ -256,7 +241,7 @@ def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: In
     ids=["another", "none", "one more", "another of a small pack", "none in a small pack"],
 )
 def test_a_mask_that_changes_inside_of_the_block_reaches_the_layers(
-    install: Install, seen: list[Tensor], micro: Micro, is_handed: bool
+    install: rig.Install, seen: list[Tensor], micro: rig.Micro, is_handed: bool
 ) -> None:
     """A host that has put a forward of its own in the place of the block's, before the plugin came.
 
@@ -274,20 +259,23 @@ def test_a_mask_that_changes_inside_of_the_block_reaches_the_layers(
     with mock.patch.object(TransformerBlock, "forward", forward):
         install()
         try:
-            trainer = Trainer(OPTIONS)
-            step(trainer, [micro], update=False, times=2)
-            assert report_of(trainer)["replays"] == LAYERS
+            trainer = Trainer(rig.OPTIONS)
+            rig.step(trainer, [micro], update=False, times=2)
+            assert rig.report_of(trainer)["replays"] == rig.LAYERS
             hands = True
             seen.clear()
-            ours = step(trainer, [micro], update=False)
-            assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
+            ours = rig.step(trainer, [micro], update=False)
+            assert rig.report_of(trainer)["eager"] == {
+                "WARMING_UP": rig.LAYERS,
+                "SIGNATURE_CHANGED": rig.LAYERS,
+            }
             masks = [mask[:, : micro.physical] for mask in seen]
-            assert len(masks) == LAYERS * is_handed
+            assert len(masks) == rig.LAYERS * is_handed
             assert all(torch.equal(mask, _every_third(micro.physical, mask.device)) for mask in masks)
         finally:
             megagraph.uninstall()
-        alone = step(trainer, [micro], update=False)
-    if micro.physical == CAPACITY.tokens:
+        alone = rig.step(trainer, [micro], update=False)
+    if micro.physical == rig.CAPACITY.tokens:
         assert_same_bits(ours, alone)
     for one, other in zip(ours.losses, alone.losses, strict=True):
         torch.testing.assert_close(one, other)
@@ -317,16 +305,16 @@ HANDED = {"model": (HandingModel, None), "block": (GPTModel, HandingBlock)}
 
 @pytest.mark.parametrize("whose", HANDED)
 def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
-    install: Install, whose: str
+    install: rig.Install, whose: str
 ) -> None:
     """Bug: RoPE took a table as long as the capacity for one of the pack's rows, where there are as many."""
     install()
     trainer = HostTrainer(*HANDED[whose])
     micro = FULL if whose == "model" else dataclasses.replace(FULL, mask_seed=None)
-    found = [step(trainer, [micro], update=False) for _ in range(4)]
-    assert report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * LAYERS
+    found = [rig.step(trainer, [micro], update=False) for _ in range(4)]
+    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * rig.LAYERS
     megagraph.uninstall()
-    alone = step(trainer, [micro], update=False)
+    alone = rig.step(trainer, [micro], update=False)
     for left in found:
         assert_same_bits(alone, left)
 
@@ -334,12 +322,12 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
 # -- other models and ranks ------------------------------------------------------------------------
 
 
-def test_a_hybrid_model_takes_masks_too(install: Install) -> None:
+def test_a_hybrid_model_takes_masks_too(install: rig.Install) -> None:
     if not seams.HYBRID_FORWARD.is_present():
         pytest.skip("this megatron-core has no HybridModel")
     install()
-    report = Pair(HybridTrainer).train(steps_of(4, masks=True, align=4))
-    assert report["eager"] == {"WARMING_UP": 3 * len(HYBRID_PATTERN)} and report["failures"] == []
+    report = rig.Pair(rig.HybridTrainer).train(rig.steps_of(4, masks=True, align=4))
+    assert report["eager"] == {"WARMING_UP": 3 * len(rig.HYBRID_PATTERN)} and report["failures"] == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -352,13 +340,13 @@ def test_masks_on_two_tensor_parallel_ranks(sequence_parallel: bool) -> None:
             steps_of=functools.partial(parallel_jobs.steps_of, masks=True), config=config
         )
     assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
-    assert report["eager"] == {"WARMING_UP": 3 * LAYERS} and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS} and report["failures"] == []
     assert report["verification"]["unverified"] == 0
 
 
 @on_ranks(2, tensor_parallel=2)
 def test_what_stays_eager_under_sequence_parallelism_keeps_its_rows() -> None:
     """Bug: where no layer had a graph, a rank's rows were made as many as the whole pack's."""
-    micros = Micro(lengths=(40, 24), mask_seed=1), Micro(lengths=(20, 10), mask_seed=2)
+    micros = rig.Micro(lengths=(40, 24), mask_seed=1), rig.Micro(lengths=(20, 10), mask_seed=2)
     with mlps_that_read_masks():
         parallel_jobs.cannot_capture(micros, {"tensor_model_parallel_size": 2, "sequence_parallel": True})

@@ -10,24 +10,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
-from megatron_rig import (
-    CAPACITY,
-    HYBRID_PATTERN,
-    LAYERS,
-    ON_GPU,
-    ONE,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    needs_engine,
-    refused,
-    report_of,
-    step,
-)
 from mla_rig import MlaHybridTrainer, MlaTrainer, ScatteredMla
 from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
 from same_bits import assert_same_bits
@@ -48,32 +34,32 @@ SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 # -- bits ----------------------------------------------------------------------------------------
 
 
-def test_padding_between_documents_and_several_slots(install: Install) -> None:
+def test_padding_between_documents_and_several_slots(install: rig.Install) -> None:
     install(cuda_graph_slots=2)
-    pair = Pair(MlaTrainer, kind="low rank, YaRN")
+    pair = rig.Pair(MlaTrainer, kind="low rank, YaRN")
     for index in range(6):
         pair.step(
-            Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
-            Micro(lengths=(3, 9, 30), padded=(8, 16, 40), seed=50 + index),
+            rig.Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
+            rig.Micro(lengths=(3, 9, 30), padded=(8, 16, 40), seed=50 + index),
         )
     report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 @pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind: str) -> None:
     """With a table as long as the pack, Megatron's unfused RoPE goes on from document to document."""
-    capacity = CAPACITY.replace(max_seqlen=max_seqlen)
+    capacity = rig.CAPACITY.replace(max_seqlen=max_seqlen)
     lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
-    steps: list[list[Micro]] = [
+    steps: list[list[rig.Micro]] = [
         [canonical(lengths[(index + m) % 5], capacity=capacity, seed=7 * index + m) for m in range(2)]
         for index in range(4)
     ]
     trainer = ScatteredMla if kind == "plain, RoPE" else MlaTrainer
     runs = three_modes(steps, lambda: trainer(kind=kind), capacities=(capacity,))
-    goes_on = {"SIGNATURE_CHANGED": 4 * 2 * LAYERS}
-    assert runs["graph"].report["eager"] == (goes_on if max_seqlen == 64 else {"WARMING_UP": 2 * LAYERS})
+    goes_on = {"SIGNATURE_CHANGED": 4 * 2 * rig.LAYERS}
+    assert runs["graph"].report["eager"] == (goes_on if max_seqlen == 64 else {"WARMING_UP": 2 * rig.LAYERS})
 
 
 @pytest.mark.parametrize("declared", [40, 39, 30, 64], ids=["just the rows", "one less", "less", "more"])
@@ -82,7 +68,7 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
     is_left_eager: bool, declared: int
 ) -> None:
     """Its attention cuts a table to the pack's rows: a longer one goes on from document to document."""
-    steps: list[list[Micro]] = [
+    steps: list[list[rig.Micro]] = [
         [
             Declared(lengths=(10, 30), max_seqlen=declared, seed=index),
             Declared(lengths=(9, 11, 20), max_seqlen=declared, seed=50 + index),
@@ -101,7 +87,7 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
     if declared >= 40:
         assert_same_bits(off, eager)
         assert_same_bits(off, graphed)
-        assert graphed.report["eager"] == {"SIGNATURE_CHANGED": 3 * 2 * LAYERS}
+        assert graphed.report["eager"] == {"SIGNATURE_CHANGED": 3 * 2 * rig.LAYERS}
         return
     assert_close_losses(off, eager)
     assert_close_losses(off, graphed)
@@ -109,7 +95,7 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
         assert set(graphed.report["eager"]) == {"WARMING_UP", "FOREIGN_HOOK"}
     else:
         assert_same_bits(eager, graphed)
-        assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+        assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -177,20 +163,20 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str) -> None:
     """It keeps 32 of them over all layers and models, and what comes next gets their memory."""
-    pair = Pair(MlaTrainer, kind=kind)
+    pair = rig.Pair(MlaTrainer, kind=kind)
     rubbish: list[Tensor] = []
-    *steps, last, one_more = parallel_jobs.steps_of(8 if ON_GPU else 5)
+    *steps, last, one_more = parallel_jobs.steps_of(8 if rig.ON_GPU else 5)
     for index, micros in enumerate(steps):
         pair.step(*micros)
         for embedding in _embeddings(pair.graphed.chunk.decoder):
             for rows in range(100, 140):
                 _table(embedding, rows + 50 * index)
         gc.collect()
-        rows, dim = CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
+        rows, dim = rig.CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
         rubbish += [torch.full((rows, dim), float("nan"), device=pair.graphed.device) for _ in range(64)]
-    pair.evaluate(ONE, TWO)
+    pair.evaluate(rig.ONE, rig.TWO)
     report = pair.train([last, one_more])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS}
 
 
 # -- recompute -----------------------------------------------------------------------------------
@@ -202,7 +188,7 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str) -> Non
 )
 @pytest.mark.parametrize("module", ["mla_up_proj", "core_attn"])
 def test_selective_recompute_has_the_bits_of_none(
-    install: Install, module: str, kind: str, fused: bool
+    install: rig.Install, module: str, kind: str, fused: bool
 ) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
     from megatron.core.tensor_parallel import random
@@ -213,14 +199,14 @@ def test_selective_recompute_has_the_bits_of_none(
     install()
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [module]}
     rope = {"apply_rope_fusion": fused}
-    pair = Pair(MlaTrainer, kind=kind, config={**recomputed, **rope})
+    pair = rig.Pair(MlaTrainer, kind=kind, config={**recomputed, **rope})
     pair.eager = MlaTrainer(kind=kind, config=rope)
-    *steps, last = parallel_jobs.steps_of(7 if ON_GPU else 4)
+    *steps, last = parallel_jobs.steps_of(7 if rig.ON_GPU else 4)
     pair.train(steps)
-    pair.evaluate(ONE, TWO)
+    pair.evaluate(rig.ONE, rig.TWO)
     report = pair.train([last])
-    if not ON_GPU:  # there, only where the random tracker is safe for graphs
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+    if not rig.ON_GPU:  # there, only where the random tracker is safe for graphs
+        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS}
 
 
 # -- other models --------------------------------------------------------------------------------
@@ -244,21 +230,21 @@ def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
 
 
 def of_engine(test: Callable[..., None]) -> Callable[..., None]:
-    marked: Callable[..., None] = pytest.mark.gpu(needs_engine(test))
+    marked: Callable[..., None] = pytest.mark.gpu(rig.needs_engine(test))
     return pytest.mark.usefixtures("deterministic_engine")(marked)
 
 
 @of_engine
 @pytest.mark.parametrize("scopes", SCOPES, ids=lambda scopes: "+".join(scopes) or "layer")
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-def test_layers_of_transformer_engine(install: Install, kind: str, scopes: Sequence[str]) -> None:
+def test_layers_of_transformer_engine(install: rig.Install, kind: str, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    pair = Pair(MlaTrainer, kind=kind, transformer_engine=True)
+    pair = rig.Pair(MlaTrainer, kind=kind, transformer_engine=True)
     pair.train(parallel_jobs.steps_of(20))
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
+    pair.evaluate(rig.ONE, rig.TWO)
+    pair.evaluate(rig.TWO, rig.ONE)
     report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS}
 
 
 @of_engine
@@ -272,19 +258,19 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
     )
     for report in reports:
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * LAYERS}
+        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * rig.LAYERS}
 
 
 @of_engine
-def test_a_hybrid_model_of_layers_of_transformer_engine(install: Install) -> None:
+def test_a_hybrid_model_of_layers_of_transformer_engine(install: rig.Install) -> None:
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     install()
     trainer = MlaHybridTrainer(kind="plain, RoPE", spec=hybrid_stack_spec)
-    step(trainer, [ONE, TWO], times=4)
-    report = report_of(trainer)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * len(HYBRID_PATTERN)}
+    rig.step(trainer, [rig.ONE, rig.TWO], times=4)
+    report = rig.report_of(trainer)
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * len(rig.HYBRID_PATTERN)}
 
 
 # -- fused RoPE ------------------------------------------------------------------------------------
@@ -299,16 +285,16 @@ FUSED = {"apply_rope_fusion": True}
 def test_fused_packs_that_are_canonical_have_the_bits_of_an_unpatched_run(kind: str) -> None:
     """Which runs Megatron's kernels."""
     lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
-    steps: list[list[Micro]] = [
+    steps: list[list[rig.Micro]] = [
         [canonical(lengths[(index + m) % 5], seed=7 * index + m) for m in range(2)] for index in range(8)
     ]
-    runs = three_modes(steps, lambda: MlaTrainer(kind=kind, config=FUSED), capacities=(CAPACITY,))
-    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    runs = three_modes(steps, lambda: MlaTrainer(kind=kind, config=FUSED), capacities=(rig.CAPACITY,))
+    assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 def test_a_longer_pack_replaces_buffers_that_no_graph_reads() -> None:
     """Megatron makes longer tables then, here of another dtype, too, and frees those of before."""
-    pair = Pair(MlaTrainer, kind="low rank, YaRN", config=FUSED)
+    pair = rig.Pair(MlaTrainer, kind="low rank, YaRN", config=FUSED)
     rubbish: list[Tensor] = []
     *steps, last, one_more = parallel_jobs.steps_of(5)
     for index, micros in enumerate(steps):
@@ -319,9 +305,9 @@ def test_a_longer_pack_replaces_buffers_that_no_graph_reads() -> None:
                 embedding.get_cached_cos_sin(200 + 50 * index, dtype=torch.float16, packed_seq=True)
                 assert embedding.cos_cached is not before
         rubbish += [torch.full_like(embedding.cos_cached[:64], float("nan")) for _ in range(64)]
-    pair.evaluate(ONE, TWO)
+    pair.evaluate(rig.ONE, rig.TWO)
     report = pair.train([last, one_more])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS}
 
 
 def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() -> None:
@@ -435,6 +421,6 @@ def test_a_hosts_kernels_in_place_of_megatrons_are_refused(
     trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
     assert refusal_of(trainer.chunk, trainer.model) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
-    assert "rope_of_a_host in place of Megatron's RoPE" in refused(trainer.chunk, trainer.model)
+    assert "rope_of_a_host in place of Megatron's RoPE" in rig.refused(trainer.chunk, trainer.model)
     monkeypatch.setattr(trainer.chunk.config, "apply_rope_fusion", False)
     assert refusal_of(trainer.chunk, trainer.model) is None

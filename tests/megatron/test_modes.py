@@ -4,22 +4,9 @@
 import weakref
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OTHER,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    Step,
-    around_mlps,
-    forward,
-    grads,
-    run_schedule,
-)
 from rl_rig import frozen_model
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -70,29 +57,29 @@ def _second_mlp(trainer: Trainer) -> Any:
 
 def test_a_layer_in_evaluation_mode_is_captured_in_it_while_the_others_train() -> None:
     """Bug: the capture put every module into the model's own mode, and the layer trained from then on."""
-    pair = Pair(prepare=around_mlps(Doubles))
+    pair = rig.Pair(prepare=rig.around_mlps(Doubles))
     for trainer in pair.both:
         _second_mlp(trainer).eval()
-    pair.step(ONE, TWO, times=4)
+    pair.step(rig.ONE, rig.TWO, times=4)
     assert MODES_SEEN[_second_mlp(pair.graphed)] == {False}
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * LAYERS}
-    assert pair.report()["replays"] == 3 * 2 * LAYERS
+    assert pair.report()["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
+    assert pair.report()["replays"] == 3 * 2 * rig.LAYERS
 
 
 def test_no_capture_calls_train_whose_side_effects_may_change_weights() -> None:
     """Bug: to capture another mode, `train()` was called, and only the flags were put back afterwards."""
-    pair = Pair(prepare=around_mlps(Merges))
+    pair = rig.Pair(prepare=rig.around_mlps(Merges))
     for _ in range(3):
-        pair.step(ONE, TWO)
-        pair.evaluate(OTHER)
+        pair.step(rig.ONE, rig.TWO)
+        pair.evaluate(rig.OTHER)
         weights = [_second_mlp(trainer).inner.linear_fc1.weight for trainer in pair.both]
         assert torch.equal(*weights)
-    assert pair.report()["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
-    assert pair.report()["replays"] == 2 * (2 + 1) * LAYERS
-    assert pair.report()["graphs"] == (2 + 1) * LAYERS
+    assert pair.report()["eager"] == {"WARMING_UP": (2 + 1) * rig.LAYERS}
+    assert pair.report()["replays"] == 2 * (2 + 1) * rig.LAYERS
+    assert pair.report()["graphs"] == (2 + 1) * rig.LAYERS
 
 
-def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
+def _with_reference_passes(trainer: Trainer, micros: list[rig.Micro]) -> rig.Step:
     """A step whose forward function also runs the model in evaluation mode, without gradients."""
     passes: list[Tensor] = []
 
@@ -100,25 +87,25 @@ def _with_reference_passes(trainer: Trainer, micros: list[Micro]) -> Step:
         micro = next(data)
         chunk.eval()
         with torch.no_grad():
-            losses, _ = forward(chunk, micro, trainer.device)
+            losses, _ = rig.forward(chunk, micro, trainer.device)
             passes.append(losses.clone())
             del losses
         chunk.train()
-        return forward(chunk, micro, trainer.device)
+        return rig.forward(chunk, micro, trainer.device)
 
     trainer.model.zero_grad_buffer()
-    run_schedule(trainer.model, forward_step, micros, len(micros))
-    return Step(losses=passes, grads=grads(trainer.chunk))
+    rig.run_schedule(trainer.model, forward_step, micros, len(micros))
+    return rig.Step(losses=passes, grads=rig.grads(trainer.chunk))
 
 
 def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pair = Pair(prepare=around_mlps(Doubles))
+    pair = rig.Pair(prepare=rig.around_mlps(Doubles))
     for _ in range(6):
-        assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [ONE, TWO])))
-    assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * LAYERS}
-    assert pair.report()["replays"] == 5 * 2 * LAYERS
+        assert_same_bits(*pair.each(lambda trainer: _with_reference_passes(trainer, [rig.ONE, rig.TWO])))
+    assert pair.report()["eager"] == {"WARMING_UP": (2 + 6 * 2) * rig.LAYERS}
+    assert pair.report()["replays"] == 5 * 2 * rig.LAYERS
     said = [line for line in caplog.messages if "in steps that begin in another state" in line]
     assert said == [
         "GPTModel #2: micro-batches without gradients stay eager in steps that begin in another state: "
@@ -127,16 +114,16 @@ def test_passes_in_modes_that_no_step_begins_in_stay_eager_and_the_log_says_so_o
 
 
 def test_an_evaluation_that_training_steps_pass_over_is_none_of_those(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: rig.Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair.evaluate(ONE)
-    pair.step(ONE, times=5)
-    pair.evaluate(TWO)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.ONE, times=5)
+    pair.evaluate(rig.TWO)
     assert not caplog.messages
-    assert pair.report()["replays"] == (4 + 1) * LAYERS
+    assert pair.report()["replays"] == (4 + 1) * rig.LAYERS
 
 
-def test_nothing_is_captured_in_inference_mode(install: Install) -> None:
+def test_nothing_is_captured_in_inference_mode(install: rig.Install) -> None:
     """Its tensors could not be written any more outside of it."""
     install()
     model, called = frozen_model(seed=3)
@@ -144,8 +131,8 @@ def test_nothing_is_captured_in_inference_mode(install: Install) -> None:
     found = []
     for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
         with context():
-            found.append(forward(called, ONE, device)[0].clone())
+            found.append(rig.forward(called, rig.ONE, device)[0].clone())
     assert torch.equal(found[0], found[2])
     (report,) = megagraph.reports()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": LAYERS}
-    assert report["replays"] == LAYERS
+    assert report["eager"] == {"WARMING_UP": rig.LAYERS, "SIGNATURE_CHANGED": rig.LAYERS}
+    assert report["replays"] == rig.LAYERS

@@ -6,22 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
-from megatron_rig import (
-    CAPACITY,
-    ON_GPU,
-    Install,
-    Pair,
-    graph_config,
-    metrics,
-    refused,
-    report_of,
-    step,
-    steps_of,
-    train,
-)
 from moe_rig import (
     ATTENTION,
     BIAS,
@@ -68,7 +56,7 @@ MIXED: dict[str, tuple[Any, int, int, int]] = {
 @pytest.mark.parametrize("case", MIXED)
 def test_dense_layers_among_layers_of_experts(case: str, caplog: pytest.LogCaptureFixture) -> None:
     scopes, sites, graphed, eager = MIXED[case]
-    report = compare("E-E-", steps_of(5), scopes)
+    report = compare("E-E-", rig.steps_of(5), scopes)
     assert report["layers"] == sites and report["graphs"] == 2 * graphed
     assert report["replays"] == 4 * 3 * graphed
     assert report["eager"].get("SCOPE_UNSUPPORTED", 0) == 4 * 3 * eager
@@ -88,28 +76,28 @@ ELSEWHERE = {**moe_rig.CASES["drop"], "moe_layer_freq": [0, 1]}
 
 
 @pytest.mark.parametrize("scopes", NONE_GRAPHED, ids=str)
-def test_where_no_layer_is_graphed_packs_run_as_given(install: Install, scopes: Sequence[str]) -> None:
+def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
     trainer = ExpertTrainer(**ELSEWHERE)
-    micros = steps_of(1, tails=False)[0]
-    step(trainer, micros, update=False)
-    ours = step(trainer, micros, update=False)
-    report = report_of(trainer)
+    micros = rig.steps_of(1, tails=False)[0]
+    rig.step(trainer, micros, update=False)
+    ours = rig.step(trainer, micros, update=False)
+    report = rig.report_of(trainer)
     assert report["replays"] == 0 and report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert len(report["failures"]) == 2 and NONE_GRAPHED[tuple(scopes)] in report["failures"][0]
     megagraph.uninstall()
-    assert_same_bits(ours, step(trainer, micros, update=False))
+    assert_same_bits(ours, rig.step(trainer, micros, update=False))
 
 
 @pytest.mark.parametrize("way", [ATTENTION, ROUTERS])
-def test_evaluation_between_steps_records_and_counts_nothing(install: Install, way: str) -> None:
+def test_evaluation_between_steps_records_and_counts_nothing(install: rig.Install, way: str) -> None:
     install(cuda_graph_modules=WAYS[way].scopes)
-    pair = Pair(ExpertTrainer, **of(way, BIASED))
-    for micros in steps_of(4):
+    pair = rig.Pair(ExpertTrainer, **of(way, BIASED))
+    for micros in rig.steps_of(4):
         pair.step(*micros)
         pair.evaluate(*micros)
         counts = [router.local_tokens_per_expert for it in pair.both for router in moe_rig.routers(it)]
-        assert not any(each.any() for each in (*counts, *metrics().values()))
+        assert not any(each.any() for each in (*counts, *rig.metrics().values()))
     assert pair.report()["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
@@ -117,9 +105,9 @@ def test_evaluation_between_steps_records_and_counts_nothing(install: Install, w
     ("way", "case"),
     [(PERMUTATION, BIASED), (PERMUTATION, "shared experts"), (PERMUTATION, "drop and pad"), (PADDED, BIASED)],
 )
-def test_evaluation_between_and_a_longer_tail(install: Install, way: str, case: str) -> None:
+def test_evaluation_between_and_a_longer_tail(install: rig.Install, way: str, case: str) -> None:
     install(cuda_graph_modules=WAYS[way].scopes)
-    pair = Pair(ExpertTrainer, **of(way, case))
+    pair = rig.Pair(ExpertTrainer, **of(way, case))
     for index, tail in enumerate(TAILS):
         micro = dataclasses.replace(PACK, tail=tail, tail_token=index)
         pair.step(micro, PACK)
@@ -154,26 +142,26 @@ TAILED = ("alltoall", "allgather", "drop", "drop and pad", BIASED)
 @pytest.mark.parametrize(
     ("way", "case"), [*((way, case) for way in (ATTENTION, ROUTERS) for case in TAILED), (GROUPED, BIASED)]
 )
-def test_a_longer_tail_changes_nothing(install: Install, way: str, case: str, mode: str) -> None:
+def test_a_longer_tail_changes_nothing(install: rig.Install, way: str, case: str, mode: str) -> None:
     install(mode=mode, cuda_graph_modules=WAYS[way].scopes)
     changes = {**of(way, case), "moe_router_bias_update_rate": 0.0}
     trainer = (moe_rig.grouped_trainer if way == GROUPED else ExpertTrainer)(**changes)
-    step(trainer, [PACK], update=False)
+    rig.step(trainer, [PACK], update=False)
     routed = Routed(trainer) if way == ATTENTION else None
     end, found = sum(PACK.lengths), []
     for index, tail in enumerate(TAILS):
-        left = step(trainer, [dataclasses.replace(PACK, tail=tail, tail_token=index)], update=False)
+        left = rig.step(trainer, [dataclasses.replace(PACK, tail=tail, tail_token=index)], update=False)
         left.losses[:] = [each[:end] for each in left.losses]
-        if way == ATTENTION and ON_GPU:  # where the output layer takes another kernel for other rows
+        if way == ATTENTION and rig.ON_GPU:  # where the output layer takes another kernel for other rows
             left.losses, left.grads = [], {}
         assert all(int(counts.sum()) == 2 * end for counts in left.counts)
         found.append(left)
-    if way != GROUPED or not ON_GPU:  # where another kernel multiplies other rows
+    if way != GROUPED or not rig.ON_GPU:  # where another kernel multiplies other rows
         for other in found[1:]:
             assert_same_bits(found[0], other)
     if routed is not None:
         assert_routed_alike(routed, end, changes)
-    assert report_of(trainer)["replays"] == 2 * len(TAILS) * (mode == "graph")
+    assert rig.report_of(trainer)["replays"] == 2 * len(TAILS) * (mode == "graph")
 
 
 def assert_routed_alike(routed: Routed, end: int, changes: moe_rig.Config) -> None:
@@ -182,7 +170,7 @@ def assert_routed_alike(routed: Routed, end: int, changes: moe_rig.Config) -> No
     first = list(zip(routed.maps, routed.probs, strict=True))[:2]
     assert len(routed.maps) == 2 * len(TAILS)
     for index, (routing_map, probs) in enumerate(zip(routed.maps, routed.probs, strict=True)):
-        assert routing_map.size(0) == CAPACITY.tokens
+        assert routing_map.size(0) == rig.CAPACITY.tokens
         assert torch.equal(routing_map[:end], first[index % 2][0][:end])
         assert torch.equal(probs, first[index % 2][1]) and not probs[end:].any()
         if not changes.get("moe_pad_expert_input_to_capacity"):  # which fills up with rows of no weight
@@ -194,9 +182,9 @@ def assert_routed_alike(routed: Routed, end: int, changes: moe_rig.Config) -> No
 @pytest.mark.parametrize("case", ["alltoall", "allgather", "shared experts", "sigmoid, bias, groups"])
 def test_eager_agrees_with_megatron_alone(case: str) -> None:
     """Which takes no tail. Sums of losses have other roundings with a mask."""
-    steps = steps_of(3, tails=False)
-    ours = train(graph_config(mode="eager"), steps, ExpertTrainer, **moe_rig.CASES[case])
-    alone = train(None, steps, ExpertTrainer, **moe_rig.CASES[case])
+    steps = rig.steps_of(3, tails=False)
+    ours = rig.train(rig.graph_config(mode="eager"), steps, ExpertTrainer, **moe_rig.CASES[case])
+    alone = rig.train(None, steps, ExpertTrainer, **moe_rig.CASES[case])
     one, other = ours.steps[0], alone.steps[0]
     for name in ("losses", "grads", "metrics"):
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=1e-6)
@@ -207,13 +195,13 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
     """Masked rows are routed there; Megatron's own count of them for a bias raises, here it does not."""
     changes = {**moe_rig.DROPS, "recompute_granularity": "full", "recompute_method": "uniform"}
     changes["recompute_num_layers"] = 1
-    steps = steps_of(3, masks=True, tails=False)
-    ours = train(graph_config(cuda_graph_modules="attn"), steps, ExpertTrainer, **changes)
-    assert_same_bits(ours, train(None, steps, ExpertTrainer, **changes))
+    steps = rig.steps_of(3, masks=True, tails=False)
+    ours = rig.train(rig.graph_config(cuda_graph_modules="attn"), steps, ExpertTrainer, **changes)
+    assert_same_bits(ours, rig.train(None, steps, ExpertTrainer, **changes))
     assert set(ours.report["eager"]) == {"RECOMPUTING"}
     with pytest.raises(RuntimeError):
-        train(None, steps, ExpertTrainer, **BIAS)
-    biased = train(graph_config(), steps, ExpertTrainer, **{**BIAS, **changes})
+        rig.train(None, steps, ExpertTrainer, **BIAS)
+    biased = rig.train(rig.graph_config(), steps, ExpertTrainer, **{**BIAS, **changes})
     assert set(biased.report["eager"]) == {"RECOMPUTING"} and any(biased.steps[0].counts[0])
 
 
@@ -222,18 +210,18 @@ def test_a_model_that_is_refused_keeps_megatrons_routing() -> None:
 
 @pytest.mark.parametrize("way", [ATTENTION, ROUTERS, PERMUTATION])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_leaves_the_next_step_right(install: Install, way: str, place: str) -> None:
+def test_an_error_leaves_the_next_step_right(install: rig.Install, way: str, place: str) -> None:
     install(cuda_graph_modules=WAYS[way].scopes)
     case = {**WAYS[way].cases[BIASED], **(WAYS[way].cases["drop and pad"] if way == PERMUTATION else {})}
-    pair = Pair(ExpertTrainer, **case)
-    first, second, lost, *others = steps_of(5)
+    pair = rig.Pair(ExpertTrainer, **case)
+    first, second, lost, *others = rig.steps_of(5)
     pair.train([first, second])
     for trainer in pair.both:
         where = f"megatron.core.transformer.moe.{PLACES[place]}"
         with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
-            step(trainer, lost, eager=trainer is pair.eager)
+            rig.step(trainer, lost, eager=trainer is pair.eager)
         assert trainer is pair.eager or way == ATTENTION or not moe_rig.tensors_of_calls(trainer)
-        metrics()
+        rig.metrics()
         for router in moe_rig.routers(trainer) if way != ATTENTION else ():
             router.local_tokens_per_expert.zero_()
     # Nothing of the step that raised is kept by the dispatcher, so that no slot is.
@@ -256,7 +244,7 @@ def trainer() -> ExpertTrainer:
 
 def assert_refused(trainer: ExpertTrainer, what: str) -> None:
     """The model is refused in these words."""
-    assert refused(trainer.chunk, trainer.model) == f"mixture of experts {what} is not supported yet"
+    assert rig.refused(trainer.chunk, trainer.model) == f"mixture of experts {what} is not supported yet"
 
 
 @pytest.mark.parametrize("option", REFUSED)
@@ -307,12 +295,12 @@ def test_which_experts_over_several_ranks_need_equal_rows(
     assert need_equal_rows(config) and refusal_of(trainer.chunk, trainer.model) is None
 
 
-def test_packs_whose_rows_are_samples_run_as_given(install: Install, trainer: ExpertTrainer) -> None:
+def test_packs_whose_rows_are_samples_run_as_given(install: rig.Install, trainer: ExpertTrainer) -> None:
     params = PACK.params(trainer.device)
     if not hasattr(params, "tokens_per_sample"):
         pytest.skip("this release of megatron-core has no tokens_per_sample")
     install(cuda_graph_modules="attn")
-    step(trainer, [PACK], update=False)
+    rig.step(trainer, [PACK], update=False)
     tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in PACK.row_lists())
     params = dataclasses.replace(params, tokens_per_sample=PACK.physical // 2)
 

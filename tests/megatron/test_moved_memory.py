@@ -6,28 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
 from host_calls_rig import adapt
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    Micro,
-    Pair,
-    Step,
-    changes_output,
-    compare_runs,
-    forward,
-    grads,
-    graph_config,
-    plain,
-    report_of,
-    step,
-    weights,
-)
 from rl_rig import BANK, Offload, Round, fits, log_probs, rollouts, train
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -46,16 +28,16 @@ class Phases:
     mini_batches: int  # schedule calls of a phase
     reports: list[dict[str, Any]] = field(default_factory=list)  # after each phase
 
-    def batches(self, index: int) -> list[list[Micro]]:
+    def batches(self, index: int) -> list[list[rig.Micro]]:
         """The packs of round `index`, all of which a capacity holds."""
         drawn = rollouts(index, mini_batches=self.mini_batches)
         return [[micro for micro in packs if fits(micro)] for packs in drawn]
 
     def run(self, mode: str, rounds: int) -> list[Round]:
         """Trains a fresh model in a mode of the plugin."""
-        megagraph.install(graph_config(capacities=BANK, mode=mode))
+        megagraph.install(rig.graph_config(capacities=BANK, mode=mode))
         try:
-            trainer, offload = Trainer(OPTIONS), Offload()
+            trainer, offload = Trainer(rig.OPTIONS), Offload()
             for name, param in trainer.chunk.named_parameters():
                 param.requires_grad_("layers.0.mlp" not in name)
             self._away(trainer, offload, with_gradients=True)
@@ -73,7 +55,7 @@ class Phases:
         for packs, before in zip(batches, old, strict=True):
             left.old += before
             left.losses += train(trainer, packs, before, before)
-            left.grads.append(grads(trainer.chunk))
+            left.grads.append(rig.grads(trainer.chunk))
             trainer.update()
         self._away(trainer, offload, with_gradients=True)
         return left
@@ -96,7 +78,7 @@ def test_a_host_that_moves_memory_around_every_phase_replays_every_call(mini_bat
     graphed = Phases(mini_batches=mini_batches)
     assert_same_bits(graphed.run("graph", rounds), Phases(mini_batches=mini_batches).run("eager", rounds))
     report = graphed.reports[-1]
-    calls = [sum(map(len, graphed.batches(index)[:1])) * LAYERS for index in range(rounds)]
+    calls = [sum(map(len, graphed.batches(index)[:1])) * rig.LAYERS for index in range(rounds)]
     moved_in = 1 if mini_batches == 1 else 0
     warming_up = 2 * calls[0] if mini_batches == 1 else calls[0]
     assert report["eager"] == {"WARMING_UP": warming_up, "ADDRESS_MOVED": calls[moved_in]}
@@ -107,15 +89,15 @@ def test_a_host_that_moves_memory_around_every_phase_replays_every_call(mini_bat
 
 
 @pytest.fixture
-def captured(pair: Pair) -> Pair:
+def captured(pair: rig.Pair) -> rig.Pair:
     """Two models of which one has graphs for training and for evaluation."""
     for _ in range(2):
-        pair.step(ONE)
-        pair.evaluate(TWO)
+        pair.step(rig.ONE)
+        pair.evaluate(rig.TWO)
     return pair
 
 
-def _move_gradients(pair: Pair) -> list[Offload]:
+def _move_gradients(pair: rig.Pair) -> list[Offload]:
     """Of both; what is returned holds what takes the old place."""
     offloads = [Offload(), Offload()]
     for trainer, offload in zip(pair.both, offloads, strict=True):
@@ -123,68 +105,68 @@ def _move_gradients(pair: Pair) -> list[Offload]:
     return offloads
 
 
-def test_gradients_that_move_leave_evaluation_its_graphs(captured: Pair) -> None:
+def test_gradients_that_move_leave_evaluation_its_graphs(captured: rig.Pair) -> None:
     """Bug: every graph was dropped, and evaluation was captured again for nothing."""
     held = []
     for index in range(3):
         before = captured.report()
         held += _move_gradients(captured)
-        captured.evaluate(TWO, ONE)
+        captured.evaluate(rig.TWO, rig.ONE)
         between = captured.report()
         assert between["eager"] == before["eager"]
-        assert between["graphs"] == LAYERS and between["capture_seconds"] == before["capture_seconds"]
-        captured.step(TWO, ONE)
+        assert between["graphs"] == rig.LAYERS and between["capture_seconds"] == before["capture_seconds"]
+        captured.step(rig.TWO, rig.ONE)
         after = captured.report()
         assert after["eager"] == before["eager"], index
-        assert after["graphs"] == (2 + 1) * LAYERS
+        assert after["graphs"] == (2 + 1) * rig.LAYERS
 
 
-def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(captured: Pair) -> None:
+def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(captured: rig.Pair) -> None:
     held = []
     for _ in range(3):
         held += _move_gradients(captured)
-        captured.step(TWO, ONE)
-        captured.evaluate(ONE)
+        captured.step(rig.TWO, rig.ONE)
+        captured.evaluate(rig.ONE)
     report = captured.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
-    assert report["replays"] == ((1 + 2 * 2) + (1 + 3)) * LAYERS
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "ADDRESS_MOVED": 2 * rig.LAYERS}
+    assert report["replays"] == ((1 + 2 * 2) + (1 + 3)) * rig.LAYERS
 
 
-def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(captured: Pair) -> None:
+def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(captured: rig.Pair) -> None:
     """Only between leases can the graphs of one variant be taken out of a slot."""
     trainer, kept = captured.graphed, []
     trainer.zero_grad()
     handle = trainer.chunk.decoder.register_forward_hook(lambda block, args, out: kept.append(out))
-    forward(trainer.model, Micro(lengths=(64,)), trainer.device)
+    rig.forward(trainer.model, rig.Micro(lengths=(64,)), trainer.device)
     handle.remove()
     held = _move_gradients(captured)
     seconds = captured.report()["capture_seconds"]
-    captured.evaluate(TWO)
+    captured.evaluate(rig.TWO)
     assert held and captured.report()["capture_seconds"] > seconds
     kept.clear()
     for _ in range(2):
-        captured.evaluate(TWO)
-        captured.step(ONE)
+        captured.evaluate(rig.TWO)
+        captured.step(rig.ONE)
     report = captured.report()
-    assert report["graphs"] == (2 + 1) * LAYERS
+    assert report["graphs"] == (2 + 1) * rig.LAYERS
     assert set(report["eager"]) == {"WARMING_UP"}
 
 
-def test_gradients_that_move_hide_no_other_change(captured: Pair) -> None:
+def test_gradients_that_move_hide_no_other_change(captured: rig.Pair) -> None:
     held = _move_gradients(captured)
     for trainer in captured.both:
         attention = trainer.chunk.decoder.layers[1].self_attention
         attention.core_attention = copy.deepcopy(attention.core_attention)
-    captured.evaluate(TWO)
+    captured.evaluate(rig.TWO)
     report = captured.report()
-    assert held and report["eager"] == {"WARMING_UP": 2 * LAYERS, "PARAMETERS_CHANGED": LAYERS}
+    assert held and report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "PARAMETERS_CHANGED": rig.LAYERS}
     assert report["graphs"] == 0
 
 
 # -- adapters, tied embeddings, weights loaded in the middle ---------------------------------------
 
 
-STEPS = [[ONE, TWO], [OTHER, ONE], [TWO, TWO], [ONE, OTHER]]
+STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO], [rig.ONE, rig.OTHER]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -194,26 +176,26 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     ids=["all", "of one layer", "qkv", "rows"],
 )
 def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(names: tuple[str, ...], first: int) -> None:
-    graphed = compare_runs(STEPS, prepare=partial(adapt, names=names, first=first))
-    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
-    assert graphed.report["eager"] == {"WARMING_UP": 2 * LAYERS}
+    graphed = rig.compare_runs(STEPS, prepare=partial(adapt, names=names, first=first))
+    assert graphed.report["replays"] == 3 * 2 * rig.LAYERS and graphed.report["failures"] == []
+    assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
     trained = {name for name, _ in graphed.steps[0].grads.items()}
-    assert len(trained) == 2 * len(names) * (LAYERS - first)
+    assert len(trained) == 2 * len(names) * (rig.LAYERS - first)
     assert all(name.endswith((".down", ".up")) for name in trained)
     assert all(grad.any() for grad in graphed.steps[-1].grads.values())
 
 
-def test_adapters_that_come_later_cost_one_eager_step(pair: Pair) -> None:
+def test_adapters_that_come_later_cost_one_eager_step(pair: rig.Pair) -> None:
     """DDP does not know them: their gradients stay in `.grad`."""
-    pair.step(ONE, times=2)
+    pair.step(rig.ONE, times=2)
     for trainer in pair.both:
         adapt(trainer.chunk, LINEARS)
-    pair.step(TWO, OTHER, times=3)
+    pair.step(rig.TWO, rig.OTHER, times=3)
     adapter = pair.graphed.chunk.decoder.layers[0].mlp.linear_fc1
     assert not hasattr(adapter.up, "main_grad") and adapter.up.grad.any()
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
-    assert report["replays"] == (1 + 4) * LAYERS and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": rig.LAYERS, "ADDRESS_MOVED": 2 * rig.LAYERS}
+    assert report["replays"] == (1 + 4) * rig.LAYERS and report["failures"] == []
 
 
 class TiedTrainer(Trainer):
@@ -222,9 +204,9 @@ class TiedTrainer(Trainer):
 
 
 def test_tied_embeddings_have_eager_bits() -> None:
-    graphed = compare_runs(STEPS, TiedTrainer, options=OPTIONS)
+    graphed = rig.compare_runs(STEPS, TiedTrainer, options=rig.OPTIONS)
     assert "output_layer.weight" not in graphed.weights
-    assert graphed.report["replays"] == 3 * 2 * LAYERS and graphed.report["failures"] == []
+    assert graphed.report["replays"] == 3 * 2 * rig.LAYERS and graphed.report["failures"] == []
 
 
 def _load(trainer: Any, state: dict[str, Tensor]) -> None:
@@ -232,18 +214,18 @@ def _load(trainer: Any, state: dict[str, Tensor]) -> None:
     trainer.optimizer.reload_model_params()
 
 
-def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(pair: Pair) -> None:
-    saved = weights(pair.graphed.chunk)
-    pair.step(ONE, TWO, times=3)
+def test_a_checkpoint_loaded_in_place_is_what_graphs_read_from_then_on(pair: rig.Pair) -> None:
+    saved = rig.weights(pair.graphed.chunk)
+    pair.step(rig.ONE, rig.TWO, times=3)
     graphs = pair.report()["graphs"]
     for trainer in pair.both:
         _load(trainer, saved)
-    assert all(torch.equal(weight, saved[name]) for name, weight in weights(pair.graphed.chunk).items())
-    pair.step(TWO, OTHER, times=2)
-    pair.evaluate(ONE)
+    assert all(torch.equal(weight, saved[name]) for name, weight in rig.weights(pair.graphed.chunk).items())
+    pair.step(rig.TWO, rig.OTHER, times=2)
+    pair.evaluate(rig.ONE)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
-    assert report["replays"] == (4 + 4) * LAYERS and report["graphs"] == graphs
+    assert report["eager"] == {"WARMING_UP": (2 + 1) * rig.LAYERS}
+    assert report["replays"] == (4 + 4) * rig.LAYERS and report["graphs"] == graphs
 
 
 def _replace(param: nn.Parameter, held: list[Tensor]) -> None:
@@ -261,34 +243,34 @@ OWNERS = {
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, pair: Pair) -> None:
-    pair.step(ONE, TWO, times=2)
+def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, pair: rig.Pair) -> None:
+    pair.step(rig.ONE, rig.TWO, times=2)
     held: list[Tensor] = []
     for trainer in pair.both:
         _replace(trainer.chunk.get_parameter(name), held)
         trainer.optimizer.reload_model_params()
-    pair.step(TWO, OTHER, times=3)
-    report, moved = pair.report(), OWNERS[name] * LAYERS
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **({"ADDRESS_MOVED": moved} if moved else {})}
-    assert report["replays"] == (2 + 6) * LAYERS - moved and len(held) == 2
+    pair.step(rig.TWO, rig.OTHER, times=3)
+    report, moved = pair.report(), OWNERS[name] * rig.LAYERS
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **({"ADDRESS_MOVED": moved} if moved else {})}
+    assert report["replays"] == (2 + 6) * rig.LAYERS - moved and len(held) == 2
 
 
-def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(pair: Pair) -> None:
+def test_weights_that_move_between_schedule_calls_of_one_step_are_seen(pair: rig.Pair) -> None:
     """Each schedule call is a boundary of its own, whatever the host calls a step. Only the first move costs
     a call: weights that moved once move again."""
-    pair.step(ONE, times=2)
+    pair.step(rig.ONE, times=2)
     for _ in range(2):
         held: list[Tensor] = []
         for trainer in pair.both:
             for param in trainer.chunk.decoder.parameters():
                 _replace(param, held)
             trainer.optimizer.reload_model_params()
-        pair.evaluate(TWO)
-        pair.step(TWO)
+        pair.evaluate(rig.TWO)
+        pair.step(rig.TWO)
     (eager, graphed) = megagraph.reports()
     assert eager["replays"] == 0
-    assert graphed["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": LAYERS}
-    assert graphed["replays"] == (1 + 3) * LAYERS
+    assert graphed["eager"] == {"WARMING_UP": rig.LAYERS, "ADDRESS_MOVED": rig.LAYERS}
+    assert graphed["replays"] == (1 + 3) * rig.LAYERS
 
 
 def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None:
@@ -301,16 +283,16 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     def scaled(model: Any) -> None:
         mlp = model.decoder.layers[0].mlp
         mlp.scale = scale = nn.Parameter(torch.full((), 1.5))
-        changes_output(mlp, lambda out: out * scale if uses[0] else out)
+        rig.changes_output(mlp, lambda out: out * scale if uses[0] else out)
 
-    def run(**ddp: Any) -> tuple[list[Step], dict[str, Any]]:
-        megagraph.install(graph_config())
-        trainer = plain(ddp=ddp, prepare=scaled)
+    def run(**ddp: Any) -> tuple[list[rig.Step], dict[str, Any]]:
+        megagraph.install(rig.graph_config())
+        trainer = rig.plain(ddp=ddp, prepare=scaled)
         found = []
         for index in range(4):
             uses[0] = index == 0  # in the warm-up, by which Megatron counts, and never again
-            found.append(step(trainer, [ONE, TWO], eager=not ddp))
-        report = report_of(trainer)
+            found.append(rig.step(trainer, [rig.ONE, rig.TWO], eager=not ddp))
+        report = rig.report_of(trainer)
         megagraph.uninstall()
         return found, report
 
@@ -319,4 +301,4 @@ def test_a_parameter_that_gets_no_gradient_any_more_holds_no_bucket_up() -> None
     assert_same_bits(graphed, eager, "steps")
     assert graphed[0].grads["decoder.layers.0.mlp.scale"].any()
     assert not graphed[-1].grads["decoder.layers.0.mlp.scale"].any()
-    assert report["replays"] == 3 * 2 * LAYERS and report["failures"] == []
+    assert report["replays"] == 3 * 2 * rig.LAYERS and report["failures"] == []

@@ -6,27 +6,13 @@ import importlib
 from typing import Any
 from unittest import mock
 
+import megatron_rig as rig
 import mla_rig
 import moe_rig
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from megatron_rig import (
-    CAPACITY,
-    ON_GPU,
-    OPTIONS,
-    HybridTrainer,
-    Install,
-    Micro,
-    Pair,
-    Run,
-    compare_runs,
-    report_of,
-    step,
-    steps_of,
-    train,
-)
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor, nn
@@ -65,7 +51,12 @@ class PredictionTrainer(ExpertTrainer):
     """The reference loop around a GPTModel that predicts further tokens."""
 
     def __init__(
-        self, kinds: str = "--", *, position: str = "rope", options: ModelOptions = OPTIONS, **changes: Any
+        self,
+        kinds: str = "--",
+        *,
+        position: str = "rope",
+        options: ModelOptions = rig.OPTIONS,
+        **changes: Any,
     ) -> None:
         self._position = position
         dense = {} if "E" in kinds else DENSE
@@ -121,7 +112,7 @@ def hybrid_spec() -> Any:
     return stack
 
 
-class HybridPredictionTrainer(HybridTrainer):
+class HybridPredictionTrainer(rig.HybridTrainer):
     """The same around a HybridModel, of which `/` begins the layers of one further token."""
 
     def __init__(self) -> None:
@@ -135,9 +126,9 @@ class HybridPredictionTrainer(HybridTrainer):
 LAYERS = 2
 
 
-def compare(steps: Any, scopes: Any = (), **changes: Any) -> Run:
+def compare(steps: Any, scopes: Any = (), **changes: Any) -> rig.Run:
     """Trains eager and graphed, with the same bits. Returns the graphed run."""
-    return compare_runs(steps, PredictionTrainer, {"cuda_graph_modules": scopes}, **changes)
+    return rig.compare_runs(steps, PredictionTrainer, {"cuda_graph_modules": scopes}, **changes)
 
 
 def assert_replayed(report: dict[str, Any], sites: int, warm_up: int = 3 * LAYERS) -> None:
@@ -162,7 +153,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_bits(case: str) -> None:
     scopes, changes = CASES[case]
-    graphed = compare(steps_of(13 if ON_GPU else 3), scopes, **changes)
+    graphed = compare(rig.steps_of(13 if rig.ON_GPU else 3), scopes, **changes)
     assert_replayed(graphed.report, sites=LAYERS)
     for left in graphed.steps:
         of_layers = {name: grad for name, grad in left.grads.items() if "eh_proj.weight" in name}
@@ -173,15 +164,15 @@ def test_bits(case: str) -> None:
 @pytest.mark.parametrize("kinds", ["--", "EE"])
 def test_masks_of_the_users(kinds: str) -> None:
     """0.19 hands them to prediction, 0.16 does not; rows as they were given in either."""
-    graphed = compare(steps_of(3, masks=True), "attn", kinds=kinds)
+    graphed = compare(rig.steps_of(3, masks=True), "attn", kinds=kinds)
     assert_replayed(graphed.report, sites=LAYERS)
 
 
-FULL = Micro(lengths=(20, 14, 30), seed=3)
-GIVEN: dict[str, Micro] = {
+FULL = rig.Micro(lengths=(20, 14, 30), seed=3)
+GIVEN: dict[str, rig.Micro] = {
     "as many rows as the capacity": FULL,
-    "fewer rows": Micro(lengths=(9, 20), seed=5),
-    "padded documents": Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
+    "fewer rows": rig.Micro(lengths=(9, 20), seed=5),
+    "padded documents": rig.Micro(lengths=(20, 10, 22), padded=(24, 12, 28), seed=7),
 }
 
 
@@ -193,11 +184,11 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
     """
     micro = GIVEN[case]
     given = [[micro]] * 3
-    alone = train(None, given, PredictionTrainer)
+    alone = rig.train(None, given, PredictionTrainer)
     graphed = compare(given)
     assert graphed.report["replays"] == 2 * LAYERS
     for one, other in zip(alone.steps, graphed.steps, strict=True):
-        if micro.physical == CAPACITY.tokens:
+        if micro.physical == rig.CAPACITY.tokens:
             assert_same_bits(one, other)
         torch.testing.assert_close(one.losses, other.losses)
         torch.testing.assert_close(one.grads, other.grads, atol=1e-5, rtol=1e-3)
@@ -205,25 +196,25 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
 
 
 def test_packs_that_fit_no_capacity_run_as_given() -> None:
-    large = Micro(lengths=(40, 40), seed=8)
+    large = rig.Micro(lengths=(40, 40), seed=8)
     given = [[FULL, large]] * 3
     graphed = compare(given)
     assert graphed.report["replays"] == 2 * LAYERS
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
 
 
-def test_where_no_layer_is_graphed_packs_run_as_given(install: Install) -> None:
+def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> None:
     """Rotary positions are ours there, too, where tails would raise."""
     install()
     trainer = PredictionTrainer("EE")
-    micros = steps_of(1, tails=False)[0]
-    step(trainer, micros, update=False)
-    ours = step(trainer, micros, update=False)
-    report = report_of(trainer)
+    micros = rig.steps_of(1, tails=False)[0]
+    rig.step(trainer, micros, update=False)
+    ours = rig.step(trainer, micros, update=False)
+    report = rig.report_of(trainer)
     assert report["replays"] == 0
     assert report["eager"] == {"WARMING_UP": 3 * LAYERS, "SCOPE_UNSUPPORTED": 3 * LAYERS}
     megagraph.uninstall()
-    assert_same_bits(ours, step(trainer, micros, update=False))
+    assert_same_bits(ours, rig.step(trainer, micros, update=False))
 
 
 def test_detached_and_repeated_layers_of_prediction() -> None:
@@ -231,7 +222,7 @@ def test_detached_and_repeated_layers_of_prediction() -> None:
     options = {"mtp_detach_heads": True, "mtp_use_repeated_layer": True}
     if not names.issuperset(options):
         pytest.skip("this megatron-core has neither option")
-    graphed = compare(steps_of(3), **options)
+    graphed = compare(rig.steps_of(3), **options)
     assert_replayed(graphed.report, sites=LAYERS)
 
 
@@ -246,18 +237,18 @@ def test_mla(kind: str) -> None:
         multi_latent_attention=True,
         qk_layernorm=config.get("qk_layernorm", False),
     )
-    given = [[Micro(lengths=(20, 14, 30), seed=1), Micro(lengths=(9, 17), seed=2)]] * 3
+    given = [[rig.Micro(lengths=(20, 14, 30), seed=1), rig.Micro(lengths=(9, 17), seed=2)]] * 3
     with mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type)):
         graphed = compare(given, options=mla_rig.OPTIONS, spec=spec, **config)
     assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
 
 
-def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> None:
+def test_routers_that_record_do_so_in_prediction_as_well(install: rig.Install) -> None:
     """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     install(cuda_graph_modules="attn")
-    pair = Pair(PredictionTrainer, kinds="EE", moe_enable_routing_replay=True)
+    pair = rig.Pair(PredictionTrainer, kinds="EE", moe_enable_routing_replay=True)
     replays = [
         [module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")]
         for trainer in pair.both
@@ -265,7 +256,7 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> No
     assert [len(each) for each in replays] == [LAYERS + 2] * 2
     for replay in (*replays[0], *replays[1]):
         replay.set_router_replay_action(RouterReplayAction.RECORD)
-    for micros in steps_of(3):
+    for micros in rig.steps_of(3):
         pair.step(*micros)
         one, other = ([replay.get_recorded_indices() for replay in each] for each in replays)
         assert {len(each) for each in one} == {micros[-1].physical}
@@ -273,11 +264,11 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: Install) -> No
     assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
 
 
-def test_a_hybrid_model_too(install: Install) -> None:
+def test_a_hybrid_model_too(install: rig.Install) -> None:
     if not seams.HYBRID_FORWARD.is_present():
         pytest.skip("this megatron-core has no HybridModel")
     install()
-    report = Pair(HybridPredictionTrainer).train([FULL, *micros] for micros in steps_of(4))
+    report = rig.Pair(HybridPredictionTrainer).train([FULL, *micros] for micros in rig.steps_of(4))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 4 * 4}
     assert report["replays"] == 3 * 4 * 4
 
@@ -295,7 +286,7 @@ def test_sequence_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     assert refusal.sentence == f"{name} is not supported yet"
 
 
-def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
+def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> None:
     class OwnPrediction(MultiTokenPredictionBlock):  # type: ignore[misc]  # megatron-core has no types
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
             """Could not be handed the pack as it was given, unless it calls Megatron's."""
@@ -305,9 +296,9 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
     install()
     trainer = PredictionTrainer()
     trainer.chunk.mtp.__class__ = OwnPrediction
-    micros = steps_of(1, tails=False)[0]
-    ours = [step(trainer, micros, update=False) for _ in range(3)]
-    report = report_of(trainer)
+    micros = rig.steps_of(1, tails=False)[0]
+    ours = [rig.step(trainer, micros, update=False) for _ in range(3)]
+    report = rig.report_of(trainer)
     assert report["eager"] == {"SCOPE_UNSUPPORTED": 3 * 3 * LAYERS}
     name = "multi-token prediction by a forward of OwnPrediction's own"
     assert report["failures"] == [
@@ -317,4 +308,4 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: Install) -> None:
     ]
     megagraph.uninstall()
     for left in ours:
-        assert_same_bits(left, step(trainer, micros, update=False))
+        assert_same_bits(left, rig.step(trainer, micros, update=False))

@@ -9,24 +9,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    TWO,
-    HybridTrainer,
-    Install,
-    Micro,
-    Pair,
-    evaluate,
-    grads,
-    plain_model,
-    refused,
-    schedule,
-    step,
-)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
@@ -52,7 +37,7 @@ _BY_CONFIG = {
 
 @pytest.fixture
 def trainer() -> Trainer:
-    return Trainer(OPTIONS)
+    return Trainer(rig.OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +52,14 @@ def test_what_a_stage_of_a_pipeline_cannot_have(trainer: Trainer, option: str, v
     assert refusal_of(trainer.chunk, trainer.model) is None
     setattr(trainer.chunk.config, option, value)
     of_stage = "with pipeline parallelism (pipeline_model_parallel_size=2) is not supported yet"
-    sentence = refused(trainer.chunk, trainer.model)
+    sentence = rig.refused(trainer.chunk, trainer.model)
     assert sentence.startswith(what) and sentence.endswith(of_stage)
 
 
 def test_a_stage_of_a_hybrid_model_is_refused() -> None:
-    model = HybridTrainer().chunk
+    model = rig.HybridTrainer().chunk
     model.config.pipeline_model_parallel_size = 2
-    assert refused(model).startswith("a HybridModel with pipeline parallelism")
+    assert rig.refused(model).startswith("a HybridModel with pipeline parallelism")
 
 
 def test_a_plain_model_is_not_refused(trainer: Trainer) -> None:
@@ -88,7 +73,7 @@ def test_an_option_that_is_not_built_is_refused_by_name(
 ) -> None:
     value, name = _BY_CONFIG[option]
     monkeypatch.setattr(trainer.chunk.config, option, value, raising=False)
-    assert refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
+    assert rig.refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,7 @@ def test_an_option_that_is_not_built_is_refused_by_name(
 def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
     change: Callable[[Any], None], name: str
 ) -> None:
-    chunk: Any = Trainer(OPTIONS).chunk
+    chunk: Any = Trainer(rig.OPTIONS).chunk
     assert refusal_of(chunk, None) is None
     chunk.config.context_parallel_size = 2
     assert refusal_of(chunk, None) is None
@@ -123,29 +108,31 @@ def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert refused(trainer.chunk, ddp) == "Megatron-FSDP is not supported yet"
+    assert rig.refused(trainer.chunk, ddp) == "Megatron-FSDP is not supported yet"
 
 
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
-    assert "multimodal RoPE" in refused(trainer.chunk, None)
+    assert "multimodal RoPE" in rig.refused(trainer.chunk, None)
 
 
-def test_a_model_under_full_recompute_runs_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_under_full_recompute_runs_eager(
+    install: rig.Install, caplog: pytest.LogCaptureFixture
+) -> None:
     """The report's failures were empty for a model that was refused."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     install()
     # In evaluation: Megatron's checkpoint itself needs a GPU.
-    full, plain = Trainer(OPTIONS, config=recompute), Trainer(OPTIONS)
+    full, plain = Trainer(rig.OPTIONS, config=recompute), Trainer(rig.OPTIONS)
     for _ in range(3):
-        evaluate(full, [ONE])
-        evaluate(plain, [ONE])
+        rig.evaluate(full, [rig.ONE])
+        rig.evaluate(plain, [rig.ONE])
     reports = megagraph.reports()
-    assert reports[0]["eager"] == {"RECOMPUTING": 3 * LAYERS}
+    assert reports[0]["eager"] == {"RECOMPUTING": 3 * rig.LAYERS}
     (failure,) = reports[0]["failures"]
     assert failure.startswith("GPTModel stays eager (RECOMPUTING): full recompute")
     assert reports[1]["failures"] == []
-    assert reports[1]["replays"] == 2 * LAYERS
+    assert reports[1]["replays"] == 2 * rig.LAYERS
     assert "GPTModel: stays eager (RECOMPUTING): full recompute" in caplog.text
 
 
@@ -188,9 +175,9 @@ def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_typ
         "perform_initialization": False,  # which wants random streams
     }
 
-    transformer = transformer_config(OPTIONS, **config)
-    model = gpt_model(OPTIONS, transformer, _delta_net_spec(transformer))
-    assert refused(model, None) == (
+    transformer = transformer_config(rig.OPTIONS, **config)
+    model = gpt_model(rig.OPTIONS, transformer, _delta_net_spec(transformer))
+    assert rig.refused(model, None) == (
         "a gated delta net (GatedDeltaNet at layers.1.self_attention) is not supported yet"
     )
 
@@ -204,23 +191,23 @@ def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_typ
     ],
 )
 def test_megatrons_own_graphs_beside_ours_are_an_error(
-    option: str, value: Any, got: str, install: Install
+    option: str, value: Any, got: str, install: rig.Install
 ) -> None:
     install()
-    trainer = Trainer(OPTIONS)
+    trainer = Trainer(rig.OPTIONS)
     setattr(trainer.chunk.config, option, value)
     with pytest.raises(ValueError, match=rf"expected cuda_graph_impl 'none'.*{got}"):
-        step(trainer, [ONE])
+        rig.step(trainer, [rig.ONE])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unpacked(Micro):
+class Unpacked(rig.Micro):
     def params(self, device: torch.device) -> Any:
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Split(Micro):
+class Split(rig.Micro):
     """Queries and keys with offsets of their own."""
 
     def params(self, device: torch.device) -> Any:
@@ -230,26 +217,28 @@ class Split(Micro):
 
 
 @pytest.mark.parametrize(("kind", "reason"), [(Unpacked, "NO_PACK_METADATA"), (Split, "SIGNATURE_CHANGED")])
-def test_a_micro_batch_that_no_graph_takes_runs_eager(kind: type[Micro], reason: str, pair: Pair) -> None:
-    pair.step(ONE, kind(lengths=(30,)), times=3)
+def test_a_micro_batch_that_no_graph_takes_runs_eager(
+    kind: type[rig.Micro], reason: str, pair: rig.Pair
+) -> None:
+    pair.step(rig.ONE, kind(lengths=(30,)), times=3)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}
-    assert report["replays"] == 2 * LAYERS
+    assert report["eager"] == {"WARMING_UP": rig.LAYERS, reason: 3 * rig.LAYERS}
+    assert report["replays"] == 2 * rig.LAYERS
 
 
-def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: Install) -> None:
+def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install: rig.Install) -> None:
     install()
 
     def train(eager: bool) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-        model, called = plain_model(seed=7)
+        model, called = rig.plain_model(seed=7)
         device, left = next(model.parameters()).device, []
         for index in range(4):
             for param in model.parameters():
                 # Gradients of the first two steps add up.
                 param.grad = param.grad if index == 1 else None
             with megagraph.disable_cuda_graphs_this_step() if eager else nullcontext():
-                losses = schedule(called, [ONE, TWO], 2, device)
-            left.append((losses, grads(model)))
+                losses = rig.schedule(called, [rig.ONE, rig.TWO], 2, device)
+            left.append((losses, rig.grads(model)))
             with torch.no_grad():
                 for param in model.parameters():
                     param -= 0.1 * param.grad
@@ -258,5 +247,5 @@ def test_a_model_without_ddp_accumulates_plain_gradients_with_eager_bits(install
 
     assert_same_bits(train(eager=True), train(eager=False))
     report = megagraph.reports()[-1]
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS}
-    assert report["replays"] == 3 * 2 * LAYERS
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
+    assert report["replays"] == 3 * 2 * rig.LAYERS

@@ -6,22 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
+import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron_rig import (
-    ON_GPU,
-    Install,
-    Micro,
-    Step,
-    forget_metrics,
-    graph_config,
-    refused,
-    report_of,
-    step,
-    steps_of,
-)
 from moe_rig import EXPERTS, ExpertTrainer
 from same_bits import assert_same_bits
 from torch import Tensor
@@ -36,10 +25,10 @@ pytestmark = pytest.mark.usefixtures("experts")
 TOPK = 2
 WHY = "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 ACTIONS = ("RECORD", "REPLAY_FORWARD", None)
-FULL = Micro(lengths=(20, 14, 30), seed=3)
+FULL = rig.Micro(lengths=(20, 14, 30), seed=3)
 
 
-def targets(micro: Micro, layer: int) -> Tensor:
+def targets(micro: rig.Micro, layer: int) -> Tensor:
     """Two experts for each row that a pack has, int64 [rows, 2]."""
     generator = torch.Generator().manual_seed(100 * micro.seed + layer)
     return torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(micro.physical)])
@@ -48,7 +37,7 @@ def targets(micro: Micro, layer: int) -> Tensor:
 class Told:
     """Micro-batches, before each of which core's routers are told what to do with it."""
 
-    def __init__(self, trainer: ExpertTrainer, micros: Sequence[Micro]) -> None:
+    def __init__(self, trainer: ExpertTrainer, micros: Sequence[rig.Micro]) -> None:
         self._replays = [router.router_replay for router in moe_rig.routers(trainer)]
         self._micros = micros
         self._device = trainer.device
@@ -57,7 +46,7 @@ class Told:
     def __len__(self) -> int:
         return len(self._micros)
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[rig.Micro]:
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
         for index, micro in enumerate(self._micros):
@@ -79,21 +68,21 @@ class Told:
 
 
 def run(
-    config: GraphConfig | None, given: Sequence[Sequence[Micro]], **changes: Any
-) -> tuple[list[Step], list[Tensor], dict[str, Any]]:
+    config: GraphConfig | None, given: Sequence[Sequence[rig.Micro]], **changes: Any
+) -> tuple[list[rig.Step], list[Tensor], dict[str, Any]]:
     """Trains a fresh model whose routers record and replay. Returns steps, what was recorded, the report."""
     if config is not None:
         megagraph.install(config)
     try:
-        forget_metrics()
+        rig.forget_metrics()
         trainer = ExpertTrainer(moe_enable_routing_replay=True, **changes)
         steps, recorded = [], []
         for micros in given:
             told = Told(trainer, micros)
-            steps.append(step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
+            steps.append(rig.step(trainer, told))  # type: ignore[arg-type]  # has what a step needs
             told.collect()
             recorded += told.recorded
-        return steps, recorded, {} if config is None else report_of(trainer)
+        return steps, recorded, {} if config is None else rig.report_of(trainer)
     finally:
         megagraph.uninstall()
 
@@ -120,9 +109,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_bits(case: str) -> None:
     """Three packs a step, with other actions and targets for each."""
     scopes, changes = CASES[case]
-    given = steps_of(13 if ON_GPU else 3)
-    eager = run(graph_config(mode="eager"), given, **changes)
-    graphed = run(graph_config(cuda_graph_modules=scopes), given, **changes)
+    given = rig.steps_of(13 if rig.ON_GPU else 3)
+    eager = run(rig.graph_config(mode="eager"), given, **changes)
+    graphed = run(rig.graph_config(cuda_graph_modules=scopes), given, **changes)
     assert_same_bits(eager[:2], graphed[:2])
     rows = [m.physical for ms in given for i, m in enumerate(ms) if ACTIONS[(m.seed + i) % 3] == "RECORD"]
     assert [tuple(each.shape) for each in graphed[1]] == [(n, TOPK) for n in rows for _layer in range(2)]
@@ -137,21 +126,21 @@ def test_bits(case: str) -> None:
 
 
 def test_masks_of_the_users_too() -> None:
-    given = steps_of(3, masks=True)
-    eager = run(graph_config(mode="eager"), given)
-    graphed = run(graph_config(cuda_graph_modules="attn"), given)
+    given = rig.steps_of(3, masks=True)
+    eager = run(rig.graph_config(mode="eager"), given)
+    graphed = run(rig.graph_config(cuda_graph_modules="attn"), given)
     assert_same_bits(eager[:2], graphed[:2])
     assert graphed[2]["eager"] == {"WARMING_UP": 3 * 2}
 
 
 def test_megatron_alone_chooses_and_records_the_same() -> None:
     """Where no row was added, to the bit. Else what is recorded; losses and gradients but for roundings."""
-    small = Micro(lengths=(9, 20), seed=1)
+    small = rig.Micro(lengths=(9, 20), seed=1)
     given = [[FULL, FULL, FULL], [small, small, small]] * 2
     # A mask of no rows changes how losses of experts are rounded.
     lossless: dict[str, Any] = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     alone = run(None, given, moe_z_loss_coeff=None, **lossless)
-    graphed = run(graph_config(cuda_graph_modules="attn"), given, moe_z_loss_coeff=None, **lossless)
+    graphed = run(rig.graph_config(cuda_graph_modules="attn"), given, moe_z_loss_coeff=None, **lossless)
     assert graphed[2]["replays"] == 3 * 3 * 2
     assert_same_bits(alone[0][0], graphed[0][0])
     assert all(map(torch.equal, alone[1], graphed[1]))
@@ -163,7 +152,7 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
 @pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
 def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: tuple[str, ...]) -> None:
     spec = moe_rig.block_spec("EE") if scopes else with_grouped_experts(moe_rig.block_spec("EE"))
-    _steps, _recorded, report = run(graph_config(cuda_graph_modules=scopes), [[FULL] * 3] * 3, spec=spec)
+    _steps, _recorded, report = run(rig.graph_config(cuda_graph_modules=scopes), [[FULL] * 3] * 3, spec=spec)
     assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 3 * 2
     assert report["failures"] == [
         f"layer {index} (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {WHY}" for index in range(2)
@@ -201,18 +190,18 @@ class HostRouting:
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool) -> None:
-    given = steps_of(3, masks=masks)
+    given = rig.steps_of(3, masks=masks)
     found, seen = [], []
     for mode in ("eager", "graph"):
-        config = graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
+        config = rig.graph_config(mode=mode, cuda_graph_modules=("attn", "moe_router"))
         host = HostRouting()
         is_before = when == "before"
         with host.patch() if is_before else nullcontext():
             megagraph.install(config)
             with nullcontext() if is_before else host.patch():
                 trainer = ExpertTrainer()
-                found.append([step(trainer, micros) for micros in given])
-                report = report_of(trainer)
+                found.append([rig.step(trainer, micros) for micros in given])
+                report = rig.report_of(trainer)
             megagraph.uninstall()  # behind the patch that came behind it, which puts the plugin's back
         seen.append(host)
     assert_same_bits(*found)
@@ -232,7 +221,7 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
 
 def assert_refused(model: Any, what: str) -> None:
     """In these words."""
-    assert refused(model, None) == f"mixture of experts {what} is not supported yet"
+    assert rig.refused(model, None) == f"mixture of experts {what} is not supported yet"
 
 
 def test_replayed_routing_that_is_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,14 +248,14 @@ def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_repl
         assert_refused(trainer.chunk, f"{what} {OwnRouter.__qualname__}")
 
 
-def test_routers_that_are_told_later_and_recomputed_raise(install: Install) -> None:
+def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) -> None:
     """In the backward pass nobody would know how many rows they have choices for."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     install(cuda_graph_modules="attn")
     trainer = ExpertTrainer(**moe_rig.CASES["recomputed"])
-    step(trainer, [FULL], times=2)
+    rig.step(trainer, [FULL], times=2)
     for router in moe_rig.routers(trainer):
         router.router_replay = RouterReplay()
     with pytest.raises(RuntimeError, match="expected no 'moe' in recompute_modules"):
-        step(trainer, [FULL])
+        rig.step(trainer, [FULL])

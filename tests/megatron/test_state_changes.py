@@ -4,22 +4,9 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    Step,
-    eager_since,
-    grads,
-    needs_engine,
-    schedule,
-    te_layer_spec,
-)
 from same_bits import assert_same_bits
 from state_changes import CHANGES, Undo, probes_in_place_of_mlps
 
@@ -45,71 +32,71 @@ def _table(names: Collection[str]) -> pytest.MarkDecorator:
     """Each of these changes in our layers, and some of them in those of Transformer Engine."""
     rows: list[Any] = [pytest.param(name, OURS, id=f"{name}-{OURS}") for name in names]
     rows += [
-        pytest.param(name, ENGINE, marks=[pytest.mark.gpu, needs_engine], id=f"{name}-{ENGINE}")
+        pytest.param(name, ENGINE, marks=[pytest.mark.gpu, rig.needs_engine], id=f"{name}-{ENGINE}")
         for name in names
         if name in IN_ENGINE
     ]
     return pytest.mark.parametrize(("name", "layers"), rows)
 
 
-def _pair_of(layers: str) -> Pair:
+def _pair_of(layers: str) -> rig.Pair:
     if layers == OURS:
-        return Pair()
-    return Pair(spec=te_layer_spec(), config={"apply_rope_fusion": True})
+        return rig.Pair()
+    return rig.Pair(spec=rig.te_layer_spec(), config={"apply_rope_fusion": True})
 
 
 @_table(CHANGES)
-def test_a_change_between_steps(name: str, layers: str, install: Install) -> None:
+def test_a_change_between_steps(name: str, layers: str, install: rig.Install) -> None:
     change = CHANGES[name]
     warm_up = 1 if layers == OURS else 2  # those of Transformer Engine set attributes in their first step
     install(cuda_graph_warmup_steps=warm_up)
     pair = _pair_of(layers)
-    pair.step(ONE, times=warm_up)
-    losses = pair.step(TWO, update=False).losses
+    pair.step(rig.ONE, times=warm_up)
+    losses = pair.step(rig.TWO, update=False).losses
     pair.eager.chunk.zero_grad()  # of parameters that neither DDP nor the optimizer knows
     pair.graphed.chunk.zero_grad()
     before = pair.report()
-    assert before["eager"] == {"WARMING_UP": warm_up * LAYERS}
+    assert before["eager"] == {"WARMING_UP": warm_up * rig.LAYERS}
 
     undo = change.of_both(pair)
-    changed = pair.step(TWO).losses
+    changed = pair.step(rig.TWO).losses
     assert torch.equal(changed[0], losses[0]) is not change.matters, "the change changes nothing"
-    assert eager_since(pair.report(), before) == (
-        {change.reason.name: LAYERS} if change.reason is not None else {}
+    assert rig.eager_since(pair.report(), before) == (
+        {change.reason.name: rig.LAYERS} if change.reason is not None else {}
     )
     before = pair.report()
-    pair.step(ONE, times=2)
+    pair.step(rig.ONE, times=2)
     if change.stays_eager:
-        assert set(eager_since(pair.report(), before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
+        assert set(rig.eager_since(pair.report(), before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
     else:
-        assert eager_since(pair.report(), before) == {}
+        assert rig.eager_since(pair.report(), before) == {}
     if change.lasts:
         return
 
     before = pair.report()
     undo()
-    pair.step(TWO)
-    eager_back = sum(eager_since(pair.report(), before).values())
-    assert eager_back == (LAYERS if change.is_eager_back else 0), eager_since(pair.report(), before)
+    pair.step(rig.TWO)
+    eager_back = sum(rig.eager_since(pair.report(), before).values())
+    assert eager_back == (rig.LAYERS if change.is_eager_back else 0), rig.eager_since(pair.report(), before)
     before = pair.report()
-    pair.step(ONE)
-    assert eager_since(pair.report(), before) == {}
+    pair.step(rig.ONE)
+    assert rig.eager_since(pair.report(), before) == {}
 
 
-def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], None]) -> Step:
+def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], None]) -> rig.Step:
     """A step whose second micro-batch runs changed."""
 
-    def micros() -> Iterator[Micro]:
-        yield ONE
+    def micros() -> Iterator[rig.Micro]:
+        yield rig.ONE
         do()
-        yield TWO
+        yield rig.TWO
 
     trainer.zero_grad()
     try:
-        losses = schedule(trainer.model, micros(), 2, trainer.device)
+        losses = rig.schedule(trainer.model, micros(), 2, trainer.device)
     finally:
         undo()
-    return Step(losses=losses, grads=grads(trainer.chunk))
+    return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
 
 
 # Every call asks what every boundary asks but for containers and memory: one change for each way of asking.
@@ -138,14 +125,14 @@ IN_STEP = (
 
 
 @_table(IN_STEP)
-def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> None:
+def test_a_change_inside_a_step(name: str, layers: str, install: rig.Install) -> None:
     change = CHANGES[name]
     install()
     pair = _pair_of(layers)
-    pair.step(ONE, times=2)
+    pair.step(rig.ONE, times=2)
     before = pair.report()
 
-    def changing(trainer: Trainer) -> Step:
+    def changing(trainer: Trainer) -> rig.Step:
         undos: list[Undo] = []
         return _changing_step(
             trainer, lambda: undos.append(change.do(trainer)), lambda: [it() for it in undos] and None
@@ -153,117 +140,117 @@ def test_a_change_inside_a_step(name: str, layers: str, install: Install) -> Non
 
     assert_same_bits(*pair.each(changing))
     # Of the second micro-batch alone.
-    assert eager_since(pair.report(), before) == (
-        {"STATE_CHANGED": LAYERS} if change.reason is not None else {}
+    assert rig.eager_since(pair.report(), before) == (
+        {"STATE_CHANGED": rig.LAYERS} if change.reason is not None else {}
     )
     before = pair.report()
-    pair.step(ONE)
-    expected = LAYERS if change.is_eager_back and not change.stays_eager else 0
-    assert sum(eager_since(pair.report(), before).values()) in (0, expected)
+    pair.step(rig.ONE)
+    expected = rig.LAYERS if change.is_eager_back and not change.stays_eager else 0
+    assert sum(rig.eager_since(pair.report(), before).values()) in (0, expected)
     before = pair.report()
-    pair.step(TWO)
-    assert eager_since(pair.report(), before) == {}
+    pair.step(rig.TWO)
+    assert rig.eager_since(pair.report(), before) == {}
 
 
-def test_states_that_have_graphs_replay_however_often_they_alternate(pair: Pair) -> None:
-    pair.step(ONE, times=2)
+def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, times=2)
     changes = [CHANGES[name] for name in ("adapter off", "text", "mode of the model")]
     for change in changes:
         undo = change.of_both(pair)
-        pair.step(ONE, times=2)
+        pair.step(rig.ONE, times=2)
         undo()
     before = pair.report()
-    assert before["eager"] == {"WARMING_UP": LAYERS, "STATE_CHANGED": 3 * LAYERS}
+    assert before["eager"] == {"WARMING_UP": rig.LAYERS, "STATE_CHANGED": 3 * rig.LAYERS}
     for _ in range(2):
         for change in changes:
             undo = change.of_both(pair)
-            pair.step(ONE)
+            pair.step(rig.ONE)
             undo()
-            pair.step(TWO)
-    assert eager_since(pair.report(), before) == {}
+            pair.step(rig.TWO)
+    assert rig.eager_since(pair.report(), before) == {}
     assert len(before["states"]) == 4 and before["states"][0] == "the first one"
     assert "_adapter_enabled True -> False" in before["states"][1]
 
 
-def test_of_more_states_than_may_have_graphs_the_oldest_go(install: Install) -> None:
+def test_of_more_states_than_may_have_graphs_the_oldest_go(install: rig.Install) -> None:
     install(cuda_graph_max_states=2)
-    pair = Pair()
-    pair.step(ONE, times=2)
+    pair = rig.Pair()
+    pair.step(rig.ONE, times=2)
     graphs = pair.report()["graphs"]
     for name in ("text", "flag"):
         undo = CHANGES[name].of_both(pair)
-        pair.step(ONE, times=2)
+        pair.step(rig.ONE, times=2)
         undo()
         assert pair.report()["graphs"] == 2 * graphs
     before = pair.report()
     undo = CHANGES["flag"].of_both(pair)
-    pair.step(ONE)
+    pair.step(rig.ONE)
     undo()
-    assert eager_since(pair.report(), before) == {}
-    pair.step(ONE)  # the first state's graphs have gone
-    assert eager_since(pair.report(), before) == {"STATE_CHANGED": LAYERS}
+    assert rig.eager_since(pair.report(), before) == {}
+    pair.step(rig.ONE)  # the first state's graphs have gone
+    assert rig.eager_since(pair.report(), before) == {"STATE_CHANGED": rig.LAYERS}
 
 
 def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
-    install: Install, caplog: pytest.LogCaptureFixture
+    install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(cuda_graph_max_states=2)
-    pair = Pair()
-    pair.step(ONE, times=2)
+    pair = rig.Pair()
+    pair.step(rig.ONE, times=2)
     names = ("text", "flag")
 
     def round_of_all() -> dict[str, int]:
         before = pair.report()
         for name in names:
             undo = CHANGES[name].of_both(pair)
-            pair.step(ONE)
+            pair.step(rig.ONE)
             undo()
-        pair.step(ONE)
-        return eager_since(pair.report(), before)
+        pair.step(rig.ONE)
+        return rig.eager_since(pair.report(), before)
 
     for _ in range(8):
         round_of_all()
     captured = pair.report()["capture_seconds"]
     # Of the three, two replay and one is eager, and nothing is captured any more.
-    assert round_of_all() == {"STATE_CHANGED": LAYERS}
-    assert round_of_all() == {"STATE_CHANGED": LAYERS}
+    assert round_of_all() == {"STATE_CHANGED": rig.LAYERS}
+    assert round_of_all() == {"STATE_CHANGED": rig.LAYERS}
     assert pair.report()["capture_seconds"] == captured
     assert sum("cuda_graph_max_states is 2" in text for text in caplog.messages) == 1  # of the graphed one
 
 
 def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
-    install: Install, caplog: pytest.LogCaptureFixture
+    install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(cuda_graph_max_states=3)
-    pair = Pair()
-    pair.step(ONE, times=2)
+    pair = rig.Pair()
+    pair.step(rig.ONE, times=2)
     before = pair.report()
     for index in range(8):
         for trainer in pair.both:
             trainer.chunk.decoder.layers[1].mlp.number = 1.0 + index
-        pair.step(ONE)
-    assert eager_since(pair.report(), before) == {"STATE_CHANGED": 7 * LAYERS}
+        pair.step(rig.ONE)
+    assert rig.eager_since(pair.report(), before) == {"STATE_CHANGED": 7 * rig.LAYERS}
     said = [text for text in caplog.messages if "before each of the last 3 steps" in text]
     assert len(said) == 2  # one of each model
     assert "layer 1.mlp: number" in said[0]
 
 
-def test_a_schedule_from_the_first_step_on_is_never_replayed(install: Install) -> None:
+def test_a_schedule_from_the_first_step_on_is_never_replayed(install: rig.Install) -> None:
     install(cuda_graph_warmup_steps=2)
-    pair = Pair()
+    pair = rig.Pair()
     for index in range(7):
         for trainer in pair.both:
             trainer.chunk.decoder.layers[1].mlp.number = 1.0 + index
-        pair.step(ONE)
+        pair.step(rig.ONE)
     report = pair.report()
-    assert report["replays"] == LAYERS  # the state that was captured, in the step after
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "STATE_CHANGED": 4 * LAYERS}
+    assert report["replays"] == rig.LAYERS  # the state that was captured, in the step after
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "STATE_CHANGED": 4 * rig.LAYERS}
 
 
 SHARED = {"gain": 1.0}
 
 
-def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: Pair) -> None:
+def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: rig.Pair) -> None:
 
     def from_outside(hidden: torch.Tensor) -> torch.Tensor:
         return hidden * SHARED["gain"]
@@ -272,31 +259,35 @@ def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: Pair)
     for trainer in pair.both:
         trainer.chunk.decoder.layers[1].mlp.function = from_outside
         handles.append(megagraph.watch(trainer.chunk.decoder.layers[1], key=lambda: SHARED["gain"]))
-    pair.step(ONE, times=2)
-    for gain, reasons in ((0.5, {"STATE_CHANGED": LAYERS}), (1.0, {}), (0.5, {})):
+    pair.step(rig.ONE, times=2)
+    for gain, reasons in ((0.5, {"STATE_CHANGED": rig.LAYERS}), (1.0, {}), (0.5, {})):
         before = pair.report()
         SHARED["gain"] = gain
-        pair.step(ONE)
-        assert eager_since(pair.report(), before) == reasons
+        pair.step(rig.ONE)
+        assert rig.eager_since(pair.report(), before) == reasons
     SHARED["gain"] = 1.0
     for handle in handles:
         handle.remove()
         handle.remove()
 
 
-def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair: Pair) -> None:
-    pair.step(ONE, times=2)
+def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, times=2)
     gain = [1.0]
     handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
-    for value, reasons in ((1.0, {"STATE_CHANGED": LAYERS}), (0.5, {"STATE_CHANGED": LAYERS}), (1.0, {})):
+    for value, reasons in (
+        (1.0, {"STATE_CHANGED": rig.LAYERS}),
+        (0.5, {"STATE_CHANGED": rig.LAYERS}),
+        (1.0, {}),
+    ):
         before, gain[0] = pair.report(), value
-        pair.step(ONE)
-        assert eager_since(pair.report(), before) == reasons
+        pair.step(rig.ONE)
+        assert rig.eager_since(pair.report(), before) == reasons
     for handle in handles:
         handle.remove()
     before, gain[0] = pair.report(), 0.25
-    pair.step(ONE)  # as it was captured first
-    assert eager_since(pair.report(), before) == {}
+    pair.step(rig.ONE)  # as it was captured first
+    assert rig.eager_since(pair.report(), before) == {}
 
 
 def test_watch_says_what_it_expects() -> None:
@@ -306,13 +297,13 @@ def test_watch_says_what_it_expects() -> None:
         megagraph.watch(torch.nn.Identity(), key=5)  # type: ignore[arg-type]
 
 
-def test_what_is_left_out_by_name_is_reported(pair: Pair) -> None:
+def test_what_is_left_out_by_name_is_reported(pair: rig.Pair) -> None:
     for trainer in pair.both:
         trainer.chunk.decoder.layers[0].current_microbatch = 0
-    pair.step(ONE, times=2)
+    pair.step(rig.ONE, times=2)
     for index in range(4):
         pair.graphed.chunk.decoder.layers[0].current_microbatch = index
-        pair.step(ONE)
+        pair.step(rig.ONE)
     report = pair.report()
-    assert report["eager"] == {EagerReason.WARMING_UP.name: LAYERS}
+    assert report["eager"] == {EagerReason.WARMING_UP.name: rig.LAYERS}
     assert "current_microbatch" in report["unguarded"]

@@ -7,26 +7,9 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import megatron_rig as rig
 import moe_rig
 import pytest
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    OTHER,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    Step,
-    forget_metrics,
-    forward,
-    grads,
-    metrics,
-    run_schedule,
-    schedule,
-    step,
-)
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -45,27 +28,29 @@ class Broken(Exception):
 def _broken_step(trainer: Trainer, *, is_eager: bool) -> Broken:
     """Raises between the forward and the backward of a micro-batch. Returns the error, without its frames."""
 
-    def forward_step(data: Iterator[Micro], chunk: Any) -> Any:
-        raise Broken(forward(chunk, next(data), trainer.device)[0])
+    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> Any:
+        raise Broken(rig.forward(chunk, next(data), trainer.device)[0])
 
     trainer.zero_grad()
     eager = megagraph.disable_cuda_graphs_this_step() if is_eager else contextlib.nullcontext()
     with eager, pytest.raises(Broken) as error:
-        run_schedule(trainer.model, forward_step, [ONE], 1)
+        rig.run_schedule(trainer.model, forward_step, [rig.ONE], 1)
     raised = error.value
     raised.__traceback__ = None
     return raised
 
 
 @pytest.mark.parametrize("scopes", [(), ("attn",), ("mlp",)])
-def test_what_is_garbage_is_collected_before_the_next_step(install: Install, scopes: tuple[str, ...]) -> None:
+def test_what_is_garbage_is_collected_before_the_next_step(
+    install: rig.Install, scopes: tuple[str, ...]
+) -> None:
     install(cuda_graph_modules=scopes)
-    pair = Pair()
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair()
+    pair.step(rig.ONE, rig.TWO, times=3)
     before = pair.report()["eager"]
     _broken_step(pair.eager, is_eager=True)
     _broken_step(pair.graphed, is_eager=False)
-    pair.step(ONE, TWO, times=2)
+    pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 
 
@@ -78,17 +63,17 @@ def _raise_in_layer(trainer: Trainer, *, is_eager: bool) -> None:
         raise _Lost
 
     with mock.patch.object(trainer.chunk.decoder.layers[1].mlp, "_call_impl", fail), pytest.raises(_Lost):
-        step(trainer, [ONE], eager=is_eager)
+        rig.step(trainer, [rig.ONE], eager=is_eager)
 
 
 @pytest.mark.parametrize("where", ["behind the layers", "in a layer"])
-def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: Install, where: str) -> None:
+def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: rig.Install, where: str) -> None:
     """Bug: the slot stayed taken, a step long, and where graphs hold collectives that was an error."""
     install(cuda_graph_modules=("attn", "moe_router"))
-    forget_metrics()
+    rig.forget_metrics()
     with moe_rig.experts_on_cpu():
-        pair = Pair(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
-        pair.step(ONE, TWO, times=3)
+        pair = rig.Pair(moe_rig.ExpertTrainer, kinds="E-", **moe_rig.CASES["shared experts"])
+        pair.step(rig.ONE, rig.TWO, times=3)
         before = pair.report()["eager"]
         for trainer in pair.both:
             is_eager = trainer is pair.eager
@@ -96,26 +81,26 @@ def test_what_layers_keep_of_a_call_is_dropped_before_the_next_step(install: Ins
                 _raise_in_layer(trainer, is_eager=is_eager)
             else:
                 _broken_step(trainer, is_eager=is_eager)
-            metrics()  # of its first micro-batch alone
-        pair.step(ONE, TWO, times=2)
+            rig.metrics()  # of its first micro-batch alone
+        pair.step(rig.ONE, rig.TWO, times=2)
     assert pair.report()["eager"] == before
 
 
 def test_what_somebody_holds_is_named_once_and_keeps_micro_batches_eager(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+    pair: rig.Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair.step(ONE, TWO, times=3)
+    pair.step(rig.ONE, rig.TWO, times=3)
     _broken_step(pair.eager, is_eager=True)
     held = _broken_step(pair.graphed, is_eager=False)
-    pair.step(ONE, TWO)
-    pair.step(ONE, TWO)
-    assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * LAYERS
+    pair.step(rig.ONE, rig.TWO)
+    pair.step(rig.ONE, rig.TWO)
+    assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
     said = [text for text in caplog.messages if "a step that raised has left tensors" in text]
     assert len(said) == 1 and "pending backward of site" in said[0]
     held.losses = held.me = None  # type: ignore[assignment]
     del held
-    pair.step(ONE, TWO)
-    assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * LAYERS
+    pair.step(rig.ONE, rig.TWO)
+    assert pair.report()["eager"]["NO_FREE_SLOT"] == 2 * 2 * rig.LAYERS
 
 
 class GaveUp(RuntimeError):
@@ -126,11 +111,11 @@ def _raise_in_loss(trainer: Trainer) -> None:
     """In the loss function of the second of three micro-batches."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    seen: list[Micro] = []
+    seen: list[rig.Micro] = []
 
-    def forward_step(data: Iterator[Micro], chunk: Any) -> tuple[Tensor, Any]:
+    def forward_step(data: Iterator[rig.Micro], chunk: Any) -> tuple[Tensor, Any]:
         seen.append(next(data))
-        losses, reduce = forward(chunk, seen[-1], trainer.device)
+        losses, reduce = rig.forward(chunk, seen[-1], trainer.device)
 
         def loss(output: Tensor) -> Any:
             if len(seen) == 2:
@@ -141,10 +126,10 @@ def _raise_in_loss(trainer: Trainer) -> None:
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter([ONE, TWO, OTHER]),
+        data_iterator=iter([rig.ONE, rig.TWO, rig.OTHER]),
         model=[trainer.model],
         num_microbatches=3,
-        seq_length=OPTIONS.max_tokens,
+        seq_length=rig.OPTIONS.max_tokens,
         micro_batch_size=1,
         forward_only=False,
     )
@@ -161,7 +146,7 @@ def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
 
     handle = trainer.chunk.get_parameter(of).register_hook(hook)
     try:
-        schedule(trainer.model, [ONE, TWO, OTHER], 3, trainer.device)
+        rig.schedule(trainer.model, [rig.ONE, rig.TWO, rig.OTHER], 3, trainer.device)
     finally:
         handle.remove()
 
@@ -177,29 +162,29 @@ def _raise_in_backward(trainer: Trainer, *, of: str) -> None:
 )
 @pytest.mark.parametrize("is_warm", [False, True], ids=["while-warming-up", "while-replaying"])
 def test_after_a_step_that_raised_training_goes_on_with_eager_bits(
-    broken: Callable[[Trainer], None], is_warm: bool, pair: Pair
+    broken: Callable[[Trainer], None], is_warm: bool, pair: rig.Pair
 ) -> None:
     if is_warm:
-        pair.step(ONE, TWO, times=2)
+        pair.step(rig.ONE, rig.TWO, times=2)
 
-    def attempt(trainer: Trainer) -> Step:
+    def attempt(trainer: Trainer) -> rig.Step:
         trainer.zero_grad()
         with pytest.raises(GaveUp):
             broken(trainer)
-        return Step(losses=[], grads=grads(trainer.chunk))
+        return rig.Step(losses=[], grads=rig.grads(trainer.chunk))
 
     # What the broken step has added is that of eager too.
     assert_same_bits(*pair.each(attempt))
     # First on top of it, as a host that only counts the error would go on.
-    calls = [[TWO, ONE]]
+    calls = [[rig.TWO, rig.ONE]]
 
-    def go_on(trainer: Trainer) -> Step:
-        losses = [schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
-        return Step(losses=losses[0], grads=grads(trainer.chunk))
+    def go_on(trainer: Trainer) -> rig.Step:
+        losses = [rig.schedule(trainer.model, micros, 2, trainer.device) for micros in calls]
+        return rig.Step(losses=losses[0], grads=rig.grads(trainer.chunk))
 
     assert_same_bits(*pair.each(go_on))
-    pair.step(ONE, OTHER, times=3)
+    pair.step(rig.ONE, rig.OTHER, times=3)
     report = pair.report()
     # Two micro-batches of the broken step ran. One that raised is no step of the warm-up.
-    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * LAYERS}
-    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * LAYERS
+    assert report["eager"] == {"WARMING_UP": (2 if is_warm else 2 + 2) * rig.LAYERS}
+    assert report["replays"] == ((2 + 2 + 2 if is_warm else 0) + 3 * 2) * rig.LAYERS

@@ -4,22 +4,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import megatron_rig as rig
 import pytest
 import torch
-from megatron_rig import (
-    LAYERS,
-    ONE,
-    OPTIONS,
-    TWO,
-    Install,
-    Micro,
-    Pair,
-    changes_output,
-    forward,
-    is_capturing,
-    report_of,
-    step,
-)
 from torch import Tensor
 
 import megagraph
@@ -44,20 +31,20 @@ def baked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward_with_a_global(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = forward(mlp, *args, **kwargs)
-        return out * (1.5 if mlp.is_baked and is_capturing() else 1.0), bias
+        return out * (1.5 if mlp.is_baked and rig.is_capturing() else 1.0), bias
 
     monkeypatch.setattr(TransformerLayer, "__init__", changed)
     monkeypatch.setattr(MLP, "forward", forward_with_a_global)
 
 
 def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
-    baked: None, pair: Pair, caplog: pytest.LogCaptureFixture
+    baked: None, pair: rig.Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair.step(ONE, TWO, times=4)
-    pair.evaluate(ONE, TWO)
-    pair.evaluate(TWO, ONE)
+    pair.step(rig.ONE, rig.TWO, times=4)
+    pair.evaluate(rig.ONE, rig.TWO)
+    pair.evaluate(rig.TWO, rig.ONE)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": (2 + 2) * LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
+    assert report["eager"] == {"WARMING_UP": (2 + 2) * rig.LAYERS, "VERIFY_FAILED": 3 * 2 + 2}
     assert report["replays"] == 3 * 2 + 2
     (failure,) = report["failures"]
     assert failure.startswith(
@@ -67,21 +54,21 @@ def test_a_layer_whose_graph_is_wrong_is_named_and_runs_eager(
     assert report["verification"]["verified"] == 3 and report["verification"]["unverified"] == 0
 
 
-def test_without_verification_it_would_replay(install: Install, baked: None) -> None:
+def test_without_verification_it_would_replay(install: rig.Install, baked: None) -> None:
     install(verify="off")
-    pair = Pair()
-    step(pair.graphed, [ONE, TWO], times=3)
-    report = report_of(pair.graphed)
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS} and report["replays"] == 2 * 2 * LAYERS
+    pair = rig.Pair()
+    rig.step(pair.graphed, [rig.ONE, rig.TWO], times=3)
+    report = rig.report_of(pair.graphed)
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS} and report["replays"] == 2 * 2 * rig.LAYERS
     assert report["failures"] == [] and report["verification"]["verified"] == 0
 
 
-def test_graphs_that_are_right_are_verified_and_counted_once(pair: Pair) -> None:
-    pair.step(ONE, TWO, times=3)
-    pair.evaluate(ONE)
-    pair.evaluate(TWO)
+def test_graphs_that_are_right_are_verified_and_counted_once(pair: rig.Pair) -> None:
+    pair.step(rig.ONE, rig.TWO, times=3)
+    pair.evaluate(rig.ONE)
+    pair.evaluate(rig.TWO)
     report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (2 + 1) * LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (2 + 1) * rig.LAYERS}
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"], figures["within_spread"]) == (2, 0, [])
     assert figures["seconds"] > 0
@@ -90,19 +77,19 @@ def test_graphs_that_are_right_are_verified_and_counted_once(pair: Pair) -> None
 SMALL, LARGE = (Capacity(tokens=tokens, num_seqs=5, max_seqlen=tokens) for tokens in (32, 64))
 
 
-def test_every_capacity_is_verified_on_a_micro_batch_of_its_own(install: Install) -> None:
+def test_every_capacity_is_verified_on_a_micro_batch_of_its_own(install: rig.Install) -> None:
     """Bug: the last micro-batch of a warm-up was kept alone, which smaller capacities do not hold."""
     install(capacities=(SMALL, LARGE))
-    pair = Pair()
-    pair.step(ONE, TWO, times=3)  # of 29 and 41 rows
+    pair = rig.Pair()
+    pair.step(rig.ONE, rig.TWO, times=3)  # of 29 and 41 rows
     figures = pair.report()["verification"]
     assert (figures["verified"], figures["unverified"], figures["unverified_sites"]) == (2, 0, [])
 
 
-def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> None:
+def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: rig.Install) -> None:
     install(capacities=(SMALL, LARGE))
-    pair = Pair()
-    pair.step(TWO, times=3)
+    pair = rig.Pair()
+    pair.step(rig.TWO, times=3)
     report = pair.report()
     figures = report["verification"]
     assert (figures["verified"], figures["unverified"]) == (1, 1) and report["replays"]
@@ -112,30 +99,33 @@ def test_graphs_that_no_micro_batch_was_kept_for_are_named(install: Install) -> 
             "site": f"layer {layer} (TransformerLayer)",
             "why": "no micro-batch that fits was kept",
         }
-        for layer in range(LAYERS)
+        for layer in range(rig.LAYERS)
     ]
 
 
-def test_rows_of_padding_between_documents_may_hold_anything(pair: Pair) -> None:
+def test_rows_of_padding_between_documents_may_hold_anything(pair: rig.Pair) -> None:
     """Nobody reads them: kernels may leave there whatever the memory held."""
-    padded = Micro(lengths=(9, 20), padded=(12, 24))
+    padded = rig.Micro(lengths=(9, 20), padded=(12, 24))
     litter = torch.zeros(64, 1, 1, device=pair.graphed.device)
     litter[9:12] = litter[32:36] = 7.0
-    changes_output(
-        pair.graphed.chunk.decoder.layers[1].mlp, lambda out: out + litter.to(out) if is_capturing() else out
+    rig.changes_output(
+        pair.graphed.chunk.decoder.layers[1].mlp,
+        lambda out: out + litter.to(out) if rig.is_capturing() else out,
     )
     pair.step(padded, times=3)
     report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": LAYERS}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": rig.LAYERS}
     assert report["verification"]["verified"] == 1 and report["verification"]["within_spread"] == []
 
 
 @pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
-def test_every_layer_is_verified_where_parts_stay_eager(install: Install, baked: None, scopes: Any) -> None:
+def test_every_layer_is_verified_where_parts_stay_eager(
+    install: rig.Install, baked: None, scopes: Any
+) -> None:
     """Bug: behind an eager part nothing was compared, and the variant counted as verified."""
     install(cuda_graph_modules=scopes)
-    pair = Pair()
-    pair.step(ONE, times=3)
+    pair = rig.Pair()
+    pair.step(rig.ONE, times=3)
     report = pair.report()
     assert report["verification"]["verified"] == (1 if scopes == ("attn",) else 2)
     assert len(report["failures"]) == (0 if scopes == ("attn",) else 1)
@@ -143,7 +133,7 @@ def test_every_layer_is_verified_where_parts_stay_eager(install: Install, baked:
 
 
 def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    install: rig.Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = []
     keep = Verifier.keep
@@ -154,22 +144,22 @@ def test_micro_batches_that_nothing_is_captured_for_are_not_copied(
 
     monkeypatch.setattr(Verifier, "keep", noted)
     install()
-    trainer = Trainer(OPTIONS)
-    step(trainer, [ONE, TWO])
-    step(trainer, [ONE, TWO], update=False)
-    waiting, _loss = forward(trainer.chunk, ONE, trainer.device)  # holds the slot
-    forward(trainer.chunk, TWO, trainer.device)
+    trainer = Trainer(rig.OPTIONS)
+    rig.step(trainer, [rig.ONE, rig.TWO])
+    rig.step(trainer, [rig.ONE, rig.TWO], update=False)
+    waiting, _loss = rig.forward(trainer.chunk, rig.ONE, trainer.device)  # holds the slot
+    rig.forward(trainer.chunk, rig.TWO, trainer.device)
     del waiting
-    assert report_of(trainer)["eager"] == {"WARMING_UP": 2 * LAYERS, "NO_FREE_SLOT": LAYERS}
+    assert rig.report_of(trainer)["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "NO_FREE_SLOT": rig.LAYERS}
     assert kept == 2 * [EagerReason.WARMING_UP]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replayed CUDA graph runs no Python")
-def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(install: Install) -> None:
+def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(install: rig.Install) -> None:
     """What was captured is spoilt, as a stray write into a pool would do it."""
     install(verify=4)
-    pair = Pair()
-    pair.step(ONE, times=2)
+    pair = rig.Pair()
+    pair.step(rig.ONE, times=2)
     assert pair.report()["verification"]["verified"] == 1
     spoilt = {"by": 1.0}
     layer = pair.graphed.chunk.decoder.layers[0]
@@ -177,17 +167,17 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
 
     def spoiling(mlp: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         out, bias = original(mlp, *args, **kwargs)
-        is_graph = mlp is layer.mlp and is_capturing()
+        is_graph = mlp is layer.mlp and rig.is_capturing()
         return out * (spoilt["by"] if is_graph else 1.0), bias
 
     type(layer.mlp).forward = spoiling  # type: ignore[method-assign]
     try:
-        pair.step(ONE, times=3)  # a state of its own
+        pair.step(rig.ONE, times=3)  # a state of its own
         verified = pair.report()["verification"]["verified"]
-        pair.step(ONE, TWO, times=3)
+        pair.step(rig.ONE, rig.TWO, times=3)
         assert pair.report()["verification"]["verified"] > verified
         spoilt["by"] = 1.5
-        step(pair.graphed, [ONE, TWO], times=3)
+        rig.step(pair.graphed, [rig.ONE, rig.TWO], times=3)
         report = next(it for it in megagraph.reports() if it["replays"])
     finally:
         type(layer.mlp).forward = original  # type: ignore[method-assign]
@@ -197,10 +187,10 @@ def test_a_graph_that_goes_wrong_later_is_found_by_one_in_as_many_micro_batches(
     )
 
 
-def test_learned_capacities_are_verified_on_packs_of_the_warm_up(install: Install) -> None:
+def test_learned_capacities_are_verified_on_packs_of_the_warm_up(install: rig.Install) -> None:
     install(capacities=())
-    pair = Pair()
-    pair.step(ONE, TWO, times=3)
+    pair = rig.Pair()
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["replays"] and report["verification"]["verified"] >= 1 and report["failures"] == []
 
@@ -225,17 +215,17 @@ def _from_a_global() -> tuple[Callable[[], float], Callable[[float], None]]:
 @pytest.mark.gpu  # on the host, graphs bake nothing in
 @pytest.mark.parametrize("source", [_from_a_closure, _from_a_global])
 def test_a_value_that_nobody_can_watch_is_found_once_it_has_changed(
-    install: Install, source: Callable[[], Any]
+    install: rig.Install, source: Callable[[], Any]
 ) -> None:
     install(verify=1)
     read, change = source()
-    pair = Pair()
+    pair = rig.Pair()
     for trainer in pair.both:
-        changes_output(trainer.chunk.decoder.layers[1].mlp, lambda out: out * read())
+        rig.changes_output(trainer.chunk.decoder.layers[1].mlp, lambda out: out * read())
 
     def losses_differ() -> bool:
-        one = step(pair.eager, [ONE, TWO], update=False, eager=True).losses
-        other = step(pair.graphed, [ONE, TWO], update=False).losses
+        one = rig.step(pair.eager, [rig.ONE, rig.TWO], update=False, eager=True).losses
+        other = rig.step(pair.graphed, [rig.ONE, rig.TWO], update=False).losses
         return not all(map(torch.equal, one, other))
 
     assert not any(losses_differ() for _ in range(3))
@@ -253,23 +243,23 @@ KEPT: list[Tensor] = []
 
 
 @pytest.mark.gpu  # on the host, graphs have no pools
-def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: Pair) -> None:
+def test_memory_that_a_module_keeps_of_its_calls_is_never_written_over(pair: rig.Pair) -> None:
 
     def keep(out: Tensor) -> Tensor:
-        if not is_capturing():
+        if not rig.is_capturing():
             KEPT[:] = [out.detach()]
         return out
 
     for trainer in pair.both:
-        changes_output(trainer.chunk.decoder.layers[1].mlp, keep)
+        rig.changes_output(trainer.chunk.decoder.layers[1].mlp, keep)
     try:
-        pair.step(ONE, TWO, times=4)
+        pair.step(rig.ONE, rig.TWO, times=4)
     finally:
         KEPT.clear()
     report = pair.report()
     assert report["replays"] == 0 and report["eager"] == {
-        "WARMING_UP": 2 * LAYERS,
-        "VERIFY_FAILED": 3 * 2 * LAYERS,
+        "WARMING_UP": 2 * rig.LAYERS,
+        "VERIFY_FAILED": 3 * 2 * rig.LAYERS,
     }
-    assert len(report["failures"]) == LAYERS
+    assert len(report["failures"]) == rig.LAYERS
     assert all("a module keeps memory of its call" in failure for failure in report["failures"])
