@@ -52,8 +52,8 @@ def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> N
     assert answer["eager"]["report"]["replays"] == 0 < answer["graph"]["report"]["replays"]
 
 
-@pytest.mark.parametrize("modules", bits.SCOPES.values())
-def test_halves_of_layers_are_compared_with_it_too(modules: tuple[str, ...]) -> None:
+def test_halves_of_layers_are_compared_with_it_too() -> None:
+    *_others, modules = bits.SCOPES.values()
     case = bits.BitsCase(transformer_engine=False, modules=modules, steps=STEPS)
     answer = bits.measure_bits(case, OPTIONS)
     assert answer["graph"]["losses"] == answer["graph"]["gradients"] == 0
@@ -112,8 +112,8 @@ def test_guards_and_a_verification_have_their_times(monkeypatch: pytest.MonkeyPa
 def test_calls_of_hosts_are_accounted_for_and_raise_no_alarm(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "VERIFY_ONE_IN", 7)
-    host, steps = guards.HOSTS[name], 20
+    monkeypatch.setattr(guards, "VERIFY_ONE_IN", 3)
+    host, steps = guards.HOSTS[name], 8
     report = guards.measure_host(host, OPTIONS, steps)
     assert report["calls"] == report["replays"] + sum(report["eager"].values())
     phases = len(range(0, steps, host.every))

@@ -64,6 +64,7 @@ CASES: dict[str, Config] = {
 BIAS = CASES["sigmoid, bias, groups"]
 GATED = CASES["gated shared experts, allgather"] | {"moe_token_dispatcher_type": "alltoall"}
 
+_BESIDE_ATTENTION = ("alltoall", "allgather", "drop and pad", "drop", "sigmoid, bias, groups", "recomputed")
 # Routers in graphs: all but what recomputes the router with its experts.
 ROUTED: dict[str, Config] = {
     **{name: case for name, case in CASES.items() if name != "recomputed"},
@@ -144,7 +145,8 @@ ATTENTION, ROUTERS, PERMUTATION = "attention", "attention, routers", "attention,
 PADDED_EXPERTS, GROUPED_EXPERTS = "padded experts", "grouped experts"
 BIASED = "sigmoid, bias, groups"
 WAYS = {
-    ATTENTION: Way("attn", CASES),
+    # Beside attention experts are eager, whatever they are.
+    ATTENTION: Way("attn", {name: CASES[name] for name in _BESIDE_ATTENTION}),
     ROUTERS: Way(("attn", "moe_router"), ROUTED),
     PERMUTATION: Way(("attn", "moe_router", "moe_preprocess"), PERMUTED),
     PADDED_EXPERTS: Way(("attn", "moe"), PADDED),

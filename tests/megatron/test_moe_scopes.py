@@ -55,7 +55,7 @@ def trained(install: Install) -> Any:
 @pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
 def test_shared_experts_that_recompute(scopes: Sequence[str]) -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "core_attn"]}
-    report = compare("EE", steps_of(5), scopes, **ROUTED["shared experts"], **recompute)
+    report = compare("EE", steps_of(3), scopes, **ROUTED["shared experts"], **recompute)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
 
 
@@ -89,7 +89,7 @@ def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Se
     for trainer in pair.both:
         for layer in trainer.chunk.decoder.layers:
             layer.pre_mlp_layernorm = IdentityOp()
-    assert pair.train(steps_of(5))["eager"] == {"WARMING_UP": 3 * 2}
+    assert pair.train(steps_of(3))["eager"] == {"WARMING_UP": 3 * 2}
 
 
 @pytest.mark.parametrize("case", ("alltoall", "shared experts", *DROP_AND_PAD))
@@ -123,7 +123,7 @@ def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[
     pair = Pair(ExpertTrainer, **PERMUTED["drop and pad"])
     for trainer in pair.both:
         trainer.chunk.decoder.__class__ = OwnBlock
-    report = pair.train(steps_of(5, tails=False))
+    report = pair.train(steps_of(3, tails=False))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
 
 
@@ -235,9 +235,9 @@ def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
     for trainer in pair.both:
         module = trainer.chunk.decoder.layers[1].get_submodule(where)
         module.register_forward_hook(lambda *_: seen.append(where))
-    eager = {"FOREIGN_HOOK": 3 * 3} if is_eager else {}
-    assert pair.train(steps_of(4))["eager"] == {"WARMING_UP": 3 * 2, **eager}
-    assert len(seen) == 2 * 4 * 3
+    eager = {"FOREIGN_HOOK": 2 * 3} if is_eager else {}
+    assert pair.train(steps_of(3))["eager"] == {"WARMING_UP": 3 * 2, **eager}
+    assert len(seen) == 2 * 3 * 3
 
 
 def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:

@@ -45,8 +45,8 @@ def test_from_the_beginning(
     pair = Pair(ExpertTrainer)
     for trainer in pair.both:
         replaced(trainer, child, name, wraps=wraps)
-    report = pair.train(steps_of(8))
-    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 7 * 3}
+    report = pair.train(steps_of(3))
+    assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 2 * 3}
     assert (child, name) == ("", "forward") or "so that its router cannot run alone" in report["failures"][0]
 
 
@@ -88,7 +88,7 @@ def test_routing_that_is_replayed_from_some_step_on(
     if scopes:
         changes = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     pair = Pair(ExpertTrainer, kinds="E-", **changes)
-    pair.train(steps_of(8)[:4])
+    pair.train(steps_of(5)[:2])
     if how == "its own choices":
         for router in (router for trainer in pair.both for router in moe_rig.routers(trainer)):
             router.router_replay = Replay()
@@ -96,6 +96,6 @@ def test_routing_that_is_replayed_from_some_step_on(
         routing = TopKRouter.routing
         flipped = functools.wraps(routing)(lambda router, it, **how: routing(router, it.flip(-1), **how))
         monkeypatch.setattr(TopKRouter, "routing", flipped)
-    report = pair.train(steps_of(8)[4:])
-    assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 3 * 3}
+    report = pair.train(steps_of(5)[2:])
+    assert report["eager"] == {"WARMING_UP": 6, "STATE_CHANGED": 6, "SCOPE_UNSUPPORTED": 2 * 3}
     assert "may be told what to choose" in report["failures"][0]

@@ -16,7 +16,7 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-ROUNDS = 50 if ON_GPU else 12
+ROUNDS = 50 if ON_GPU else 6
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ def schedules(stages: int, chunks: int, *of: int) -> list[StageSchedule]:
 
 
 SCHEDULES = [*schedules(4, 1), *schedules(4, 2), *schedules(8, 4, 3)]
-REST = [pytest.param(it, marks=pytest.mark.soak) for it in schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
+REST = [pytest.param(it, True, marks=pytest.mark.soak) for it in schedules(8, 4, 0, 1, 2, 4, 5, 6, 7)]
 
 
 def batches(count: int, seed: int, device: torch.device) -> list[Batch]:
@@ -81,8 +81,9 @@ def counts(schedule: StageSchedule) -> Sequence[int]:
     return (group, 2 * group + schedule.stages)
 
 
-@pytest.mark.parametrize("deallocates", [False, True])
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *REST])
+@pytest.mark.parametrize(
+    ("schedule", "deallocates"), [(SCHEDULES[1], False), *((it, True) for it in SCHEDULES), *REST]
+)
 def test_bits(install: Install, schedule: StageSchedule, deallocates: bool) -> None:
     install()
     pair = StagePair(schedule, deallocates=deallocates)
