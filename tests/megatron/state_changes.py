@@ -2,7 +2,6 @@
 """An MLP that reads a value of each kind, and changes of what a captured layer's Python reads."""
 
 import copy
-import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,13 +21,6 @@ Undo = Callable[[], None]
 Do = Callable[[Trainer], Undo]
 WIDTH = OPTIONS.hidden
 DTYPE = torch.bfloat16 if OPTIONS.bf16 else torch.float32
-
-
-class Choice(enum.Enum):
-    """What a module may be told to do."""
-
-    PLAIN = 1
-    NEGATED = 2
 
 
 @dataclass
@@ -90,10 +82,8 @@ class Probe(nn.Module):
         self.inner = Adapter(inner)
         self.config = inner.config
         self.knobs = Knobs()
-        self.number, self.count, self.flag = 1.0, 1, True
-        self.text, self.choice, self.dtype = "plain", Choice.PLAIN, torch.float32
+        self.number, self.flag, self.text = 1.0, True, "plain"
         self.shape: tuple[Any, ...] = (1.0, (1.0,))
-        self.maybe: float | None = None
         self.names, self.table = ["plain"], {"gain": 1.0}
         self.function: Callable[[Tensor], Tensor] = identity
         self.partial = functools.partial(scaled, by=1.0)
@@ -115,13 +105,12 @@ class Probe(nn.Module):
 
     def factor(self) -> float:
         """What plain values make of the output."""
-        gains = (self.number, self.count, self.shared, self.computed, self.knobs.gain, self.knobs.inner.gain)
+        gains = (self.number, self.shared, self.computed, self.knobs.gain, self.knobs.inner.gain)
         found = 1.0
-        for gain in (*gains, self.shape[0], self.shape[1][0], self.table["gain"], self.maybe or 1.0):
+        for gain in (*gains, self.shape[0], self.shape[1][0], self.table["gain"]):
             found *= gain
         for is_other in (
-            *(not self.flag, self.text == "negated", self.choice is Choice.NEGATED),
-            *(self.dtype is torch.float16, "negated" in self.names, not self.training),
+            *(not self.flag, self.text == "negated", "negated" in self.names, not self.training),
             getattr(self.config, "probe_gain", 1.0) != 1.0,
         ):
             found *= -0.5 if is_other else 1.0
@@ -351,16 +340,9 @@ STATES: dict[str, Do] = {
     "adapters of all layers off": of_all_layers,
     # Plain values.
     "float": sets("number", 0.5),
-    "float of the same hash": sets("number", 2.0**61),
-    "integer": sets("count", 2),
-    "integer of the same hash": sets("count", -2),
     "flag": sets("flag", False),
     "text": sets("text", "negated"),
-    "enumeration": sets("choice", Choice.NEGATED),
-    "dtype": sets("dtype", torch.float16),
     "tuple": sets("shape", (0.5, (1.0,))),
-    "nested tuple": sets("shape", (1.0, (0.5,))),
-    "value for None": sets("maybe", 0.5),
     "another list": sets("names", ["negated"]),
     "new attribute over the class's": sets("shared", 0.5),
     # Callables and tensors.

@@ -34,18 +34,6 @@ SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
 # -- bits ----------------------------------------------------------------------------------------
 
 
-def test_padding_between_documents_and_several_slots(install: rig.Install) -> None:
-    install(cuda_graph_slots=2)
-    pair = rig.Pair(MlaTrainer, kind="low rank, YaRN")
-    for index in range(6):
-        pair.step(
-            rig.Micro(lengths=(7 + index, 20), padded=(16, 32), seed=index),
-            rig.Micro(lengths=(3, 9, 30), padded=(8, 16, 40), seed=50 + index),
-        )
-    report = pair.report()
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-
-
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
 @pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind: str) -> None:

@@ -64,7 +64,7 @@ for scopes in HALVES:
 TABLE |= {f"{groups} query groups": Row(plain, {"query_groups": groups, "heads": 4}) for groups in (1, 2)}
 for kind in KINDS:
     for scopes in ((), *(HALVES if kind in ("low rank, YaRN", "plain, RoPE") else ())):
-        TABLE[f"{kind}-{written(scopes)}"] = Row(MlaTrainer, {"kind": kind}, scopes)
+        TABLE[f"{kind}-{written(scopes)}"] = Row(MlaTrainer, {"kind": kind}, scopes, packs=Documented)
     HYBRIDS[f"hybrid, {kind}"] = Row(MlaHybridTrainer, {"kind": kind}, sites=4, runs=HAS_HYBRID)
 for kind in ("low rank, YaRN", "plain, YaRN"):
     for scopes in ((), HALVES[0]):

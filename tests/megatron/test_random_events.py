@@ -103,7 +103,7 @@ class Events(RuleBasedStateMachine):
                 "class": "class property method attribute",
                 "weight": "weight merged parameter",
                 "mode": "mode",
-                "number": "float integer",
+                "number": "float",
             }
             return {kind for kind, parts in words.items() if any(part in what for part in parts.split())}
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hash of modules' Python state: other after each change, and the same again when that is taken back."""
 
+import enum
 import gc
 import sys
 import weakref
@@ -211,6 +212,35 @@ def test_a_change_is_another_state_and_taken_back_the_same_one(what: str) -> Non
     assert watch.now(True) != before
     undo(layer)
     assert watch.now(True) == watch.now(False) == before
+
+
+class Choice(enum.Enum):
+    """What a module may be told to do."""
+
+    PLAIN = 1
+    NEGATED = 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *((1.0, 0.5), (1.0, 2.0**61), (1, 2), (-1, -2), (1, 1.0), (1, True), (1.0, "1.0")),
+        *((None, 0.5), (None, False), ((1.0, (1.0,)), (1.0, (0.5,))), ((1, 2), (1, (2,)))),
+        *((Choice.PLAIN, Choice.NEGATED), (torch.float32, torch.float16)),
+    ],
+    ids=repr,
+)
+def test_values_are_told_apart_also_where_their_hashes_or_they_themselves_are_equal(
+    one: Any, other: Any
+) -> None:
+    layer = Layer()
+    layer.scale = one
+    watch = watch_of([layer])
+    before = watch.now(False)
+    layer.scale = other
+    assert watch.now(False) != before
+    layer.scale = one
+    assert watch.now(False) == before
 
 
 HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-import contextlib
 import enum
-import warnings
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -269,103 +266,6 @@ def test_the_longest_document_may_be_a_constant_or_a_tensor() -> None:
 
 def test_it_has_no_parameters_and_no_state() -> None:
     assert dict(attention().state_dict()) == {}
-
-
-# -- in Megatron's place -------------------------------------------------------------------------
-
-# Megatron's own layers leave it out.
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="compares in float32, which the CPU's reference has and a GPU has not"
-)
-without_tp_group = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
-
-
-@pytest.fixture
-def megatron_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Megatron's groups for this one process, on the CPU where there is no GPU.
-
-    Its core attention forks a CUDA generator around the dropout, even around none.
-    """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    from megagraph.demo.cpu import megatron_on_cpu
-    from megagraph.demo.trainer import process_groups
-
-    monkeypatch.setattr(get_cuda_rng_tracker(), "fork", contextlib.nullcontext)
-    with megatron_on_cpu(), process_groups():
-        yield
-
-
-def gpt_model(core_attention: str) -> Any:
-    """A small GPTModel on the local spec, with Megatron's core attention or with ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own options and of what is not installed
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.transformer import TransformerConfig
-
-        from megagraph.megatron import get_gpt_layer_varlen_spec
-
-        spec = {"megatron": get_gpt_layer_local_spec, "ours": get_gpt_layer_varlen_spec}[core_attention]()
-        torch.manual_seed(1)
-        transformer = TransformerConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_query_groups=2,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-            apply_rope_fusion=False,
-            masked_softmax_fusion=False,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-        return GPTModel(
-            config=transformer,
-            transformer_layer_spec=spec,
-            vocab_size=64,
-            max_sequence_length=32,
-            position_embedding_type="rope",
-        )
-
-
-def losses_and_grads(model: Any, tokens_BS: Tensor, mask: Tensor | None, pack: Any = None) -> list[Tensor]:
-    """Each token's loss, then each parameter's gradient."""
-    positions_BS = torch.arange(tokens_BS.size(1)).expand_as(tokens_BS)
-    model.zero_grad()
-    loss_BS = model(tokens_BS, positions_BS, mask, labels=(tokens_BS + 1) % 64, packed_seq_params=pack)
-    loss_BS.sum().backward()
-    return [loss_BS.detach(), *(param.grad.clone() for param in model.parameters())]
-
-
-@pytest.mark.megatron
-@without_gpu
-@without_tp_group
-def test_it_drops_into_megatrons_local_spec(megatron_process: None) -> None:
-    """The same losses and gradients as Megatron's own core attention, and the same checkpoints."""
-    theirs, ours = gpt_model("megatron"), gpt_model("ours")
-    assert sum(isinstance(module, VarlenAttention) for module in ours.modules()) == 2
-    assert theirs.state_dict().keys() == ours.state_dict().keys()
-    tokens_BS = torch.randint(64, (2, 9))
-    future = torch.ones(1, 1, 9, 9, dtype=torch.bool).triu(1)
-    expected = losses_and_grads(theirs, tokens_BS, future)
-    for found, wanted in zip(losses_and_grads(ours, tokens_BS, None), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.megatron
-@without_gpu
-@without_tp_group
-def test_a_model_gives_a_pack_the_losses_and_gradients_of_its_documents(megatron_process: None) -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    model, documents = gpt_model("ours"), [torch.randint(64, (1, length)) for length in (5, 1, 7)]
-    alone = [losses_and_grads(model, document, None) for document in documents]
-    pack = PackedSeqParams(**vars(pack_of([5, 1, 7])))
-    losses, *grads = losses_and_grads(model, torch.cat(documents, 1), None, pack)
-    torch.testing.assert_close(losses, torch.cat([found[0] for found in alone], 1))
-    for grad, *parts in zip(grads, *(found[1:] for found in alone), strict=True):
-        torch.testing.assert_close(grad, sum(parts))
 
 
 # -- values of fewer dimensions than the keys ----------------------------------------------------
