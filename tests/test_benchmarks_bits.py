@@ -52,16 +52,6 @@ def test_a_training_is_compared_with_one_that_knows_nothing_of_the_plugin() -> N
     assert answer["eager"]["report"]["replays"] == 0 < answer["graph"]["report"]["replays"]
 
 
-def test_halves_of_layers_are_compared_with_it_too() -> None:
-    *_others, modules = bits.SCOPES.values()
-    case = bits.BitsCase(transformer_engine=False, modules=modules, steps=STEPS)
-    answer = bits.measure_bits(case, OPTIONS)
-    assert answer["graph"]["losses"] == answer["graph"]["gradients"] == 0
-    report = answer["graph"]["report"]
-    graphs = 2 * OPTIONS.layers  # forwards and backwards
-    assert (report["replays"], report["graphs"]) == ((STEPS - 3) * 4 * OPTIONS.layers, graphs)
-
-
 def test_what_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     packs, seeds = bits.canonical_packs, itertools.count()
     monkeypatch.setattr(bits, "canonical_packs", lambda *args: packs(*args, seed=next(seeds)))

@@ -271,8 +271,3 @@ def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device
         assert pair.eager_calls() == {"NESTING": 2}
         pair.check_counters()
     hidden.sum().backward()
-
-
-def test_reasons_have_the_same_names_in_the_core() -> None:
-    assert [reason.name for reason in EagerReason] == _C.EAGER_REASON_NAMES
-    assert [int(reason) for reason in EagerReason] == list(range(len(EagerReason)))

@@ -125,12 +125,6 @@ def test_a_pack_fits_where_no_dimension_exceeds_the_capacity(shape: PackShape, c
     assert shape.exceeds(capacity) is expected
 
 
-@given(capacity=capacities)
-def test_a_pack_that_fills_its_capacity_fits(capacity: Capacity) -> None:
-    shape = PackShape(**capacity.as_dict())
-    assert decide(shape, {1: (capacity,)}) == capacity
-
-
 @given(shape=shapes, bank=banks, extra_seqs=st.integers(1, 2))
 def test_documents_of_the_tail_take_places_of_a_capacity(
     shape: PackShape, bank: dict[int, tuple[Capacity, ...]], extra_seqs: int

@@ -167,19 +167,6 @@ def test_a_reference_without_adapters_beside_a_policy_with_them(pair: rig.Pair, 
     assert not torch.equal(without[0], rig.evaluate(pair.eager, [rig.ONE], eager=True)[0])
 
 
-@pytest.mark.parametrize("whose", [OURS], indirect=True)
-def test_a_merged_policy_has_graphs_of_its_own(pair: rig.Pair) -> None:
-    packs = [rig.Micro(lengths=(9, 20)), rig.Micro(lengths=(3, 30, 8), seed=1)]
-    pair.evaluate(*packs)
-    for index in range(4):
-        pair.evaluate(*packs)
-        with merged(pair):
-            before = pair.report()["eager"].get("STATE_CHANGED", 0)
-            pair.evaluate(*packs)
-            changed = pair.report()["eager"].get("STATE_CHANGED", 0) - before
-        assert changed == (2 * rig.LAYERS if index == 0 else 0)
-
-
 def _step_with_a_reference(trainer: Any) -> rig.Step:
     """As a DPO step: each micro-batch twice, first without adapters and without gradients."""
 

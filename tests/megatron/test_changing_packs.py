@@ -222,13 +222,6 @@ def _approx(share: float) -> object:
     return pytest.approx(share, abs=1e-12)
 
 
-def test_padding_inside_a_pack_counts_as_padding(trainer: Trainer) -> None:
-    rig.step(trainer, PADDED, times=3)
-    report = rig.report_of(trainer)
-    assert report["replays"] == 2 * len(PADDED) * rig.LAYERS
-    assert report["padding_share"] == _approx(_share(PADDED * 2))
-
-
 @pytest.mark.parametrize("layer", range(3))
 def test_tokens_count_once_however_many_layers_stay_eager(layer: int, install: rig.Install) -> None:
     """The others are replayed one by one; the first of them stages the pack, and counts it."""

@@ -94,14 +94,6 @@ def test_packs_with_and_without_documents_are_captured_apart() -> None:
     assert report["replays"] >= 3 * 3 * LAYERS
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_layer_that_stays_eager_runs_between_graphs(layer: int) -> None:
-    pair = pair_of()
-    for trainer in pair.both:
-        trainer.chunk.decoder.layers[layer].register_forward_hook(lambda *unused: None)
-    assert pair.train(packs(4))["eager"] == {"WARMING_UP": 3 * LAYERS, "FOREIGN_HOOK": 3 * 3}
-
-
 def test_a_padding_mask_and_other_tables_reach_no_mamba_layer(install: Install) -> None:
     install()
     masked = [Documented(lengths=(9, 20), mask_seed=seed, seed=seed) for seed in range(2)]
@@ -142,27 +134,6 @@ def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
         stack.forward = forward.__get__(stack)
     report = pair.train(packs(4, tails=False))
     assert report["replays"] > 0 and set(report["eager"]) <= {"WARMING_UP", "SCOPE_UNSUPPORTED", "NESTING"}
-
-
-def test_scopes_without_what_a_model_has_leave_it_eager_by_name(
-    install: Install, caplog: pytest.LogCaptureFixture
-) -> None:
-    install(cuda_graph_modules="mamba")
-    trainer = MambaTrainer(pattern="*-")
-    step(trainer, [Documented(lengths=(9, 20))], times=3)
-    assert set(report_of(trainer)["eager"]) == {"WARMING_UP", "SCOPE_UNSUPPORTED"}
-    assert "it has nothing that mamba would graph" in caplog.text
-
-
-def test_the_models_own_config_names_the_scope(install: Install) -> None:
-    install()
-    has_modules = hasattr(pair_of().eager.chunk.config, "cuda_graph_modules")  # cuda_graph_scope before
-    megagraph.uninstall()
-    install()
-    option = "cuda_graph_modules" if has_modules else "cuda_graph_scope"
-    trainer = MambaTrainer(config={option: ["mamba"]})
-    step(trainer, [Documented(lengths=(9, 20))], times=3)
-    assert report_of(trainer)["replays"] == 2 * 2
 
 
 def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state() -> None:

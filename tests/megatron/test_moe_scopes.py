@@ -5,7 +5,6 @@ Bits: test_model_bits.py.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,7 +21,6 @@ from same_bits import assert_same_bits
 from torch import Tensor
 from worlds import World, Worlds
 
-import megagraph
 from megagraph.megatron import seams
 from megagraph.megatron.scopes.moe import MOE, PREPROCESS, ROUTER
 
@@ -125,15 +123,6 @@ def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[
         trainer.chunk.decoder.__class__ = OwnBlock
     report = pair.train(steps_of(3, tails=False))
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * 2}
-
-
-def test_steps_without_graphs_between(install: Install) -> None:
-    install(cuda_graph_modules=BOTH)
-    pair = Pair(ExpertTrainer, **BIAS)
-    for index, micros in enumerate(steps_of(6)):
-        with megagraph.disable_cuda_graphs_this_step() if index in (2, 4) else nullcontext():
-            pair.step(*micros)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * 2, "DISABLED": 2 * 3 * 2}
 
 
 # -- state that no module owns -----------------------------------------------------------------------

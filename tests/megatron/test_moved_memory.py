@@ -121,17 +121,6 @@ def test_gradients_that_move_leave_evaluation_its_graphs(captured: rig.Pair) -> 
         assert after["graphs"] == (2 + 1) * rig.LAYERS
 
 
-def test_a_first_move_of_gradients_costs_the_training_step_that_it_meets(captured: rig.Pair) -> None:
-    held = []
-    for _ in range(3):
-        held += _move_gradients(captured)
-        captured.step(rig.TWO, rig.ONE)
-        captured.evaluate(rig.ONE)
-    report = captured.report()
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "ADDRESS_MOVED": 2 * rig.LAYERS}
-    assert report["replays"] == ((1 + 2 * 2) + (1 + 3)) * rig.LAYERS
-
-
 def test_gradients_that_move_while_a_slot_is_held_take_every_graph_along(captured: rig.Pair) -> None:
     """Only between leases can the graphs of one variant be taken out of a slot."""
     trainer, kept = captured.graphed, []

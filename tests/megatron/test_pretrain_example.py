@@ -159,13 +159,6 @@ def test_packs_leave_room_for_the_padding(documents: Path) -> None:
     assert {dataset[number]["cu_seqlens"].numel() for number in range(len(dataset))} == {4}
 
 
-def test_rows_of_a_table_are_documents_as_they_are(tmp_path: Path) -> None:
-    table = tmp_path / "rows.jsonl"
-    table.write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5]}\n{"tokens": [6, 7, 8, 9]}\n')
-    packs = packed_documents.read_packs(table, 6, None)
-    assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 3, 5], [0, 4]]
-
-
 # --- Megatron-LM's loop ----------------------------------------------------------------------
 
 ARGUMENTS = (

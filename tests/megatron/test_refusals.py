@@ -62,11 +62,6 @@ def test_a_stage_of_a_hybrid_model_is_refused() -> None:
     assert rig.refused(model).startswith("a HybridModel with pipeline parallelism")
 
 
-def test_a_plain_model_is_not_refused(trainer: Trainer) -> None:
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    assert refusal_of(trainer.chunk, None) is None
-
-
 @pytest.mark.parametrize("option", _BY_CONFIG)
 def test_an_option_that_is_not_built_is_refused_by_name(
     option: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
@@ -114,26 +109,6 @@ def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
 def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
     assert "multimodal RoPE" in rig.refused(trainer.chunk, None)
-
-
-def test_a_model_under_full_recompute_runs_eager(
-    install: rig.Install, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The report's failures were empty for a model that was refused."""
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    install()
-    # In evaluation: Megatron's checkpoint itself needs a GPU.
-    full, plain = Trainer(rig.OPTIONS, config=recompute), Trainer(rig.OPTIONS)
-    for _ in range(3):
-        rig.evaluate(full, [rig.ONE])
-        rig.evaluate(plain, [rig.ONE])
-    reports = megagraph.reports()
-    assert reports[0]["eager"] == {"RECOMPUTING": 3 * rig.LAYERS}
-    (failure,) = reports[0]["failures"]
-    assert failure.startswith("GPTModel stays eager (RECOMPUTING): full recompute")
-    assert reports[1]["failures"] == []
-    assert reports[1]["replays"] == 2 * rig.LAYERS
-    assert "GPTModel: stays eager (RECOMPUTING): full recompute" in caplog.text
 
 
 def _delta_net_spec(config: Any) -> Any:
