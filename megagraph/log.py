@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -51,13 +51,7 @@ def about(model: str) -> Iterator[None]:
         subject.reset(token)
 
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter  # takes no parameter at run time before Python 3.11
-
-
-class _RankLog(_Adapter):
+class _RankLog(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes none at run time before Python 3.11
     """Drops what ranks say below a warning that do not speak for others, and labels the rest."""
 
     def isEnabledFor(self, level: int) -> bool:

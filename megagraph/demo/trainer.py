@@ -56,7 +56,7 @@ class ModelOptions:
 
 
 @contextlib.contextmanager
-def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
+def process_groups() -> Iterator[None]:
     """torch.distributed and Megatron's groups; leaves existing ones alone.
 
     Under `torchrun` for its processes, else for this one alone.
@@ -77,7 +77,7 @@ def process_groups(tensor_model_parallel_size: int = 1) -> Iterator[None]:
             torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+        parallel_state.initialize_model_parallel()
     try:
         yield
     finally:
