@@ -358,7 +358,7 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
 def test_eager_calls_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ROUNDS", "CALLS"):
         monkeypatch.setattr(eager_calls, name, 2)
-    options = ModelOptions(layers=2, hidden=256, heads=4, max_tokens=256)
+    options = ModelOptions(layers=2, hidden=64, heads=2, max_tokens=256)
     monkeypatch.setattr(eager_calls, "model_options", lambda *shape, **further: options)
     with megatron_on_cpu(), process_groups():
         answers = eager_calls.measure_calls()

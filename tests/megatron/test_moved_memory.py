@@ -2,7 +2,6 @@
 """Memory that a host moves, with a word or without; parameters that are not the plain case."""
 
 import copy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,82 +9,12 @@ import megatron_rig as rig
 import pytest
 import torch
 from host_calls_rig import adapt
-from rl_rig import BANK, Offload, Round, fits, log_probs, rollouts, train
+from rl_rig import Offload
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer, gpt_model
-
-
-@dataclass(kw_only=True)
-class Phases:
-    """A host that loads a model before each phase and takes it away afterwards, and tells nobody.
-
-    Gradients are loaded for training only. Some parameters are frozen.
-    """
-
-    mini_batches: int  # schedule calls of a phase
-    reports: list[dict[str, Any]] = field(default_factory=list)  # after each phase
-
-    def batches(self, index: int) -> list[list[rig.Micro]]:
-        """The packs of round `index`, all of which a capacity holds."""
-        drawn = rollouts(index, mini_batches=self.mini_batches)
-        return [[micro for micro in packs if fits(micro)] for packs in drawn]
-
-    def run(self, mode: str, rounds: int) -> list[Round]:
-        """Trains a fresh model in a mode of the plugin."""
-        megagraph.install(rig.graph_config(capacities=BANK, mode=mode))
-        try:
-            trainer, offload = Trainer(rig.OPTIONS), Offload()
-            for name, param in trainer.chunk.named_parameters():
-                param.requires_grad_("layers.0.mlp" not in name)
-            self._away(trainer, offload, with_gradients=True)
-            return [self._round(trainer, offload, index) for index in range(rounds)]
-        finally:
-            megagraph.uninstall()
-
-    def _round(self, trainer: Trainer, offload: Offload, index: int) -> Round:
-        left, batches = Round(), self.batches(index)
-        offload.weights_back(trainer.model, trainer.device)
-        old = [log_probs(trainer.model, packs) for packs in batches]
-        self._away(trainer, offload, with_gradients=False)
-        offload.weights_back(trainer.model, trainer.device)
-        offload.gradients_back(trainer.model)
-        for packs, before in zip(batches, old, strict=True):
-            left.old += before
-            left.losses += train(trainer, packs, before, before)
-            left.grads.append(rig.grads(trainer.chunk))
-            trainer.update()
-        self._away(trainer, offload, with_gradients=True)
-        return left
-
-    def _away(self, trainer: Trainer, offload: Offload, *, with_gradients: bool) -> None:
-        offload.weights(trainer.model)
-        if with_gradients:
-            offload.gradients(trainer.model)
-        self.reports += megagraph.reports()
-
-
-@pytest.mark.parametrize("mini_batches", [1, 2])
-def test_a_host_that_moves_memory_around_every_phase_replays_every_call(mini_batches: int) -> None:
-    """Bug: each move cost a step, so that a phase of one schedule call never replayed.
-
-    The first move still does. With one call a phase it meets training in the second round; with two, in
-    the first.
-    """
-    rounds = 5
-    graphed = Phases(mini_batches=mini_batches)
-    assert_same_bits(graphed.run("graph", rounds), Phases(mini_batches=mini_batches).run("eager", rounds))
-    report = graphed.reports[-1]
-    calls = [sum(map(len, graphed.batches(index)[:1])) * rig.LAYERS for index in range(rounds)]
-    moved_in = 1 if mini_batches == 1 else 0
-    warming_up = 2 * calls[0] if mini_batches == 1 else calls[0]
-    assert report["eager"] == {"WARMING_UP": warming_up, "ADDRESS_MOVED": calls[moved_in]}
-    assert report["failures"] == []
-    first = next(index for index in range(rounds) if index > moved_in)
-    before, after = graphed.reports[2 * first - 1], report
-    assert after["calls"] - before["calls"] == after["replays"] - before["replays"] > 0
 
 
 @pytest.fixture
