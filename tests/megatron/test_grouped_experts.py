@@ -10,7 +10,7 @@ import moe_rig
 import pytest
 import torch
 from megatron_rig import Install, report_of, schedule, step, steps_of
-from moe_rig import BIAS, GROUPED, GROUPED_ON_GPU, PACK, Config, ExpertTrainer, compare, grouped_spec
+from moe_rig import BIAS, GROUPED, GROUPED_ON_GPU, Config, ExpertTrainer, compare, grouped_spec
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -322,10 +322,3 @@ def test_a_layer_derived_from_ours_is_refused() -> None:
         refusal is not None
         and refusal.sentence == "mixture of experts in a layer of class Own is not supported yet"
     )
-
-
-def test_experts_that_wait_keep_the_model_eager_under_the_scope_of_whole_ones(install: Install) -> None:
-    install(cuda_graph_modules="moe")
-    trainer = ExpertTrainer()
-    step(trainer, [PACK], update=False)
-    assert set(report_of(trainer)["eager"]) == {"SCOPE_UNSUPPORTED"}

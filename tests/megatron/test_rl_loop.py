@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reinforcement-learning loops: log-probabilities, training, and weights that move between rounds."""
 
-import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -17,15 +15,6 @@ import megagraph
 from megagraph.demo.trainer import Trainer
 
 ROUNDS = 50 if ON_GPU else 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Each capture collects garbage; what was imported before need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _fitting(batches: list[list[Micro]]) -> int:

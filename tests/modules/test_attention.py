@@ -205,18 +205,6 @@ def test_each_document_of_a_pack_is_attended_to_as_if_alone(
         assert not whole[sum(physical) :].any()
 
 
-def test_padding_after_a_document_does_not_reach_its_valid_rows() -> None:
-    qkv = [t.detach() for t in inputs(12)]
-    pack = pack_of([3, 5], [4, 8])
-    before = attention()(*qkv, None, packed_seq_params=pack)
-    for t in qkv:
-        t[3] = 1e4
-        t[9:] = -1e4
-    after = attention()(*qkv, None, packed_seq_params=pack)
-    for valid in (slice(0, 3), slice(4, 9)):
-        assert torch.equal(after[valid], before[valid])
-
-
 @settings(max_examples=30)
 @given(
     length=st.integers(1, 12),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope_thd against Megatron's own unfused path, bit for bit."""
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -73,47 +73,6 @@ def test_bits_of_megatrons_unfused_path(
         assert torch.equal(ours.grad[:rows], theirs.grad)
         assert torch.equal(actual[rows:], torch.zeros_like(actual[rows:]))
         assert torch.equal(ours.grad[rows:], torch.zeros_like(actual[rows:]))
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("layout", ["neox", "interleaved"])
-def test_bits_of_megatrons_public_function(rope_utils: ModuleType, device: str, layout: str) -> None:
-    config = SimpleNamespace(
-        apply_rope_fusion=False, rotary_interleaved=layout == "interleaved", multi_latent_attention=False
-    )
-    cu_seqlens = offsets([5, 0, 11], device)
-    freqs = frequencies(32, 8, layout, device)
-    q = torch.randn(16, 4, 8, device=device, dtype=torch.bfloat16)
-    expected = rope_utils.apply_rotary_pos_emb(
-        q,
-        freqs,
-        config,
-        cu_seqlens=without_empty_documents([5, 0, 11], device),
-        cp_group=Rank(cp_size=1, cp_rank=0),
-    )
-    (actual,) = rope_thd([q], *tables(freqs, q.dtype), cu_seqlens, layout=layout)
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_positions_are_those_of_megatrons_context_parallel_slice(
-    rope_utils: ModuleType, device: str, cp_size: int
-) -> None:
-    lengths = [8, 0, 24]
-    positions = torch.arange(64, device=device, dtype=torch.float64)
-    for cp_rank in range(cp_size):
-        expected = []
-        for length in lengths:
-            local = torch.empty(length // cp_size)
-            expected += rope_utils._get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, local, positions).tolist()
-        tail = [0] * 3
-        ones = torch.ones(32 // cp_size + len(tail), 1, 2, device=device, dtype=torch.float64)
-        table = positions[:, None].expand(-1, 2).contiguous()
-        (out,) = rope_thd(
-            [ones], table, torch.zeros_like(table), offsets(lengths, device), cp_size=cp_size, cp_rank=cp_rank
-        )
-        assert out[:, 0, 0].tolist() == expected + tail
 
 
 @layouts
