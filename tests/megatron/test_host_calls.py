@@ -10,25 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import host_calls_rig as hosts
 import pytest
 import torch
-from host_calls_rig import (
-    Call,
-    Host,
-    adapt,
-    bridge_pack,
-    bridge_padded_pack,
-    bridge_schedule,
-    bridge_whole_pack,
-    full_rows_call,
-    fused_forward,
-    fused_hook_call,
-    fused_instance_call,
-    labels_call,
-    swift_pack,
-    verl_call,
-    verl_pack,
-)
 from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel, bare_model
 from megatron.core.models.gpt import GPTModel
 from megatron_rig import LAYERS, Micro, graph_config
@@ -52,7 +36,7 @@ TRAIN, LOG_PROBS, BARE = "train", "log_probs", "bare_log_probs"
 
 
 def _patched(model: Any) -> None:
-    model.forward = types.MethodType(fused_forward, model)
+    model.forward = types.MethodType(hosts.fused_forward, model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +44,7 @@ class Case:
     """A host's way, and what becomes of it."""
 
     pack: Callable[[Micro, Any], Any]  # of a micro-batch
-    call: Call  # of the model
+    call: hosts.Call  # of the model
     phases: tuple[str, ...] = (LOG_PROBS, TRAIN)  # of each round
     classes: tuple[type, type | None] = (GPTModel, None)  # of the model and its block
     prepare: Callable[[Any], None] | None = None  # what the host does to the model before anything wraps it
@@ -107,43 +91,49 @@ class DeepBlock(OwnBlock):
 
 
 CASES = {
-    "verl": Case(pack=verl_pack, call=verl_call),
-    "verl, log-probabilities alone": Case(pack=verl_pack, call=verl_call, phases=(LOG_PROBS,)),
+    "verl": Case(pack=hosts.verl_pack, call=hosts.verl_call),
+    "verl, log-probabilities alone": Case(pack=hosts.verl_pack, call=hosts.verl_call, phases=(LOG_PROBS,)),
     "verl, everything away between phases": Case(
-        pack=verl_pack, call=verl_call, offloads=True, reasons=("ADDRESS_MOVED",)
+        pack=hosts.verl_pack, call=hosts.verl_call, offloads=True, reasons=("ADDRESS_MOVED",)
     ),
-    "verl, fused by the instance": Case(pack=verl_pack, call=fused_instance_call, prepare=_patched),
-    "verl, fused by the output processor": Case(pack=verl_pack, call=fused_hook_call),
-    "Bridge": Case(pack=bridge_pack, call=labels_call, phases=(TRAIN, TRAIN, LOG_PROBS)),
-    "Bridge, padded to one count": Case(pack=bridge_padded_pack, call=full_rows_call),
-    "Bridge, LoRA": Case(pack=bridge_pack, call=labels_call, prepare=adapt),
+    "verl, fused by the instance": Case(
+        pack=hosts.verl_pack, call=hosts.fused_instance_call, prepare=_patched
+    ),
+    "verl, fused by the output processor": Case(pack=hosts.verl_pack, call=hosts.fused_hook_call),
+    "Bridge": Case(pack=hosts.bridge_pack, call=hosts.labels_call, phases=(TRAIN, TRAIN, LOG_PROBS)),
+    "Bridge, padded to one count": Case(pack=hosts.bridge_padded_pack, call=hosts.full_rows_call),
+    "Bridge, LoRA": Case(pack=hosts.bridge_pack, call=hosts.labels_call, prepare=hosts.adapt),
     "Bridge, features between layers": Case(
-        pack=bridge_pack, call=labels_call, classes=(DeepModel, DeepBlock), reasons=("NESTING",)
+        pack=hosts.bridge_pack, call=hosts.labels_call, classes=(DeepModel, DeepBlock), reasons=("NESTING",)
     ),
-    "ms-swift": Case(pack=swift_pack, call=labels_call, classes=(OwnModel, OwnBlock)),
-    "ms-swift, logits": Case(pack=swift_pack, call=verl_call, classes=(OwnModel, OwnBlock)),
+    "ms-swift": Case(pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock)),
+    "ms-swift, logits": Case(pack=hosts.swift_pack, call=hosts.verl_call, classes=(OwnModel, OwnBlock)),
     "ms-swift, GRPO": Case(
-        pack=swift_pack, call=labels_call, classes=(OwnModel, OwnBlock), phases=(BARE, TRAIN)
+        pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock), phases=(BARE, TRAIN)
     ),
     "ms-swift, RoPE unfused": Case(
-        pack=swift_pack,
-        call=labels_call,
+        pack=hosts.swift_pack,
+        call=hosts.labels_call,
         classes=(PerTokenModel, OwnBlock),
         failure="what its forward hands to the layers depends on more than the pack's capacity",
     ),
 }
 
 
-def _loop(case: Case, mode: str, reference: Callable[[Host], Any] | None = None) -> tuple[list[Tensor], Any]:
+def _loop(
+    case: Case, mode: str, reference: Callable[[hosts.Host], Any] | None = None
+) -> tuple[list[Tensor], Any]:
     """What each phase of each round left, and the reports."""
     megagraph.install(graph_config(mode=mode))
     try:
         trainer = HostTrainer(*case.classes, case.prepare)
-        host = Host(
+        host = hosts.Host(
             trainer=trainer,
             pack=case.pack,
             call=case.call,
-            schedule=bridge_schedule() if case.pack in (bridge_pack, bridge_padded_pack) else {},
+            schedule=hosts.bridge_schedule()
+            if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack)
+            else {},
             offloads=case.offloads,
         )
         if reference is not None:
@@ -163,7 +153,7 @@ def _loop(case: Case, mode: str, reference: Callable[[Host], Any] | None = None)
 @pytest.mark.parametrize("name", CASES)
 def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentence(name: str) -> None:
     case = CASES[name]
-    if case.call is fused_hook_call and not HAS_OUTPUT_PROCESSOR:
+    if case.call is hosts.fused_hook_call and not HAS_OUTPUT_PROCESSOR:
         pytest.skip("this release of megatron-core has no output processor")
     graphed, (report,) = _loop(case, "graph")
     eager, (eager_report,) = _loop(case, "eager")
@@ -184,7 +174,7 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
 
 def test_packs_that_declare_all_their_tokens_run_as_given() -> None:
     """Positions of unfused RoPE go on from document to document in them."""
-    case = Case(pack=bridge_whole_pack, call=full_rows_call)
+    case = Case(pack=hosts.bridge_whole_pack, call=hosts.full_rows_call)
     graphed, (report,) = _loop(case, "graph")
     eager, _reports = _loop(case, "eager")
     assert_same_bits(graphed, eager)
@@ -194,9 +184,9 @@ def test_packs_that_declare_all_their_tokens_run_as_given() -> None:
 @pytest.mark.parametrize("of", ["another model", "the policy itself"])
 def test_a_reference_that_is_asked_inside_the_policys_forward_step(of: str) -> None:
     """As DPO of ms-swift: without gradients, in training mode, in the same micro-batch."""
-    case = Case(pack=swift_pack, call=labels_call, classes=(OwnModel, OwnBlock), phases=(TRAIN,))
+    case = Case(pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock), phases=(TRAIN,))
 
-    def reference(host: Host) -> Any:
+    def reference(host: hosts.Host) -> Any:
         if of == "the policy itself":
             return host.trainer.chunk
         torch.manual_seed(3)
