@@ -7,7 +7,7 @@
 #   VENV_FLAGS  e.g. --system-site-packages with TORCH=torch: use the machine's own torch
 #   MAX_JOBS    compiler processes (left out: ninja decides)
 #   MINORS      the minors of torch that `make matrix` builds and tests
-#   LANES       what `make test` runs: some of unit, ranks, other-unit, other-ranks; all by default
+#   LANES       what `make test` runs: tests, other (the other release) or both; both by default
 #   PYTEST_FLAGS  further arguments of pytest, in every lane
 #   MUTANTS     of `make mutants`: texts of the file or the test of a fault; all by default
 #   PARTS       what `make gpu` runs: some of ops, bank, megatron, ranks, commands; all by default

@@ -52,7 +52,7 @@ def run(script: ModuleType, tmp_path: Path) -> Suite:
     """Runs the texts of tests, each in a lane of its own, and judges them. Returns the exit status."""
 
     def texts(**tests: str) -> int:
-        script.LANES = {name: script.Plan((f"test_{name}.py",), 1) for name in tests}  # type: ignore[attr-defined]
+        script.LANES = {name: script.Plan((f"test_{name}.py",)) for name in tests}  # type: ignore[attr-defined]
         options = argparse.Namespace(out=tmp_path / "out", other_core=None)
         lanes = []
         for name, text in tests.items():
@@ -191,7 +191,7 @@ def test_a_lane_that_runs_nothing_is_a_failure(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["unit", "units"], "random, got units"),
+        (["tests", "units"], "random, got units"),
         ([], "--other-core: expected the folder of another megatron-core"),
     ],
 )
