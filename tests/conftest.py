@@ -142,15 +142,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_first_parameters(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each function that is not marked `both` the first item that does not skip."""
+    """Of each function the first item that does not skip, and what is marked `both`."""
     functions: dict[object, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     kept: set[pytest.Item] = set()
     for its_items in functions.values():
-        if its_items[0].get_closest_marker("both"):
-            kept.update(its_items)
-        else:
-            kept.add(min(its_items, key=lambda item: item.get_closest_marker("skip") is not None))
+        kept.add(min(its_items, key=lambda item: item.get_closest_marker("skip") is not None))
+        kept.update(item for item in its_items if item.get_closest_marker("both"))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -1,91 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do that share packs: their attention beside that of one process, and graphs beside eager."""
+"""What ranks do that share packs: beside one process that has them whole, and graphs beside eager."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import context_models
 import megatron_rig as rig
 import moe_rig
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.enums import AttnMaskType
 from streams import make_groups
 from torch import Tensor, distributed
 
 import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
-from megagraph.modules import VarlenAttention
 from megagraph.packs.ops import thd_partition_indices
-
-
-class Heads(NamedTuple):
-    """Sizes of an attention."""
-
-    queries: int  # heads
-    groups: int  # of queries that share a key
-    dim: int  # of queries and keys
-    values: int  # dimensions of values
-
-
-def _attention(comm_type: str | None) -> VarlenAttention:
-    config = SimpleNamespace(
-        attention_dropout=0.0, context_parallel_size=1, apply_query_key_layer_scaling=False
-    )
-    return VarlenAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=comm_type)
-
-
-def _pack(lengths: tuple[int, ...], device: str, **shared: Any) -> Any:
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return SimpleNamespace(
-        **{"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets},
-        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), None),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths)),
-        **shared,
-    )
-
-
-def _run(module: VarlenAttention, qkv: list[Tensor], grad: Tensor, pack: Any) -> list[Tensor]:
-    leaves = [rows.clone().requires_grad_() for rows in qkv]
-    out = module(*leaves, None, packed_seq_params=pack)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def attend(
-    *, comm_type: str | None, heads: Heads, lengths: tuple[int, ...], tail: int
-) -> dict[str, tuple[float, bool]]:
-    """Attends for this rank's rows of a pack, and for all of them alone."""
-    group = distributed.group.WORLD
-    assert group is not None
-    size, rank = group.size(), group.rank()
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    end, generator = sum(lengths), torch.Generator().manual_seed(11)
-    shapes = (heads.queries, heads.dim), (heads.groups, heads.dim), (heads.groups, heads.values)
-    rows = [torch.randn(end + tail, *shape, generator=generator) for shape in shapes]
-    rows.append(torch.randn(end + tail, heads.queries * heads.values, generator=generator))
-    for tensor in rows:
-        tensor[end:] = float("nan")
-    *qkv, grad = (tensor.to(device, dtype) for tensor in rows)
-    alone = _run(_attention(comm_type), qkv, grad, _pack(lengths, device))
-    mine = thd_partition_indices(_pack(lengths, device).cu_seqlens_q, end + tail, size, rank).long()
-    shared = _pack(lengths, device, local_cp_size=size, cp_group=group)
-    local = [tensor[mine] for tensor in qkv]
-    ours, again = (_run(_attention(comm_type), local, grad[mine], shared) for _ in range(2))
-    found = {}
-    for name, one, other, whole in zip(("out", "q", "k", "v"), ours, again, alone, strict=True):
-        assert not one[end // size :].any(), f"the tail of {name}"
-        distance = (one.double() - whole[mine].double()).abs().max() / whole.double().abs().max()
-        found[name] = float(distance), torch.equal(one, other)
-    return found
-
-
-def attend_in_each(*, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, tuple[float, bool]]]:
-    """`attend()` with each of these arguments."""
-    return {name: attend(**case) for name, case in cases.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,28 +104,22 @@ def train_shared(
     *,
     cp_size: int,  # how many share the rows of a pack
     tp_size: int = 1,  # how many share each of their layers
-    num_steps: int = 8,  # to train
+    num_steps: int = 4,  # to train
     misfits: bool = False,  # every fifth pack fits no capacity
     has_tails: bool = True,
     plugin: dict[str, Any] | None = None,  # further options of the plugin
     model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
     **options: Any,  # further ones of Megatron's config
 ) -> dict[str, Any]:
-    """Trains eager and graphed on packs that ranks share and compares every step's bits on this rank.
-
-    Evaluates between steps, too.
+    """Trains eager and graphed on packs that ranks share, with evaluations between steps, and compares all
+    bits on this rank. Returns the report of the graphed run.
     """
     start(cp_size, tp_size, options.get("expert_model_parallel_size", 1))
-    rig.forget_metrics()
-    capacity = {"cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
-    megagraph.install(rig.graph_config(capacities=(), **{**capacity, **(plugin or {})}))
-    sizes = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size}
-    pair = rig.Pair(context_models.trainer, config={**sizes, **options}, **(model or {}))
-    for index, micros in enumerate(steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)):
-        pair.step(*micros)
-        if index % 4 == 3:
-            pair.evaluate(*micros)
-    return pair.report()
+    steps = steps_of(num_steps, cp_size, misfits=misfits, has_tails=has_tails)
+    config = {"context_parallel_size": cp_size, "tensor_model_parallel_size": tp_size, **options}
+    given = {"capacities": (), "cuda_graph_max_packed_seqs": (5,), "max_seqlen_per_dp_cp_rank": 64}
+    make = partial(context_models.trainer, config=config, **(model or {}))
+    return rig.compare_runs(steps, make, {**given, **(plugin or {})}, evaluate_at=(2, 3)).report
 
 
 def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -23,6 +23,16 @@ MANY_KINDS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+ROUTERS = {"cuda_graph_modules": ("attn", "moe_router")}
+EMPTY_DUMMY = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs + 1,)}
+# Of engines: arguments of `trainer()`, options of the plugin, fields of Megatron's config.
+OF_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}, {}),
+    "fused RoPE": ({}, {}, {"apply_rope_fusion": True}),
+    "MLA": ({"mla": "low rank, YaRN"}, {}, {}),
+    "experts": ({"experts": True}, ROUTERS, {}),
+    "MLA experts": ({"mla": "low rank, YaRN", "experts": True}, ROUTERS, MANY_KINDS),
+}
 _FOR_ENGINE = {"normalization": "RMSNorm", "moe_grouped_gemm": True, "moe_ffn_hidden_size": 64}
 
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
 from mla_rig import MlaTrainer
-from schedule_jobs import alone, device, how_far, summed, text
+from schedule_jobs import alone, device, documents_of, how_far, summed
 from streams import make_groups
 from torch import Tensor, distributed
 
@@ -146,13 +146,7 @@ def train(
     make: Callable[[], Trainer] = partial(Trainer, rig.OPTIONS, config=config, ddp=ddp)
     if mla is not None:
         make = partial(MlaTrainer, kind=mla, config=config, ddp=ddp)
-    documents = [
-        [
-            [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
-            for rank, own in enumerate(of_ranks)
-        ]
-        for step, of_ranks in enumerate(lengths)
-    ]
+    documents = documents_of(lengths)
     is_whole = tensor_parallel == static == 1
     expected = alone(make().chunk, [each for own in documents[0] for each in own] if is_whole else [])
     dealt: list[_Steps] = []  # one of each run

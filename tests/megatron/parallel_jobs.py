@@ -14,26 +14,25 @@ from megatron.core import parallel_state
 from rl_rig import Offload
 from same_bits import assert_same_bits
 from streams import seeded
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 import megagraph
 from megagraph.bank import capture
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import Trainer, transformer_config
+from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.block_bank import BlockBank
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 2
-
-
+PACKS = 2  # of each step that ranks train
 MISFIT = (5,) * (rig.CAPACITY.num_seqs + 1)  # lengths of a pack that fits no capacity
 
 
 def steps_of(
-    count: int, *, seed: int = 0, misfits: bool = False, masks: bool = False
+    count: int, *, packs: int = 3, seed: int = 0, misfits: bool = False, masks: bool = False
 ) -> list[list[rig.Micro]]:
-    """Steps of three packs that change every micro-batch; two ranks can share the rows of each.
+    """Steps of packs that change every micro-batch; two ranks can share the rows of each.
 
     With `misfits`, the last pack of every second step fits no capacity; with `masks`, all but the first of
     each step have a padding mask.
@@ -42,11 +41,11 @@ def steps_of(
     steps = []
     for index in range(count):
         micros = []
-        for micro in range(3):
-            lengths = shapes[(index * 3 + micro + seed) % len(shapes)]
+        for micro in range(packs):
+            lengths = shapes[(index * packs + micro + seed) % len(shapes)]
             tail = 64 - sum(lengths) if micro == 1 else 0
-            if misfits and index % 2 and micro == 2:
-                lengths = MISFIT
+            if misfits and index % 2 and micro == packs - 1:
+                lengths, tail = MISFIT, 0
             number = 100 * seed + 10 * index + micro
             mask_seed = number if masks and micro else None
             micros.append(rig.Micro(lengths=lengths, seed=number, tail=tail, mask_seed=mask_seed))
@@ -54,10 +53,13 @@ def steps_of(
     return steps
 
 
+small_steps = partial(steps_of, packs=PACKS)
+
+
 def steps_with_tails(count: int, **_: Any) -> list[list[rig.Micro]]:
     """Steps of packs below the capacity, with rows behind the last document in each."""
     return [
-        [rig.Micro(lengths=(20, 8 + 2 * (index + micro) % 6), tail=10, seed=index) for micro in range(3)]
+        [rig.Micro(lengths=(20, 8 + 2 * (index + micro) % 6), tail=10, seed=index) for micro in range(PACKS)]
         for index in range(count)
     ]
 
@@ -110,7 +112,7 @@ def of_engine(**given: Any) -> Trainer:
 def train_pair(
     *,
     make: rig.Make = model,  # makes each trainer
-    steps_of: Callable[..., list[list[rig.Micro]]] = steps_of,  # makes the packs
+    steps_of: Callable[..., list[list[rig.Micro]]] = small_steps,  # makes the packs
     num_steps: int = 4,  # to train
     own_packs: bool = False,  # give each rank packs of its own
     misfits_on: int | None = None,  # the rank some of whose packs fit no capacity
@@ -120,16 +122,6 @@ def train_pair(
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if own_packs else 0, misfits=rank == misfits_on)
     return rig.compare_runs(steps, seeded(make), **options).report
-
-
-def one_step(*, sequence_parallel: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and gradients of a step of two tensor-parallel ranks, with norms of queries and keys."""
-    spec = megagraph.get_gpt_block_varlen_spec(transformer_config(OPTIONS), qk_layernorm=True)
-    config = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel, "qk_layernorm": True}
-    trainer = Trainer(OPTIONS, config=config, spec=spec)
-    micros = [rig.Micro(lengths=(9, 21)), rig.Micro(lengths=(3, 30, 7), seed=1)]
-    left = rig.step(trainer, micros, update=False)
-    return [loss.cpu() for loss in left.losses], {name: grad.cpu() for name, grad in left.grads.items()}
 
 
 # -- what one rank alone does ----------------------------------------------------------------------

@@ -119,38 +119,3 @@ class PerTokenScattered(Scattered):
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
         return hand_out_frequencies(super().make_chunk(config, spec))
-
-
-def per_token_with_sequence_parallelism(*, transformer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both modes on packs below the capacity and of its size, on each rank. Returns the reports."""
-    steps: list[list[Micro]] = [
-        [
-            Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
-            Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
-        ]
-        for index in range(5)
-    ]
-    runs = three_modes(steps, lambda: PerTokenScattered(OPTIONS, config=transformer))
-    return [runs["eager"].report, runs["graph"].report]
-
-
-def another_table_later(*, transformer: dict[str, Any]) -> str:
-    """The error of a host that multiplies the model's own tables from its third step on."""
-    steps = [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4
-    calls: list[Any] = []
-
-    def change(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        calls.append(None)
-        factor = 1.0 if len(calls) < 3 else 0.5
-        return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
-
-    def make() -> Trainer:
-        trainer = Trainer(OPTIONS, config=transformer)
-        trainer.chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
-        return trainer
-
-    try:
-        run("graph", steps, make)
-    except RuntimeError as error:
-        return str(error)
-    return "none"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks train that schedule their documents together, beside one process that has them all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -34,6 +34,17 @@ def text(number: int, length: int) -> dict[str, Tensor]:
     mask[-1] = 0
     found = {"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": mask}
     return {name: rows.to(device()) for name, rows in found.items()}
+
+
+def documents_of(lengths: Sequence[Sequence[Sequence[int]]]) -> list[list[list[dict[str, Tensor]]]]:
+    """Some of these lengths, by step and rank."""
+    return [
+        [
+            [text(100 * step + 10 * rank + place, length) for place, length in enumerate(own)]
+            for rank, own in enumerate(of_ranks)
+        ]
+        for step, of_ranks in enumerate(lengths)
+    ]
 
 
 def summed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -99,7 +110,7 @@ def train_scheduled(
     forced: int | None = None,  # all are shared by as many
     plugin: dict[str, Any] | None = None,  # further options of the plugin
     model: dict[str, Any] | None = None,  # arguments of `context_models.trainer()`
-    evaluates: bool = False,  # the first step's packs before each second step, too, without adapters
+    evaluates: bool = False,  # the first step's packs between steps, too, without adapters
     in_training: bool = False,  # the model is in training mode then, as hosts take log-probabilities
     has_reference: bool = True,  # losses are sums over tokens alone, of which one process is asked, too
     **options: Any,  # further ones of Megatron's config
@@ -117,15 +128,7 @@ def train_scheduled(
         max_packed_seqs=rig.CAPACITY.num_seqs,
         alignment=options.get("tensor_model_parallel_size", 1),
     )
-    numbers = [[100 * step + 10 * rank for rank in range(groups.num_ranks)] for step in range(len(lengths))]
-    documents = [
-        [
-            [text(first + i, length) for i, length in enumerate(own)]
-            for first, own in zip(firsts, of_ranks, strict=True)
-        ]
-        for firsts, of_ranks in zip(numbers, lengths, strict=True)
-    ]
-
+    documents = documents_of(lengths)
     config = {"calculate_per_token_loss": True, **options}
     make: Callable[..., Trainer] = partial(context_models.trainer, config=config, **(model or {}))
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
@@ -141,7 +144,7 @@ def train_scheduled(
         "max_seqlen_per_dp_cp_rank": rig.CAPACITY.tokens,
         "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs,),
     }
-    evaluate_at = range(1, len(steps), 2) if evaluates else ()
+    evaluate_at = (1, *range(2, len(steps), 2)) if evaluates else ()
     with (
         mock.patch.object(rig, "forward", _forward),
         mock.patch.object(rig, "evaluate", partial(_evaluate, in_training=in_training)),

@@ -12,12 +12,10 @@ import context_models
 import megatron_rig as rig
 import moe_rig
 import pytest
-import schedule_jobs
 import torch
 from sharing_jobs import STEPS, install, losses_of, micros_of, new_trainer, warmed
-from test_dynamic_context import ON_TWO, check
 from torch import Tensor, distributed
-from worlds import World, on_ranks
+from worlds import on_ranks
 
 import megagraph
 from megagraph.demo.trainer import Trainer
@@ -29,24 +27,6 @@ from megagraph.megatron.parallel.peers import Peers
 pytestmark = pytest.mark.megatron
 
 WITHOUT_UPDATES = {**context_models.MANY_KINDS, "moe_router_bias_update_rate": 0.0}
-TWO: dict[str, Any] = {"lengths": ON_TWO * 2, "cp_sizes": (1, 2)}
-
-
-def test_a_tail_that_is_a_document(world2: World) -> None:
-    plugin = {"tail": "empty-dummy", "cuda_graph_max_packed_seqs": (rig.CAPACITY.num_seqs + 1,)}
-    check(world2.run(schedule_jobs.train_scheduled, plugin=plugin, **TWO))
-
-
-@pytest.mark.parametrize("model", [{}, {"mla": "plain, RoPE"}, {"adapters": True}], ids=str)
-def test_passes_for_log_probabilities(world2: World, model: dict[str, Any]) -> None:
-    """Without gradients, in training mode, between steps of another size."""
-    lengths = [[[60], [60]], *[[[120, 7], [60]]] * 3]
-    options = {"model": model, "evaluates": True, "in_training": True}
-    runs = world2.run(schedule_jobs.train_scheduled, **{**TWO, **options, "lengths": lengths})
-    check(runs)
-    for run in runs:
-        first, *others = run["sizes"]
-        assert set(first) == {1} and all(2 in sizes for sizes in others)
 
 
 @pytest.mark.parametrize("model", [{}, {"mla": "low rank, YaRN"}, {"mla": "plain, RoPE"}], ids=str)
@@ -58,12 +38,12 @@ def test_tables_that_megatron_drops(model: dict[str, Any]) -> None:
     pair, other = rig.Pair(make), make()
     micros = micros_of(megagraph.context_groups((1, 2)).of_size(2))
     rubbish: list[Tensor] = []
-    pair.step(*micros)
-    for index in range(3):
-        pair.step(*micros)
+    pair.step(*micros, times=2)
+    for index in range(2):
         rig.evaluate(other, [rig.Micro(lengths=(65 + 40 * index + more,)) for more in range(40)])
         gc.collect()
         rubbish += [torch.full((64, 64), float("nan"), device=other.device) for _ in range(64)]
+        pair.step(*micros)
     _, report, _ = megagraph.reports()
     assert set(report["eager"]) == {"WARMING_UP"}
 

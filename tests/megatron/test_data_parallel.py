@@ -7,6 +7,7 @@ from typing import Any
 import parallel_jobs
 import pytest
 from megatron_rig import LAYERS, ONE, TWO, Install, Pair, plain
+from parallel_jobs import PACKS
 from worlds import World
 
 from megagraph.demo.trainer import Trainer
@@ -45,7 +46,7 @@ def test_bits(world2: World, ddp: dict[str, Any], scopes: tuple[str, ...]) -> No
         assert set(report["eager"]) == {"WARMING_UP"} and report["failures"] == []
         # Also while parameters are still to be gathered.
         assert (report["verification"]["verified"], report["verification"]["unverified"]) == (1, 0)
-        assert report["eager"]["WARMING_UP"] == 2 * 3 * report["layers"]
+        assert report["eager"]["WARMING_UP"] == 2 * PACKS * report["layers"]
 
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000])
@@ -60,8 +61,8 @@ def test_one_rank_runs_eager_where_the_other_replays(world2: World, bucket_size:
         misfits_on=1,
     )
     layers = reports[0]["layers"]
-    assert reports[0]["eager"] == {"WARMING_UP": 3 * layers}
-    assert reports[1]["eager"] == {"WARMING_UP": 3 * layers, "TOO_MANY_SEQUENCES": 2 * layers}
+    assert reports[0]["eager"] == {"WARMING_UP": PACKS * layers}
+    assert reports[1]["eager"] == {"WARMING_UP": PACKS * layers, "TOO_MANY_SEQUENCES": 2 * layers}
 
 
 @pytest.mark.parametrize("bucket_size", [1000, 4000])
@@ -74,8 +75,8 @@ def test_an_eager_layer_tells_of_itself_between_those_that_replay(world2: World,
         own_packs=True,
     )
     for report in reports:
-        assert report["eager"] == {"WARMING_UP": 3 * 4, "FOREIGN_HOOK": 3 * 3}
-        assert report["replays"] == 3 * 3 * 3
+        assert report["eager"] == {"WARMING_UP": PACKS * 4, "FOREIGN_HOOK": 3 * PACKS}
+        assert report["replays"] == 3 * PACKS * 3
 
 
 def _heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:

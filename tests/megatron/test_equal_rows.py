@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
-import equal_rows_jobs
+import moe_jobs
 import moe_rig
 import pytest
 import torch
-from equal_rows_jobs import FEW, MANY
 from host_rig import OwnModel
 from megatron.core.models.gpt import GPTModel
 from megatron_rig import Micro, Pair, evaluate, forget_metrics, forward, graph_config, step
@@ -18,7 +18,7 @@ from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
 from streams import make_groups, seeded
 from torch import distributed
-from worlds import World, on_ranks
+from worlds import on_ranks
 
 import megagraph
 from megagraph.config import GraphConfig
@@ -26,63 +26,90 @@ from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs import model_graphs
 from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.parallel import peers
 from megagraph.megatron.patch.installation import installed_plugin
 
 pytestmark = pytest.mark.megatron
 
+FEW = Capacity(tokens=64, num_seqs=3, max_seqlen=48)
+MANY = Capacity(tokens=64, num_seqs=5, max_seqlen=48)
+EVERY = 5  # packs, of which one fits no capacity
+TOO_MANY, TOO_LONG = (5,) * 6, (60,)  # documents
 SCOPES = ("attn", "moe_router", "mlp")
 CASES: dict[str, dict[str, Any]] = {
     "allgather": {**moe_rig.CASES["sigmoid, bias, groups"], "moe_token_dispatcher_type": "allgather"},
     "drop and pad": {**moe_rig.CASES["drop and pad"], "moe_shared_expert_intermediate_size": 24},
 }
-STEPS = 10
 SITES = 2
-MISFITS = 3 * STEPS // equal_rows_jobs.EVERY * SITES
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_with_packs_of_their_own_ask_each_other_nothing(world2: World, case: str) -> None:
+def steps_of(count: int, *, seed: int, misfits: bool) -> list[list[Micro]]:
+    """Steps of three packs of other rows on each rank. With `misfits` every fifth fits no capacity."""
+    shapes = [(10, 30, 24), (20, 8), (30,), (2, 2, 2, 20), (16, 16, 16, 16), (7, 9), (33, 7)]
+    steps: list[list[Micro]] = []
+    for index in range(count):
+        steps.append([])
+        for number in range(3 * index, 3 * index + 3):
+            lengths = shapes[(number + 3 * seed) % len(shapes)]
+            if misfits and number % EVERY == EVERY - 1:
+                lengths = TOO_LONG if number // EVERY % 2 else TOO_MANY
+            tail = 3 if number % 4 == 1 and sum(lengths) < 60 else 0
+            steps[-1].append(Micro(lengths=lengths, seed=100 * seed + number, tail=tail))
+    return steps
+
+
+def to_learn_from(count: int, *, seed: int, misfits: bool) -> list[list[Micro]]:
+    """A step of packs of equal rows and of other documents on each rank; steps of other rows."""
+    shapes = [(16, 48), (60, 2, 2), (64,)] if seed else [(64,), (8, 56), (12, 50, 1, 1)]
+    warm_up = [Micro(lengths=lengths, seed=100 * seed + index) for index, lengths in enumerate(shapes)]
+    later = [(9, 4), (61,), (30, 3)] if seed else [(55,), (20, 3), (7, 8, 9)]
+    return [warm_up, *([Micro(lengths=lengths, seed=seed) for lengths in later] for _ in range(count - 1))]
+
+
+def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
+    """Trains on such packs, with graphs of two capacities, while this rank asks others so often on the host.
+
+    Returns:
+        The report.
+    """
+    given = {"scopes": SCOPES, "steps_of": steps_of, "plugin": {"capacities": (FEW, MANY)}, **options}
+    with mock.patch.object(peers, "_gloo_group", wraps=peers._gloo_group) as asked:
+        report = moe_jobs.train_spread(**given)
+    assert asked.call_count == times_asked
+    return report
+
+
+@pytest.mark.parametrize(
+    ("case", "scopes"), [*((case, SCOPES) for case in CASES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
+)
+@on_ranks(2)
+def test_ranks_with_packs_of_their_own_ask_each_other_nothing(case: str, scopes: tuple[str, ...]) -> None:
     """A pack of one rank that fits no capacity runs eager there, on as many rows; the other rank replays."""
-    found = world2.run(equal_rows_jobs.train, scopes=SCOPES, num_steps=STEPS, misfits_on=1, **CASES[case])
-    half = MISFITS // 2
-    misfits = {}, {"TOO_MANY_SEQUENCES": half, "SEQUENCE_TOO_LONG": half}
-    for (report, times_asked), eager in zip(found, misfits, strict=True):
-        assert report["failures"] == [] and times_asked == 0
-        assert report["eager"] == {"WARMING_UP": 3 * SITES, **eager}
-        assert report["replays"] == 3 * STEPS * SITES - 3 * SITES - sum(eager.values())
+    report = train(scopes=scopes, num_steps=5, misfits_on=1, **CASES[case])
+    misfits = {"TOO_MANY_SEQUENCES": 2 * SITES, "SEQUENCE_TOO_LONG": SITES} if distributed.get_rank() else {}
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES, **misfits}
+    assert report["replays"] == 4 * 3 * SITES - sum(misfits.values())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_capacities_that_are_learned_are_those_of_all(world2: World, case: str) -> None:
+@on_ranks(2)
+def test_capacities_that_are_learned_are_those_of_all(case: str) -> None:
     """Ranks ask each other at one step boundary, in each of two runs."""
-    found = world2.run(equal_rows_jobs.learn, scopes=SCOPES, num_steps=4, **CASES[case])
-    (here, _), (there, _) = found
-    assert here["capacities"] == there["capacities"]
-    for report, times_asked in found:
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES}
-        assert times_asked == 2
+    learning = {"steps_of": to_learn_from, "plugin": {"capacities": ()}}
+    report = train(times_asked=2, **learning, **CASES[case])
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * SITES}
+    everywhere: list[Any] = [None, None]
+    distributed.all_gather_object(everywhere, report["capacities"])
+    assert everywhere == [report["capacities"]] * 2
 
 
-def test_permuted_rows_of_padded_experts(world2: World) -> None:
-    scopes = (*SCOPES, "moe_preprocess")
-    found = world2.run(
-        equal_rows_jobs.train, scopes=scopes, num_steps=5, misfits_on=0, **CASES["drop and pad"]
-    )
-    misfits = {"TOO_MANY_SEQUENCES": 2 * SITES, "SEQUENCE_TOO_LONG": SITES}, {}
-    for (report, _), eager in zip(found, misfits, strict=True):
-        assert report["failures"] == []
-        assert report["eager"] == {"WARMING_UP": 3 * SITES, **eager}
-
-
-def test_whole_layers_of_padded_experts_stay_eager_by_name(world2: World) -> None:
+@on_ranks(2)
+def test_whole_layers_of_padded_experts_stay_eager_by_name() -> None:
     """Their dispatch would be in the graph, with what ranks of other packs send."""
-    found = world2.run(
-        equal_rows_jobs.train, scopes=("attn", "moe", "mlp"), num_steps=4, **CASES["drop and pad"]
-    )
-    for report, _ in found:
-        (failure,) = report["failures"]
-        assert "its experts are spread over ranks, which run other packs" in failure
-        assert report["eager"] == {"WARMING_UP": 3 * SITES, "SCOPE_UNSUPPORTED": 3 * 3}
+    report = train(scopes=("attn", "moe", "mlp"), **CASES["drop and pad"])
+    (failure,) = report["failures"]
+    assert "its experts are spread over ranks, which run other packs" in failure
+    assert report["eager"] == {"WARMING_UP": 3 * SITES, "SCOPE_UNSUPPORTED": 3 * 3}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,7 +125,7 @@ def test_a_rank_that_skips_graphs_alone_has_the_rows_of_the_others(case: str) ->
     def train(trainer: ExpertTrainer) -> list[Any]:
         forget_metrics()
         left: list[Any] = []
-        for index, micros in enumerate(equal_rows_jobs.steps_of(5, seed=rank, misfits=rank == 1)):
+        for index, micros in enumerate(steps_of(5, seed=rank, misfits=rank == 1)):
             is_skipped = trainer is pair.graphed and index == 3 and rank == 0
             with megagraph.disable_cuda_graphs_this_step() if is_skipped else nullcontext():
                 left.append(step(trainer, micros))

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from same_bits import assert_same_bits
-from streams import make_groups, seed_streams, seeded
+from streams import make_groups, seed_streams
 from torch import Tensor, distributed, nn
 from worlds import on_ranks
 
@@ -30,7 +30,7 @@ from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
 
-LAYERS, MICROS, STEPS = 2, 3, 4
+LAYERS, MICROS, STEPS = 2, parallel_jobs.PACKS, 4
 STEP_CALLS = MICROS * LAYERS
 COMES_AT = 2  # in which step a layer gets a group
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
@@ -163,20 +163,14 @@ def holds(chunk: Any, how: str, group: Any) -> None:
 def compared(
     make: rig.Make, change: Callable[..., None] = lambda trainer: None, **given: Any
 ) -> dict[str, Any]:
-    """Trains eager and graphed. Returns the report of the latter.
-
-    Args:
-        make: makes each trainer.
-        change: called with each before a later step.
-        given: to `steps_of()`.
-    """
+    """The report of a graphed training that equals an eager one; `change` comes before a step of both."""
 
     def around(trainer: Trainer, index: int) -> AbstractContextManager[None]:
         if index == COMES_AT:
             change(trainer)
         return nullcontext()
 
-    return rig.compare_runs(parallel_jobs.steps_of(STEPS, **given), seeded(make), around=around).report
+    return parallel_jobs.train_pair(make=make, num_steps=STEPS, around=around, **given)
 
 
 def group_of_experts() -> Any:
@@ -194,7 +188,7 @@ def test_a_layer_with_collectives_of_other_packs_leaves_the_graphs(how: str) -> 
     them, those of experts and of data parallelism among them.
     """
     prepare = partial(holds, how=how, group=group_of_experts())
-    report = compared(partial(rig.plain, prepare=prepare), seed=distributed.get_rank())
+    report = compared(partial(rig.plain, prepare=prepare), own_packs=True)
     if how == "whole collection":
         assert report["eager"] == {"WARMING_UP": STEP_CALLS} and report["failures"] == []
         return
@@ -211,7 +205,7 @@ def test_a_layer_that_gets_such_a_group_later_leaves_the_graphs_then() -> None:
     report = compared(
         partial(Trainer, rig.OPTIONS),
         lambda trainer: holds(trainer.chunk, "attribute", group),
-        seed=distributed.get_rank(),
+        own_packs=True,
     )
     unsupported = (STEPS - COMES_AT - 1) * STEP_CALLS // 2
     once = {"WARMING_UP": STEP_CALLS, "STATE_CHANGED": STEP_CALLS}

@@ -337,10 +337,10 @@ def test_masks_on_two_tensor_parallel_ranks(sequence_parallel: bool) -> None:
     config = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
     with mlps_that_read_masks() as seen:
         report = parallel_jobs.train_pair(
-            steps_of=functools.partial(parallel_jobs.steps_of, masks=True), config=config
+            steps_of=functools.partial(parallel_jobs.small_steps, masks=True), config=config
         )
     assert len({mask.size(1) for mask in seen}) == 1  # rows of the capacity, or this rank's share of them
-    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS} and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": parallel_jobs.PACKS * rig.LAYERS} and report["failures"] == []
     assert report["verification"]["unverified"] == 0
 
 

@@ -246,7 +246,8 @@ def test_two_ranks_that_share_layers_of_transformer_engine(world2: World, sequen
     )
     for report in reports:
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
-        assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * rig.LAYERS}
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+        assert report["eager"]["WARMING_UP"] == 2 * parallel_jobs.PACKS * rig.LAYERS
 
 
 @of_engine

@@ -12,7 +12,7 @@ import pytest
 import torch
 from mla_rig import mla_config
 from torch import distributed
-from worlds import World, on_ranks
+from worlds import World, Worlds, on_ranks
 
 import megagraph
 from benchmarks.subjects.pipelines import Cut
@@ -21,12 +21,55 @@ from megagraph.report import read_report
 pytestmark = pytest.mark.megatron
 
 Reports = list[list[dict[str, Any]]]
+OF_TWO_CHUNKS = Cut(chunks=2)
 CUTS = {
     "2 stages": Cut(),
-    "2 stages of 2 chunks": Cut(chunks=2),
+    "2 stages of 2 chunks": OF_TWO_CHUNKS,
     "2 stages of 2 chunks, groups of 3": Cut(chunks=2, group_size=3),
 }
-DEALLOCATING = {"deallocate_pipeline_outputs": True}
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 2000}
+# Sharded over the ranks of a stage, and gathered while chunks run.
+SHARDED = {**BUCKETS, "use_distributed_optimizer": True, "overlap_param_gather": True}
+EXPERTS = {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}}
+Training = tuple[int, dict[str, Any]]  # of how many ranks
+
+
+def two(cut: Cut = OF_TWO_CHUNKS, **options: Any) -> Training:
+    return 2, {"cut": cut, **options}
+
+
+def four(cut: Cut, **options: Any) -> Training:
+    return 4, {"cut": cut, **options}
+
+
+TRAININGS: dict[str, Training] = {
+    # With packs that fill their capacity, whose output the schedule keeps over the next forward.
+    **{name: two(cut) for name, cut in CUTS.items()},
+    **{
+        f"{name}, outputs emptied once they are sent": two(
+            cut, transformer={"deallocate_pipeline_outputs": True}
+        )
+        for name, cut in CUTS.items()
+    },
+    "several layers": two(layers=3),
+    "MLA": two(Cut(), transformer=mla_config("low rank, RoPE")),
+    "four stages": four(Cut(stages=4)),
+    "two data-parallel ranks a stage": four(Cut(), ddp=SHARDED),
+    # The exchange of rows between experts' ranks is not in graphs.
+    "experts that ranks of a stage share": four(Cut(chunks=2, expert_parallel=2), **EXPERTS),
+    "packs that ranks of a stage share": four(Cut(context_parallel=2)),
+    # Some micro-batches are shared by both ranks of a stage, and others by none.
+    "packs of several sizes in flight": four(OF_TWO_CHUNKS, cp_sizes=(1, 2)),
+    "two tensor-parallel ranks a stage": four(Cut(tensor_parallel=2)),
+}
+ON_ONE_RELEASE: dict[str, Training] = {
+    "gradients reduced in the backward": two(ddp=BUCKETS),
+    "gradients whose reduction the schedule begins": two(ddp=BUCKETS, aligned=True),
+    "two data-parallel ranks a stage, aligned": four(OF_TWO_CHUNKS, ddp=SHARDED, aligned=True),
+    "packs of as many rows": two(transformer={"variable_seq_lengths": False}),
+    "embeddings of both ends shared": two(shared_embeddings=True),
+    "experts": two(**EXPERTS),
+}
 
 
 def check(reports: Reports) -> None:
@@ -39,11 +82,14 @@ def check(reports: Reports) -> None:
             assert report["verification"]["verified"] > 0
 
 
-@pytest.mark.both
-@pytest.mark.parametrize("cut", CUTS)
-def test_bits(world2: World, cut: str) -> None:
-    """With packs that fill their capacity, whose output the schedule keeps over the next forward."""
-    check(world2.run(pipeline_jobs.train_pair, cut=CUTS[cut]))
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.both) for name in TRAININGS), *ON_ONE_RELEASE]
+)
+def test_bits(worlds: Worlds, name: str) -> None:
+    ranks, options = (TRAININGS | ON_ONE_RELEASE)[name]
+    if "emptied" in name and options["cut"].chunks > 1 and not frees_after_sending():
+        pytest.skip("this release frees what it still sends: eager differs from run to run")
+    check(worlds.of(ranks).run(pipeline_jobs.train_pair, **options))
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:2])
@@ -62,14 +108,6 @@ def test_eager_is_what_megatron_does_without_the_plugin(cut: str) -> None:
     distributed.barrier()  # a stage that is done must not close what another still sends over
 
 
-@pytest.mark.both
-@pytest.mark.parametrize("cut", CUTS)
-def test_outputs_that_the_schedule_empties_once_they_are_sent(world2: World, cut: str) -> None:
-    if CUTS[cut].chunks > 1 and not frees_after_sending():
-        pytest.skip("this release frees what it still sends: eager differs from run to run")
-    check(world2.run(pipeline_jobs.train_pair, cut=CUTS[cut], transformer=DEALLOCATING))
-
-
 def frees_after_sending() -> bool:
     from megatron.core import __version__
 
@@ -77,7 +115,7 @@ def frees_after_sending() -> bool:
 
 
 def test_packs_that_fit_no_capacity_run_eager_and_the_others_replay(world2: World) -> None:
-    for of_rank in world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), misfits=True):
+    for of_rank in world2.run(pipeline_jobs.train_pair, cut=OF_TWO_CHUNKS, misfits=True):
         for report in of_rank:
             assert set(report["eager"]) == {"WARMING_UP", "TOO_MANY_SEQUENCES"}
             assert report["eager"]["TOO_MANY_SEQUENCES"] == 2
@@ -85,61 +123,12 @@ def test_packs_that_fit_no_capacity_run_eager_and_the_others_replay(world2: Worl
 
 @pytest.mark.parametrize("slots", [1, 2, 9])
 def test_a_number_of_slots_is_the_most_that_a_chunk_gets(world2: World, slots: int) -> None:
-    reports = world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), plugin={"cuda_graph_slots": slots})
+    reports = world2.run(pipeline_jobs.train_pair, cut=OF_TWO_CHUNKS, plugin={"cuda_graph_slots": slots})
     for of_rank in reports:
         for report in of_rank:
             assert report["slots"] == report["most_in_flight"] == min(slots, report["schedule"])
             assert ("NO_FREE_SLOT" in report["eager"]) == (slots < report["schedule"])
             assert set(report["eager"]) <= {"WARMING_UP", "NO_FREE_SLOT"}
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "several layers": {"layers": 3},
-    "gradients reduced in the backward": {"ddp": {"overlap_grad_reduce": True, "bucket_size": 2000}},
-    "packs of as many rows": {"transformer": {"variable_seq_lengths": False}},
-    "gradients whose reduction the schedule begins": {
-        "ddp": {"overlap_grad_reduce": True, "bucket_size": 2000},
-        "aligned": True,
-    },
-    "embeddings of both ends shared": {"shared_embeddings": True},
-    "experts": {"transformer": moe_rig.BASE, "plugin": {"cuda_graph_modules": ("attn", "moe_router")}},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_with(world2: World, option: str) -> None:
-    check(world2.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), **OPTIONS[option]))
-
-
-def test_experts_that_ranks_of_a_stage_share(world4: World) -> None:
-    """Attention and router are graphed; the exchange of rows between experts' ranks is not."""
-    cut, experts = Cut(chunks=2, expert_parallel=2), OPTIONS["experts"]
-    check(world4.run(pipeline_jobs.train_pair, cut=cut, **experts))
-
-
-def test_mla(world2: World) -> None:
-    check(world2.run(pipeline_jobs.train_pair, cut=Cut(), transformer=mla_config("low rank, RoPE")))
-
-
-def test_four_stages(world4: World) -> None:
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(stages=4)))
-
-
-@pytest.mark.parametrize(("chunks", "aligned"), [(1, False), (2, True)])
-def test_stages_of_two_data_parallel_ranks(world4: World, chunks: int, aligned: bool) -> None:
-    """Parameters are sharded over the ranks of a stage, and gathered while chunks run."""
-    ddp = {"overlap_grad_reduce": True, "bucket_size": 2000}
-    ddp |= {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=chunks), ddp=ddp, aligned=aligned))
-
-
-def test_packs_that_ranks_of_a_stage_share(world4: World) -> None:
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(context_parallel=2)))
-
-
-def test_packs_of_several_sizes_in_flight(world4: World) -> None:
-    """Some micro-batches are shared by both ranks of a stage, and others by none."""
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(chunks=2), cp_sizes=(1, 2)))
 
 
 def test_stages_of_one_layer_and_of_three(world2: World) -> None:
@@ -164,16 +153,12 @@ def test_rows_that_tensor_parallel_ranks_share(world4: World) -> None:
         assert set(report["eager"]) == {"WARMING_UP", "SIGNATURE_CHANGED"} and report["replays"] > 0
 
 
-def test_two_stages_of_two_tensor_parallel_ranks(world4: World) -> None:
-    check(world4.run(pipeline_jobs.train_pair, cut=Cut(tensor_parallel=2)))
-
-
 def test_every_stage_and_chunk_is_in_the_report_and_one_rank_of_each_stage_in_the_log(
     world4: World, tmp_path: Path
 ) -> None:
     """Two data-parallel ranks a stage; rank 0 alone did speak."""
     report = tmp_path / "run.json"
-    said = world4.run(pipeline_jobs.speak, cut=Cut(chunks=2), report=str(report))
+    said = world4.run(pipeline_jobs.speak, cut=OF_TWO_CHUNKS, report=str(report))
     names = [f"GPTModel (stage {stage}, chunk {chunk})" for stage in range(2) for chunk in range(2)]
     # Each is there twice: eager, and graphed.
     assert [model["model"] for model in read_report(report)] == [

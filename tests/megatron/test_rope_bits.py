@@ -18,17 +18,16 @@ from rope_rig import (
     MODES,
     Declared,
     PerToken,
+    PerTokenScattered,
     Scattered,
-    another_table_later,
     assert_close_losses,
     canonical,
-    per_token_with_sequence_parallelism,
     run,
     three_modes,
 )
 from same_bits import assert_same_bits
 from torch import Tensor, nn
-from worlds import World
+from worlds import on_ranks
 
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
@@ -238,25 +237,44 @@ def test_frequencies_of_each_token_have_the_bits_of_an_unpatched_run(pack: str, 
 SHARED_ROWS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def test_ranks_that_share_rows_do_not_pad_packs_with_frequencies_of_each_token(world2: World) -> None:
+@on_ranks(2, tensor_parallel=2)
+def test_ranks_that_share_rows_do_not_pad_packs_with_frequencies_of_each_token() -> None:
     """They would be padded where the model is entered, before anybody knows whose tables its layers get."""
-    of_ranks = world2.run(per_token_with_sequence_parallelism, tensor_parallel=2, transformer=SHARED_ROWS)
-    for eager, graphed in of_ranks:
-        assert eager["eager"] == {
-            "WARMING_UP": LAYERS,
-            "SIGNATURE_CHANGED": 6 * LAYERS,
-            "DISABLED": 3 * LAYERS,
-        }
-        assert graphed["eager"]["WARMING_UP"] == 2 * LAYERS
-        assert graphed["eager"]["SIGNATURE_CHANGED"] == 8 * LAYERS
-        assert graphed["replays"] == 0 and graphed["failures"] == []
+    steps: list[list[Micro]] = [
+        [
+            Declared(lengths=(20, 8), max_seqlen=20 if index % 2 == 0 else 28, seed=index),
+            Declared(lengths=(9, 40, 15), max_seqlen=40 if index % 2 == 0 else 64, seed=50 + index),
+        ]
+        for index in range(5)
+    ]
+    runs = three_modes(steps, lambda: PerTokenScattered(OPTIONS, config=SHARED_ROWS))
+    eager, graphed = runs["eager"].report, runs["graph"].report
+    assert eager["eager"] == {
+        "WARMING_UP": LAYERS,
+        "SIGNATURE_CHANGED": 6 * LAYERS,
+        "DISABLED": 3 * LAYERS,
+    }
+    assert graphed["eager"] == {"WARMING_UP": 2 * LAYERS, "SIGNATURE_CHANGED": 8 * LAYERS}
+    assert graphed["replays"] == 0 and graphed["failures"] == []
 
 
-def test_another_table_for_rows_that_were_added_is_an_error(world2: World) -> None:
-    """With sequence parallelism, of a host that hands the model's own tables on until then."""
-    of_ranks = world2.run(another_table_later, tensor_parallel=2, transformer=SHARED_ROWS)
-    for error in of_ranks:
-        assert "a rotary table that is not the model's own" in error
+@on_ranks(2, tensor_parallel=2)
+def test_another_table_for_rows_that_were_added_is_an_error() -> None:
+    """With sequence parallelism, of a host that hands the model's own tables on until its third step."""
+    calls: list[Any] = []
+
+    def change(_block: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        calls.append(None)
+        factor = 1.0 if len(calls) < 3 else 0.5
+        return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
+
+    def make() -> Trainer:
+        trainer = Trainer(OPTIONS, config=SHARED_ROWS)
+        trainer.chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
+        return trainer
+
+    with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
+        run("graph", [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4, make)
 
 
 def test_a_model_whose_table_has_a_length_of_its_own_runs_as_it_was_given() -> None:

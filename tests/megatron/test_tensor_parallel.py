@@ -22,9 +22,9 @@ from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.megatron
 
-STEPS, MICROS, LAYERS = 4, 3, 2
-CALLS = STEPS * MICROS * LAYERS
-STEP_CALLS = MICROS * LAYERS
+STEPS, LAYERS = 4, 2
+STEP_CALLS = parallel_jobs.PACKS * LAYERS
+CALLS = STEPS * STEP_CALLS
 TENSOR_PARALLEL = {"tensor_model_parallel_size": 2}
 SHARED_ROWS = {**TENSOR_PARALLEL, "sequence_parallel": True}
 
@@ -139,11 +139,11 @@ def test_what_one_rank_cannot_do_none_does(
 @on_ranks(2, tensor_parallel=2)
 def test_a_second_micro_batch_in_flight_runs_eager_on_every_rank(sequence_parallel: bool) -> None:
     """Bug: it was an error, since graphs with collectives let no rank run eager alone."""
-    *steps, micros = parallel_jobs.steps_of(4)
+    *steps, micros = parallel_jobs.small_steps(4)
 
     def in_flight(trainer: Trainer) -> tuple[list[Tensor], dict[str, Tensor]]:
         trainer.zero_grad()
-        losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros[:2]]
+        losses = [rig.forward(trainer.model, micro, trainer.device)[0] for micro in micros]
         for of_micro in losses:
             of_micro.sum().backward()
         return [of_micro.detach().clone() for of_micro in losses], rig.grads(trainer.chunk)

@@ -178,7 +178,7 @@ def test_tensor_parallelism(world2: World, sequence_parallel: bool, dropout: flo
     for report in reports:
         assert report["failures"] == []
         # Its first call leaves a module in another state, which ranks tell each other of between steps.
-        assert report["eager"] == {"WARMING_UP": 2 * 3 * rig.LAYERS}
+        assert report["eager"] == {"WARMING_UP": 2 * parallel_jobs.PACKS * rig.LAYERS}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])

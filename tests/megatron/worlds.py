@@ -49,7 +49,7 @@ def _processes() -> Any:
     return context
 
 
-def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection, compiles: bool) -> None:
+def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> None:
     stacks = open(_stacks_of(stderr), "w", encoding="utf-8")  # noqa: SIM115  # as long as the process
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -60,7 +60,7 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection, compi
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = not compiles
+    torch._dynamo.config.disable = True
     torch.use_deterministic_algorithms(True)
     # Or a rank that makes Megatron's groups and closes them breaks another that still connects to it.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
@@ -160,14 +160,13 @@ class World:
 
     Args:
         size: how many.
-        compiles: whether torch.compile compiles anything in them.
 
     Attributes:
         codes: exit codes of all processes that were told to end, of ranks that nothing had broken.
     """
 
-    def __init__(self, size: int, *, compiles: bool = False) -> None:
-        self.size, self._compiles = size, compiles
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.codes: list[int | None] = []
         self.is_broken = False  # since the last function; the next one gets other processes
         self._start()
@@ -185,7 +184,7 @@ class World:
             ours, theirs = context.Pipe()
             log = os.path.join(self._logs.name, str(rank))
             process = context.Process(
-                target=_serve, args=(rank, size, self._store.port, log, theirs, self._compiles), daemon=True
+                target=_serve, args=(rank, size, self._store.port, log, theirs), daemon=True
             )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
@@ -281,13 +280,13 @@ class Worlds:
     """The ranks that the tests of one file share, by their number. Each starts when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, bool], World] = {}
+        self._made: dict[int, World] = {}
 
-    def of(self, size: int, *, compiles: bool = False) -> World:
-        """As many ranks, which compile or do not."""
-        if (size, compiles) not in self._made:
-            self._made[size, compiles] = World(size, compiles=compiles)
-        return self._made[size, compiles]
+    def of(self, size: int) -> World:
+        """As many ranks."""
+        if size not in self._made:
+            self._made[size] = World(size)
+        return self._made[size]
 
     def close(self) -> list[int | None]:
         """Ends all of them.
