@@ -199,7 +199,8 @@ def test_a_model_that_has_a_size_of_its_own(world4: World, cp_sizes: tuple[int, 
 
 def test_capacities_are_learned_for_every_size(world2: World) -> None:
     plugin = {"cuda_graph_max_packed_seqs": (), "max_seqlen_per_dp_cp_rank": None}
-    lengths = [[[120, 7], [60]], *[[[61], [60]]] * 2]  # rows that two ranks could not share
+    shared = [[120, 7], [60]]
+    lengths = [shared, [[61], [60]], shared]  # rows that two ranks could not share between them
     one, other = world2.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=(1, 2), plugin=plugin)
     assert all(capacity["tokens"] % 2 == 0 for capacity in one["report"]["capacities"])
     assert one["report"]["capacities"] == other["report"]["capacities"]
@@ -210,7 +211,8 @@ def test_capacities_are_learned_for_every_size(world2: World) -> None:
 
 def test_packs_that_fit_no_capacity_run_eager_on_their_ranks_alone(world4: World) -> None:
     plugin = {"cuda_graph_max_packed_seqs": (2,)}
-    lengths = [[[120, 7], [60], [58], [1]], *[[[20, 20, 20], [60], [60], [60]]] * 2]
+    shared = [[120, 7], [60], [58], [1]]
+    lengths = [shared, [[20, 20, 20], [60], [60], [60]], shared]
     runs = world4.run(schedule_jobs.train_scheduled, lengths=lengths, cp_sizes=SIZES, plugin=plugin)
     misfits = [run["report"]["eager"].get("TOO_MANY_SEQUENCES", 0) for run in runs]
     assert len(set(misfits)) > 1

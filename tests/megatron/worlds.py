@@ -18,6 +18,7 @@ import inspect
 import itertools
 import logging
 import os
+import reprlib
 import signal
 import tempfile
 import time
@@ -38,6 +39,8 @@ START_SECONDS = 240  # imports
 TIMEOUT_SECONDS = 200  # of one function, which takes ten
 GRACE_SECONDS = 5  # for the others, once a rank has failed: they may wait for it
 END_SECONDS = 60
+SHORT = reprlib.Repr()  # of values that are told of
+SHORT.maxdict, SHORT.maxother = 50, 500
 IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagraph.demo.trainer"]
 
 
@@ -87,12 +90,19 @@ def _serve(rank: int, size: int, port: int, stderr: str, pipe: Connection) -> No
             distributed.init_process_group(backend, store=groups, rank=rank, world_size=size)
             try:
                 answer = True, _run(*job)
-            except BaseException:
-                answer = False, traceback.format_exc()
+            except BaseException as error:
+                answer = False, _told(error)
             free_models()  # which would keep the threads of their groups
             if answer[0] and (models := models_in_memory()):
                 answer = False, f"models that stay in memory: {', '.join(models)}"
             pipe.send(answer)
+
+
+def _told(error: BaseException) -> str:
+    """Its traceback, and what was known where it was raised: nobody rewrites assertions here."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    known = (f"  {name} = {SHORT.repr(value)}" for name, value in frame.f_locals.items())
+    return "\n".join([traceback.format_exc(), *known])
 
 
 def take_gpu(rank: int, size: int) -> None:
