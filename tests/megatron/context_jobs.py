@@ -12,7 +12,7 @@ import megatron_rig as rig
 import moe_rig
 import torch
 from megatron.core import parallel_state
-from streams import make_groups
+from streams import make_groups, makes_groups
 from torch import Tensor, distributed
 
 import megagraph
@@ -99,6 +99,7 @@ def start(cp_size: int, tensor_parallel: int = 1, expert_parallel: int = 1) -> N
     )
 
 
+@makes_groups
 @moe_rig.experts_on_cpu()
 def train_shared(
     *,
@@ -145,6 +146,7 @@ def _metrics() -> dict[str, Tensor]:
     return found
 
 
+@makes_groups
 @moe_rig.experts_on_cpu()
 def beside_one_process(
     *,

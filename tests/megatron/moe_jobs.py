@@ -8,7 +8,7 @@ from typing import Any
 import moe_rig
 import parallel_jobs
 from moe_rig import ExpertTrainer
-from streams import make_groups
+from streams import make_groups, makes_groups
 from torch import distributed
 
 
@@ -22,6 +22,7 @@ def train_pair(
     return parallel_jobs.train_pair(make=partial(ExpertTrainer, "E-"), plugin=plugin, **options)
 
 
+@makes_groups
 def train_spread(**options: Any) -> dict[str, Any]:
     """As `train_pair()`, with the experts spread over all ranks."""
     size = {"expert_model_parallel_size": distributed.get_world_size()}
@@ -40,6 +41,7 @@ def share_rows(expert_parallel: int) -> dict[str, int]:
     return sizes
 
 
+@makes_groups
 def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
     """As `train_pair()`, with packs whose rows all ranks share, and experts spread over some of them."""
     sizes = share_rows(expert_parallel)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from mla_rig import asks_for_no_engine
 from parallel_jobs import ShardedSGD
 from same_bits import assert_same_bits
+from streams import makes_groups, seed_streams
 from torch import distributed
 
 import megagraph
@@ -124,6 +125,7 @@ def _filled_up(micro: rig.Micro) -> rig.Micro:
     return dataclasses.replace(micro, tail=FULL - sum(micro.lengths))
 
 
+@makes_groups
 @moe_rig.experts_on_cpu()
 def train_pair(
     *,
@@ -145,6 +147,7 @@ def train_pair(
     Buckets of gradients are reduced in the same order.
     """
     cut.start()
+    seed_streams()
     rig.forget_metrics()  # which are of as many layers as an earlier model had
     options = dataclasses.replace(rig.OPTIONS, layers=layers * cut.stages * cut.chunks, heads=4)
     if cp_sizes:
@@ -181,6 +184,7 @@ def train_pair(
     return reports
 
 
+@makes_groups
 def speak(*, cut: Cut, report: str) -> list[str]:
     """Trains a few steps, and leaves a report. Returns what this rank says of its steps in the log."""
 

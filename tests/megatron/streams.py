@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["make_groups", "seed_streams", "seeded"]
+__all__ = ["make_groups", "makes_groups", "seed_streams", "seeded"]
 
 
 def seed_streams() -> None:
@@ -33,3 +33,9 @@ def make_groups(**sizes: Any) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     seed_streams()
+
+
+def makes_groups(job: Callable[..., Any]) -> Callable[..., Any]:
+    """What ranks run without any groups of Megatron's, since it makes its own: there are thirty."""
+    vars(job)["makes_groups"] = True
+    return job

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from compared import every_graph_is_compared_or_named
 from leftovers import free_models, models_in_memory
+from streams import make_groups
 from torch import distributed, multiprocessing
 from torchrun import patience
 
@@ -121,14 +122,13 @@ def take_gpu(rank: int, size: int) -> None:
 
 def _run(module: str, name: str, tensor_parallel: int, arguments: dict[str, Any]) -> Any:
     from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as random_streams
 
     import megagraph
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    random_streams.model_parallel_cuda_manual_seed(7)
+    job = getattr(importlib.import_module(module), name)
+    if not hasattr(job, "makes_groups"):
+        make_groups(tensor_model_parallel_size=tensor_parallel)
     try:
-        job = getattr(importlib.import_module(module), name)
         return getattr(job, "of_each_rank", job)(**arguments)
     finally:
         megagraph.uninstall()
