@@ -15,7 +15,17 @@ import pytest
 import torch
 from host_rig import OwnBlock
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron_rig import Install, Micro, Pair, forget_metrics, report_of, step, steps_of
+from megatron_rig import (
+    Install,
+    Micro,
+    Pair,
+    forget_metrics,
+    graph_config,
+    report_of,
+    step,
+    steps_of,
+    train,
+)
 from moe_rig import BIAS, PADDED, PERMUTED, PLACES, ROUTED, Config, ExpertTrainer, can_permute, compare, lose
 from parallel_jobs import PACKS
 from same_bits import assert_same_bits
@@ -373,3 +383,33 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
         pytest.skip("this release permutes into shapes that only the device knows")
     job = moe_jobs.train_spread
     check_spread(world2.run(job, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 2)
+
+
+SHARED = {**BIAS, "moe_shared_expert_intermediate_size": 24}
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=" ".join)
+def test_ranks_that_share_rows(world2: World, scopes: Sequence[str], expert_parallel: int) -> None:
+    """Of a pack, each with all experts or some."""
+    reports = world2.run(moe_jobs.train_shared, scopes=scopes, expert_parallel=expert_parallel, **SHARED)
+    for report in reports:
+        assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@on_ranks(2)
+@moe_rig.experts_on_cpu()
+def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:
+    """What the experts of all ranks count is what the documents' rows have chosen, whatever the tail.
+
+    Also where all rows of one rank are padding.
+    """
+    changes = {**moe_jobs.share_rows(expert_parallel), "sequence_parallel": True, **BIAS}
+    micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
+    config = graph_config(mode=mode, cuda_graph_modules=BOTH)
+    for left in train(config, [micros] * 2, ExpertTrainer, **changes).steps:
+        for counts in left.counts:
+            distributed.all_reduce(counts)
+            assert int(counts.sum()) == 2 * (20 + 8 + 10 + 4)
