@@ -5,8 +5,8 @@ import os
 import sys
 from typing import Any
 
+import context_jobs
 import megatron_rig as rig
-import sharing_jobs
 import torch
 import worlds
 from torch import distributed
@@ -22,8 +22,8 @@ def fail(*_args: Any) -> None:
 
 def end(way: str) -> None:
     """Ends a job whose graphs hold communicators of several sizes."""
-    trainer = sharing_jobs.new_trainer()
-    micros = sharing_jobs.warmed(trainer)
+    trainer = context_jobs.new_trainer()
+    micros = context_jobs.warmed(trainer)
     assert rig.report_of(trainer)["replays"] > 0
     if way == "raised":
         trainer.chunk.output_layer.register_forward_hook(fail)

@@ -9,11 +9,13 @@ from typing import Any
 from unittest import mock
 
 import megatron_rig as rig
+import moe_rig
 import torch
 from megatron.core import parallel_state
+from moe_rig import ExpertTrainer
 from rl_rig import Offload
 from same_bits import assert_same_bits
-from streams import seeded
+from streams import make_groups, makes_groups, seeded
 from torch import distributed, nn
 
 import megagraph
@@ -122,6 +124,45 @@ def train_pair(
     rank = distributed.get_rank()
     steps = steps_of(num_steps, seed=rank if own_packs else 0, misfits=rank == misfits_on)
     return rig.compare_runs(steps, seeded(make), **options).report
+
+
+# -- models with experts, each rank on packs of its own --------------------------------------------------
+
+
+@moe_rig.experts_on_cpu()
+def train_experts(
+    *, scopes: Sequence[str], plugin: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """As `train_pair()`, which takes `options`; what is left of them is of the model."""
+    plugin = {"cuda_graph_modules": scopes, **(plugin or {})}
+    options = {"own_packs": True, **options}
+    return train_pair(make=partial(ExpertTrainer, "E-"), plugin=plugin, **options)
+
+
+@makes_groups
+def train_spread(**options: Any) -> dict[str, Any]:
+    """As `train_experts()`, with these spread over all ranks."""
+    size = {"expert_model_parallel_size": distributed.get_world_size()}
+    make_groups(**size)
+    return train_experts(**size, **options)
+
+
+def share_rows(expert_parallel: int) -> dict[str, int]:
+    """Makes all ranks tensor-parallel ones. Returns the sizes for the model's config."""
+    sizes = {
+        "tensor_model_parallel_size": distributed.get_world_size(),
+        "expert_model_parallel_size": expert_parallel,
+        "expert_tensor_parallel_size": 1,
+    }
+    make_groups(**sizes)
+    return sizes
+
+
+@makes_groups
+def train_shared(*, expert_parallel: int, **options: Any) -> dict[str, Any]:
+    """As `train_experts()`, with packs whose rows all ranks share, and experts spread over some of them."""
+    sizes = share_rows(expert_parallel)
+    return train_experts(own_packs=False, sequence_parallel=True, **sizes, **options)
 
 
 # -- what one rank alone does ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 import torch
-from sharing_jobs import STEPS, install, losses_of, micros_of, new_trainer, warmed
+from context_jobs import STEPS, install, losses_of, micros_of, new_trainer, warmed
 from torch import Tensor, distributed
 from worlds import on_ranks
 

@@ -13,12 +13,10 @@ import megatron_rig as rig
 import moe_rig
 import pytest
 import schedule_jobs
-import sharing_jobs
 import torch
-from context_jobs import OwnMicro
+from context_jobs import OwnMicro, eager_calls, losses_of, micros_of, new_trainer, warmed
 from context_models import EMPTY_DUMMY, MANY_KINDS, OF_ENGINE, ROUTERS
 from megatron.core import parallel_state
-from sharing_jobs import eager_calls, losses_of, micros_of, new_trainer, warmed
 from streams import make_groups
 from torch import distributed, nn
 from worlds import World, Worlds, on_ranks
@@ -236,7 +234,7 @@ def test_groups_of_a_size_are_the_same_whatever_is_asked_for_with_it() -> None:
     """Bug: packs of groups that a host had asked for with other sizes ran eager for ever."""
     trainer = new_trainer()
     groups = megagraph.context_groups(SIZES)
-    for _ in range(sharing_jobs.STEPS):
+    for _ in range(context_jobs.STEPS):
         rig.step(trainer, micros_of(groups.of_size(2)))
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
@@ -271,7 +269,7 @@ def test_ranks_capture_what_others_have_met_before_they_run_any_themselves() -> 
     shared, own = micros_of(megagraph.context_groups((1, 2)).of_size(2))
     is_sharing = distributed.get_rank() < 2
     micro = LongMicro(**vars(shared)) if is_sharing else own
-    for _ in range(sharing_jobs.STEPS):
+    for _ in range(context_jobs.STEPS):
         rig.step(trainer, [micro])
     report = rig.report_of(trainer)
     assert set(report["eager"]) == {"SIGNATURE_CHANGED" if is_sharing else "WARMING_UP"}
@@ -329,7 +327,7 @@ def test_packs_may_name_the_group_that_the_model_was_built_with() -> None:
     make_groups(context_parallel_size=2)
     trainer = new_trainer(context_parallel_size=2)
     micros = micros_of(parallel_state.get_context_parallel_group())
-    for _ in range(sharing_jobs.STEPS):
+    for _ in range(context_jobs.STEPS):
         rig.step(trainer, micros)
     assert set(rig.report_of(trainer)["eager"]) == {"WARMING_UP"}
 
@@ -350,12 +348,12 @@ def test_ranks_that_destroy_a_group_alone_keep_nobody_waiting() -> None:
     trainer, groups = new_trainer(cp_sizes=SIZES), megagraph.context_groups(SIZES)
     shared, own = micros_of(groups.of_size(4))
     micros = [dataclasses.replace(shared, lengths=(24, 8), padded=(24, 8)), own]
-    for _ in range(sharing_jobs.STEPS):
+    for _ in range(context_jobs.STEPS):
         rig.step(trainer, micros)
     before, destroys = rig.report_of(trainer)["replays"], distributed.get_rank() < 2
     if destroys:
         distributed.destroy_process_group(groups.of_size(2))
-    for _ in range(sharing_jobs.STEPS):
+    for _ in range(context_jobs.STEPS):
         rig.step(trainer, micros)
     error = pytest.raises(ValueError, match="they have been destroyed")
     with error if destroys else contextlib.nullcontext():

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import moe_jobs
 import moe_rig
+import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnModel
@@ -74,7 +74,7 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
     """
     given = {"scopes": SCOPES, "steps_of": steps_of, "plugin": {"capacities": (FEW, MANY)}, **options}
     with mock.patch.object(peers, "_gloo_group", wraps=peers._gloo_group) as asked:
-        report = moe_jobs.train_spread(**given)
+        report = parallel_jobs.train_spread(**given)
     assert asked.call_count == times_asked
     return report
 

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import moe_jobs
 import moe_rig
+import parallel_jobs
 import pytest
 import torch
 from host_rig import OwnBlock
@@ -333,20 +333,20 @@ def test_ranks_with_packs_of_their_own() -> None:
     """No collective of a router goes over them, but that of its global loss. On one of them fused functions
     are compiled."""
     with torch._dynamo.config.patch(disable=distributed.get_rank() != 0):
-        report = moe_jobs.train_pair(scopes=(*BOTH, "mlp"), **BIAS)
+        report = parallel_jobs.train_experts(scopes=(*BOTH, "mlp"), **BIAS)
     torch._dynamo.reset()
     assert report["eager"] == {"WARMING_UP": PACKS * 2} and report["failures"] == []
 
 
 def test_whole_layers_of_ranks_with_packs_of_their_own(world2: World) -> None:
     """Bug that was: experts have the group that saves their shards over ranks, and no forward uses it."""
-    for report in world2.run(moe_jobs.train_pair, scopes=(*WHOLE, "mlp"), **PADDED["padded"]):
+    for report in world2.run(parallel_jobs.train_experts, scopes=(*WHOLE, "mlp"), **PADDED["padded"]):
         assert report["eager"] == {"WARMING_UP": PACKS * 2} and report["failures"] == []
 
 
 def test_a_loss_that_is_reduced_over_data_parallel_ranks_keeps_its_router_eager(world2: World) -> None:
     changes = {"moe_router_load_balancing_type": "global_aux_loss"}
-    for report in world2.run(moe_jobs.train_pair, scopes=(*BOTH, "mlp"), **changes):
+    for report in world2.run(parallel_jobs.train_experts, scopes=(*BOTH, "mlp"), **changes):
         assert report["eager"] == {"WARMING_UP": PACKS * 2, "SCOPE_UNSUPPORTED": 3 * PACKS}
         assert "collectives of ranks that run other packs (tp_dp_cp, 2 ranks" in report["failures"][0]
 
@@ -361,7 +361,7 @@ def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
 @pytest.mark.gpu
 def test_a_hundred_steps_of_experts_over_ranks(world2: World) -> None:
     scopes, changes = (*BOTH, "moe_preprocess", "mlp"), {**BIAS, "moe_shared_expert_intermediate_size": 24}
-    job = moe_jobs.train_spread
+    job = parallel_jobs.train_spread
     check_spread(world2.run(job, scopes=scopes, num_steps=100, misfits_on=1, **changes), 50)
 
 
@@ -381,7 +381,7 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
     scopes, changes = SPREAD[case]
     if case == "permuted" and not moe_rig.can_permute(changes):
         pytest.skip("this release permutes into shapes that only the device knows")
-    job = moe_jobs.train_spread
+    job = parallel_jobs.train_spread
     check_spread(world2.run(job, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 2)
 
 
@@ -392,7 +392,7 @@ SHARED = {**BIAS, "moe_shared_expert_intermediate_size": 24}
 @pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=" ".join)
 def test_ranks_that_share_rows(world2: World, scopes: Sequence[str], expert_parallel: int) -> None:
     """Of a pack, each with all experts or some."""
-    reports = world2.run(moe_jobs.train_shared, scopes=scopes, expert_parallel=expert_parallel, **SHARED)
+    reports = world2.run(parallel_jobs.train_shared, scopes=scopes, expert_parallel=expert_parallel, **SHARED)
     for report in reports:
         assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
 
@@ -406,7 +406,7 @@ def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> Non
 
     Also where all rows of one rank are padding.
     """
-    changes = {**moe_jobs.share_rows(expert_parallel), "sequence_parallel": True, **BIAS}
+    changes = {**parallel_jobs.share_rows(expert_parallel), "sequence_parallel": True, **BIAS}
     micros = [Micro(lengths=(20, 8), tail=10, seed=1), Micro(lengths=(10, 4), seed=2)]
     config = graph_config(mode=mode, cuda_graph_modules=BOTH)
     for left in train(config, [micros] * 2, ExpertTrainer, **changes).steps:
