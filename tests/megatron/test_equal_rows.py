@@ -67,11 +67,7 @@ def to_learn_from(count: int, *, seed: int, misfits: bool) -> list[list[Micro]]:
 
 
 def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
-    """Trains on such packs, with graphs of two capacities, while this rank asks others so often on the host.
-
-    Returns:
-        The report.
-    """
+    """The report of a training on such packs, in which this rank asks others so often on the host."""
     given = {"scopes": SCOPES, "steps_of": steps_of, "plugin": {"capacities": (FEW, MANY)}, **options}
     with mock.patch.object(peers, "_gloo_group", wraps=peers._gloo_group) as asked:
         report = parallel_jobs.train_spread(**given)
@@ -80,7 +76,11 @@ def train(*, times_asked: int = 0, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "scopes"), [*((case, SCOPES) for case in CASES), ("drop and pad", (*SCOPES, "moe_preprocess"))]
+    ("case", "scopes"),
+    [
+        *((case, SCOPES) for case in CASES),
+        pytest.param("drop and pad", (*SCOPES, "moe_preprocess"), marks=pytest.mark.both),
+    ],
 )
 @on_ranks(2)
 def test_ranks_with_packs_of_their_own_ask_each_other_nothing(case: str, scopes: tuple[str, ...]) -> None:
