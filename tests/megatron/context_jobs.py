@@ -69,12 +69,12 @@ def steps_of(
         documents = int(torch.randint(1, 5, (1,), generator=generator))
         units = torch.randint(1, 4, (documents,), generator=generator).tolist()
         rows = tuple(2 * size * unit for unit in units)
-        if misfits and index % 5 == 4:
+        if misfits and index % 5 == 3:
             rows = (2 * size,) * 7
         lengths = tuple(max(1, each - index % 3) for each in rows)
         return SharedMicro(lengths=lengths, seed=index, padded=rows, tail=2 * size * (index % 2) * has_tails)
 
-    return [[micro(3 * step + place) for place in range(3)] for step in range(count)]
+    return [[micro(2 * step), micro(2 * step + 1)] for step in range(count)]
 
 
 def at_borders(size: int) -> list[SharedMicro]:
