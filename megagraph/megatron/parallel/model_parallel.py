@@ -9,6 +9,7 @@ out by the pack as it was given, and the layers' rows by the capacity, so that r
 alone. A stage of a pipeline, whose rows other stages see, takes packs that fill their capacity.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +48,11 @@ def splits(given: int, wanted: int, rank: int, size: int) -> tuple[list[int], li
 
 
 class _SharedAnew(torch.autograd.Function):
-    """Moves rows, and their gradients the same way back."""
+    """This rank's rows once every rank of a group has as many as are wanted.
+
+    Rows that are added are zero; rows that are dropped get a gradient of zero. Nothing is computed, rows move
+    only. Every rank of the group has as many, and calls this, and so its backward, equally often.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, wanted: int, group: Any) -> Tensor:
@@ -61,18 +66,10 @@ class _SharedAnew(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        rows = _SharedAnew.apply(gradients[0], ctx.given, ctx.group)  # type: ignore[no-untyped-call]
-        return rows, None, None
+        return shared_anew(gradients[0], ctx.given, ctx.group), None, None
 
 
-def shared_anew(rows: Tensor, wanted: int, group: Any) -> Tensor:
-    """This rank's rows once every rank of a group has `wanted` of them.
-
-    Rows that are added are zero; rows that are dropped get a gradient of zero. Nothing is computed, rows move
-    only. Every rank of the group has as many, and calls this, and so its backward, equally often.
-    """
-    moved: Tensor = _SharedAnew.apply(rows, wanted, group)  # type: ignore[no-untyped-call]
-    return moved
+shared_anew: Callable[[Tensor, int, Any], Tensor] = _SharedAnew.apply
 
 
 class TensorRanks:

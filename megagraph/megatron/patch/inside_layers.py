@@ -43,6 +43,8 @@ _Arguments = Mapping[str, Any]
 
 
 class _Untailed(torch.autograd.Function):
+    """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
+
     @staticmethod
     def forward(ctx: Any, t: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(offsets)
@@ -56,15 +58,12 @@ class _Untailed(torch.autograd.Function):
         return grad, None
 
 
+_without_gradient_tail: Callable[[Tensor, Tensor], Tensor] = _Untailed.apply
+
+
 def _end_of_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """Offsets whose last one is where this rank's rows of a pack end, int32, from those of the whole pack."""
     return cu_seqlens if cp_size == 1 else cu_seqlens[-1:] // cp_size
-
-
-def _without_gradient_tail(t: Tensor, offsets: Tensor) -> Tensor:
-    """Passes rows [T, ...] on as they are; those of their gradient past the last offset become zero."""
-    out: Tensor = _Untailed.apply(t, offsets)  # type: ignore[no-untyped-call]  # torch's
-    return out
 
 
 def _without_tail(t: Tensor, offsets: Tensor) -> Tensor:
