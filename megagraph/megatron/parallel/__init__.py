@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What parallelism asks of graphs, one kind a file."""
+"""What parallelism asks of graphs."""
