@@ -43,7 +43,7 @@ def measure_guards(options: ModelOptions, *, transformer_engine: bool) -> Answer
     """
     install_for(options.max_tokens, 8, cuda_graph_warmup_steps=1)
     trainer = captured(options, spec=engines_spec() if transformer_engine else None)
-    watch = graphs_of(trainer).block.watch
+    watch = graphs_of(trainer).captures.watch
     checks = {"call": lambda: watch.state(False), "step": watch.whole_state}
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):

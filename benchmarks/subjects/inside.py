@@ -38,7 +38,7 @@ def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]
 
 def bare_step(trainer: Trainer) -> BareLoop:
     """Launches forwards and backwards of a micro-batch. Raises `RuntimeError` where none was captured."""
-    bank = graphs_of(trainer).block.bank
+    bank = graphs_of(trainer).captures.bank
     (variant,) = bank.variants.values()  # one capacity, training only
     forward, backward = bank.core.raw_graph_execs(variant, 0)
     if not forward or not backward:
@@ -51,7 +51,7 @@ class Replays:
 
     def __init__(self, trainer: Trainer) -> None:
         self._graphs = graphs_of(trainer)
-        self.bank: Bank = self._graphs.block.bank
+        self.bank: Bank = self._graphs.captures.bank
         self.key: Any = next(key for key in self.bank.variants if key.grad)
         self._tokens: int = self.key.capacity.tokens
         leaf = hidden_states(self._tokens, trainer.options.hidden)

@@ -14,7 +14,7 @@ from torch import nn
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.log import about, let_speak, subject
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
 from megagraph.megatron.progress import IntervalLog
@@ -47,7 +47,7 @@ def is_cuda_graph_skipped() -> bool:
     return bool(skips)
 
 
-def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractContextManager[object]:
+def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.AbstractContextManager[object]:
     """Around a schedule: lets backward passes run on the calling thread where replays are to be expected.
 
     Handing them to autograd's own thread and waiting for it costs as much as autograd's call itself.
@@ -57,7 +57,7 @@ def _backward_thread(step_graphs: Sequence[ModelGraphs]) -> contextlib.AbstractC
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _let_go(by_key: dict[int, ModelGraphs], gone: list[ModelGraphs], key: int) -> None:
+def _let_go(by_key: dict[int, GraphedModel], gone: list[GraphedModel], key: int) -> None:
     """Takes the graphs of a model that is gone out of those of living ones."""
     gone.append(by_key.pop(key))
 
@@ -80,41 +80,41 @@ class Plugin:
         # By the key of a model, and of its blocks: of layers, and of multi-token prediction. An entry goes
         # with its module, so before another one can have that key. Weak ones would be made and hashed in
         # each call.
-        self._graphs: dict[int, ModelGraphs] = {}
-        self._of_block: dict[int, ModelGraphs] = {}
+        self._graphs: dict[int, GraphedModel] = {}
+        self._of_block: dict[int, GraphedModel] = {}
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
         self.stage, self.stages = 0, 1
         self._num_named: Counter[str] = Counter()  # models of each class so far
-        self._gone: list[ModelGraphs] = []  # whose model is gone, still with their graphs
+        self._gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
-        self._step_graphs: set[ModelGraphs] = set()  # whose step it is
+        self._step_graphs: set[GraphedModel] = set()  # whose step it is
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
-    def graphs_of_model(self, model: nn.Module) -> ModelGraphs:
+    def graphs_of_model(self, model: nn.Module) -> GraphedModel:
         """The graphs of a GPTModel; made at its first forward."""
         graphs = self._graphs.get(key_of(model))
         return self._add(model) if graphs is None else graphs
 
-    def graphs_around(self, module: nn.Module) -> ModelGraphs | None:
+    def graphs_around(self, module: nn.Module) -> GraphedModel | None:
         """The graphs of the model that has a module among its layers, of those that have run; else None."""
         for model in list(self._models):
             if any(module is inside for inside in model.get_submodule("decoder").modules()):
                 return self._graphs.get(key_of(model))
         return None
 
-    def _add(self, model: nn.Module) -> ModelGraphs:
+    def _add(self, model: nn.Module) -> GraphedModel:
         ddp = find_ddp(self._step_models, model)
         progress = self._progress() if self._progress is not None else None
         name = self._name(model)
         self._speak_for(model)
         with about(name):
-            graphs = ModelGraphs(model, ddp, self.config, progress, name)
+            graphs = GraphedModel(model, ddp, self.config, progress, name)
         if self._is_suspended:
             graphs.changes.suspend()
         self._models.add(model)
@@ -155,8 +155,8 @@ class Plugin:
         while self._gone:
             graphs = self._gone.pop(0)
             self._retired.append(graphs.report())
-            self._retired_leases[graphs.name] = graphs.block.leases()
-            graphs.release()
+            self._retired_leases[graphs.name] = graphs.captures.bank.last_leases()
+            graphs.captures.bank.release()
 
     def reports(self) -> list[dict[str, Any]]:
         """What every model did so far, also those that are gone. Waits for the device."""
@@ -169,14 +169,14 @@ class Plugin:
         Only of those that have several.
         """
         self._retire()
-        living = {graphs.name: graphs.block.leases() for graphs in self.all_graphs()}
+        living = {graphs.name: graphs.captures.bank.last_leases() for graphs in self.all_graphs()}
         return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}
 
-    def all_graphs(self) -> list[ModelGraphs]:
+    def all_graphs(self) -> list[GraphedModel]:
         """The graphs of every model that is alive."""
         return list(self._graphs.values())
 
-    def _graphs_inside(self, models: Sequence[nn.Module]) -> list[ModelGraphs]:
+    def _graphs_inside(self, models: Sequence[nn.Module]) -> list[GraphedModel]:
         inside: set[int] = set()
         for model in models:
             if model not in self._inside:
@@ -199,8 +199,7 @@ class Plugin:
             try:
                 for graphs in inside:
                     with about(graphs.name):
-                        graphs.look_for_ddp(models)
-                        graphs.look_at_forwards()
+                        graphs.look_around(models)
                         graphs.at_step_boundary(is_skipped=is_cuda_graph_skipped())
                 with _backward_thread(inside):
                     result = original(*args, **kwargs)
@@ -235,7 +234,7 @@ class Plugin:
 
         return destroy
 
-    def is_bare(self, graphs: ModelGraphs) -> bool:
+    def is_bare(self, graphs: GraphedModel) -> bool:
         """Whether a call of a model is outside of its own step. Frees what models that are gone have left."""
         if graphs in self._step_graphs:
             return False
@@ -243,7 +242,7 @@ class Plugin:
             self._retire()
         return True
 
-    def begin_bare_call(self, graphs: ModelGraphs) -> bool:
+    def begin_bare_call(self, graphs: GraphedModel) -> bool:
         """Before such a call. Inside another model's step, changes are looked for only.
 
         Returns:
@@ -276,6 +275,6 @@ class Plugin:
         let_speak(False)
         self._retire()
         for graphs in self.all_graphs():
-            graphs.release()
+            graphs.captures.bank.release()
         for finalizer in self._finalizers:  # which the models keep alive, and their arguments with them
             finalizer.detach()

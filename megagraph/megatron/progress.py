@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from megagraph.bank.bank import Progress
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log, rank
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model import GraphedModel
 
 __all__ = ["IntervalLog", "capture_progress"]
 
@@ -54,16 +54,16 @@ class IntervalLog:
     def __init__(self, interval: int) -> None:
         self._interval = interval
         # Of each model: its training steps, and its counters at the last line.
-        self._seen: weakref.WeakKeyDictionary[ModelGraphs, tuple[int, Mapping[str, int]]]
+        self._seen: weakref.WeakKeyDictionary[GraphedModel, tuple[int, Mapping[str, int]]]
         self._seen = weakref.WeakKeyDictionary()
 
-    def after_training_step(self, models: Iterable[ModelGraphs]) -> None:
+    def after_training_step(self, models: Iterable[GraphedModel]) -> None:
         """Counts a step of each model, and writes the lines that are due."""
         for graphs in models if self._interval else ():
             steps, before = self._seen.get(graphs, (0, {}))
             steps += 1
             if steps % self._interval == 0:
-                now = graphs.counters()
+                now = graphs.captures.bank.counters()
                 since = {name: count - before.get(name, 0) for name, count in now.items()}
                 what = f"{graphs.name}: {_line(since)}; {graphs.guards()}"
                 log.info("steps %d-%d: %s", steps - self._interval + 1, steps, what)

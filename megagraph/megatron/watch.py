@@ -94,14 +94,14 @@ IGNORED_ATTRIBUTES = frozenset(
         *("norm_out_checkpoint", "mlp_norm_manager"),
         # Whether a mixer's decoding has to look at its weights again.
         "_A_neg_exp_cache_stale",
-        # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/latent_tables.py).
+        # How far YaRN's cosines go by now. Graphs read tables of their own (graphs/layer_arguments.py).
         *("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"),
         # What schedules ask of a configuration, and no layer does.
         *("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
         *("grad_scale_func", "timers"),
     }
 )
-# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/latent_tables.py).
+# YaRN's cosines, which a longer pack replaces. Graphs read tables of their own (graphs/layer_arguments.py).
 _UNREAD_BUFFERS = ("cos_cached", "sin_cached")
 
 

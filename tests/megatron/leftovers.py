@@ -16,7 +16,7 @@ import objgraph
 import torch
 
 from megagraph.bank.bank import Bank
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.scopes.moe import drop_history, forget_calls
 
 __all__ = ["forget_loss_scale", "free_models", "models_in_memory"]
@@ -53,7 +53,7 @@ def models_in_memory() -> list[str]:
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    kinds = LanguageModule, ModelGraphs, Bank
+    kinds = LanguageModule, GraphedModel, Bank
     stay: list[Any] = [it for it in gc.get_objects() if issubclass(type(it), kinds)]
     new = [it for it in stay if it not in _named]
     _named.update(new)

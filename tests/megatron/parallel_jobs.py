@@ -23,7 +23,7 @@ from megagraph.bank import capture
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.block_bank import BlockBank
+from megagraph.megatron.graphs.captures import Captures
 
 OPTIONS = dataclasses.replace(rig.OPTIONS, layers=2, hidden=32, heads=4)
 TAMPERED_STEP = 2
@@ -222,7 +222,7 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
         yield
     elif how == "hold" and index == 1:
         # The step whose boundary captures.
-        with mock.patch.object(BlockBank, "is_idle", lambda block: False):
+        with mock.patch.object(Captures, "is_idle", lambda captures: False):
             yield
     elif how == "sealed" and index == 1:
         with mock.patch.object(Bank, "capture", _seals_less):

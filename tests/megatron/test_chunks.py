@@ -35,7 +35,7 @@ def pair(install: rig.Install) -> rig.Pair:
 
 def sites(pair: rig.Pair) -> list[str]:
     """The names of the sites that have graphs, as present."""
-    bank = rig.the_plugin().graphs_of_model(pair.graphed.chunk).block.bank
+    bank = rig.the_plugin().graphs_of_model(pair.graphed.chunk).captures.bank
     return [spec.short_name for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
 
 

@@ -4,9 +4,10 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import context_jobs
 import megatron_rig as rig
@@ -23,7 +24,7 @@ from worlds import World, Worlds, on_ranks
 
 import megagraph
 from megagraph.decide.dispatch import PackForm, VariantKey
-from megagraph.megatron.graphs.shared_kinds import SharedKinds
+from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
@@ -288,14 +289,19 @@ def hearing() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
+def due_on_all(peers: Peers) -> Callable[..., set[VariantKey]]:
+    """Tells of some kinds, due on this rank, which ones all ranks capture."""
+    return Changes(mock.Mock(), peers, mock.Mock(), 1)._due_on_all
+
+
 @on_ranks(2)
 def test_a_rank_that_waits_long_for_another_one_says_so_once() -> None:
     rank, peers = distributed.get_rank(), Peers(new_trainer().chunk, (1, 2))
     for due in ({KIND}, set()):
-        kinds = SharedKinds(peers)
+        of_all = due_on_all(peers)
         with hearing() as said:
             for _ in range(50):
-                assert not kinds.of_all(due, can_capture=rank == 0, has_gradients=True)
+                assert not of_all(due, can_capture=rank == 0, has_gradients=True)
         assert len(said) == (rank == 0 and len(due))
         waits = "a capture has waited for 20 steps: rank 1 of those that may share packs"
         assert all(waits in sentence for sentence in said)
@@ -315,9 +321,8 @@ def test_losses_that_are_not_per_token_are_a_warning() -> None:
 
 @on_ranks(2)
 def test_a_rank_without_main_gradients_keeps_back_what_records_them_alone() -> None:
-    kinds = SharedKinds(Peers(new_trainer().chunk, (1, 2)))
-    due = {KIND, KIND.replace(grad=False)}
-    found = kinds.of_all(due, can_capture=True, has_gradients=distributed.get_rank() == 0)
+    peers, due = Peers(new_trainer().chunk, (1, 2)), {KIND, KIND.replace(grad=False)}
+    found = due_on_all(peers)(due, can_capture=True, has_gradients=distributed.get_rank() == 0)
     assert sorted((kind.grad, kind.cp_size) for kind in found) == [(False, 1), (False, 2)]
 
 

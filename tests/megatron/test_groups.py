@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import megatron_rig as rig
 import parallel_jobs
@@ -22,9 +23,9 @@ from worlds import on_ranks
 import megagraph
 from megagraph.bank.sites import SiteSpec
 from megagraph.config import GraphConfig
-from megagraph.decide.dispatch import Needs
+from megagraph.decide.dispatch import Needs, PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.capacities import Capacities
+from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.groups import ModelGroups, ranks_of_pack
 from megagraph.megatron.parallel.peers import Peers
 
@@ -240,11 +241,24 @@ def test_another_group_of_the_same_ranks_is_in_the_graphs_until_it_goes() -> Non
 # -- ranks that count other packs ----------------------------------------------------------------------
 
 
+def dispatcher(cp_sizes: tuple[int, ...] = (1,)) -> Dispatcher:
+    """One of a model whose packs as many ranks share, the first number of them if packs do not say."""
+    context = mock.Mock(size=cp_sizes[0], sizes=cp_sizes, is_dynamic=False)
+    arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False)
+    rules = mock.Mock(needs_every_row=False, arguments=arguments)
+    return Dispatcher(GraphConfig(), rules, mock.Mock(context=context, size=1, run_other_packs=False))
+
+
 def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    capacities = Capacities(GraphConfig())
+    made = dispatcher()
     with caplog.at_level(logging.WARNING, logger="megagraph"):
-        for is_warm in (False, *([True] * 50)):
-            assert not capacities.learn((), is_warm, lambda said: [1, *said[1:]])
+        for step in range(50):
+            made.learn(lambda said: [1, *said[1:]])
+            assert made.by_cp_size == {}
+            if step == 0:  # its warm-up is over from now on
+                made.due.note(VariantKey(None, PackForm(False, False, None), grad=False))
+                made.due.end_step()
+                assert made.due.warmed_up
     (sentence,) = caplog.messages
     assert "20 steps after its warm-up" in sentence and "cuda_graph_max_packed_seqs" in sentence
 
@@ -252,10 +266,9 @@ def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(("cp_sizes", "tokens"), [((1,), 61), ((1, 2), 62), ((2,), 62)])
 def test_learned_tokens_are_even_where_ranks_share_documents(cp_sizes: tuple[int, ...], tokens: int) -> None:
     """Each rank has a share of both halves of a document."""
-    capacities = Capacities(GraphConfig(), cp_sizes[0], cp_sizes)
-    needs = Needs(tokens=61, usual_seqs=4, most_seqs=8)
-    assert capacities.learn((), True, lambda said: [0, *needs])
-    found = [capacity.tokens for size in cp_sizes for capacity in capacities.by_cp_size[size]]
+    made = dispatcher(cp_sizes)
+    made.learn(lambda said: [0, *Needs(tokens=61, usual_seqs=4, most_seqs=8)])
+    found = [capacity.tokens for size in cp_sizes for capacity in made.by_cp_size[size]]
     assert found == [tokens] * 2 * len(cp_sizes)
 
 

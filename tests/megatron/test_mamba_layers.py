@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megagraph
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.positions import mark_canonical
+from megagraph.megatron.graphs.layer_arguments import mark_canonical
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 LAYERS = len(PATTERN)

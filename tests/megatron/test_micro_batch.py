@@ -102,7 +102,7 @@ def test_a_block_that_is_called_again_has_the_later_mask() -> None:
     offsets, hidden_states = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 1, 4)
     key = VariantKey(CAPACITY, PackForm(False, False, None), grad=False, has_mask=True)
     flags = dict.fromkeys(("masks_tail", "pads_at_entry", "needs_every_row"), False)
-    rules = BatchRules(tail=TailConvention.HIDDEN, own_tables=None, **flags)  # type: ignore[arg-type]
+    rules = BatchRules(tail=TailConvention.HIDDEN, arguments=None, **flags)  # type: ignore[arg-type]
     batch = MicroBatch(None, 8, Variant(rules, key), None, [offsets])
     for seed in range(2):
         mask = torch.rand(1, 8, generator=torch.Generator().manual_seed(seed)) < 0.5

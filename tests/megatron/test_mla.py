@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from worlds import World
 
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.latent_tables import LatentTables
-from megagraph.megatron.graphs.positions import with_canonical_mark
+from megagraph.megatron.graphs.layer_arguments import MlaTables, with_canonical_mark
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
 from megagraph.packs.mla_rope import Rotation, rope_mla
@@ -101,7 +100,7 @@ def _table(embedding: nn.Module, rows: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["plain, RoPE", "plain, YaRN"])
 def test_layers_that_are_captured_share_tables_that_nobody_else_drops(kind: str) -> None:
     block = MlaTrainer(kind=kind).chunk.decoder
-    embeddings, tables = _embeddings(block), LatentTables()
+    embeddings, tables = _embeddings(block), MlaTables()
     wanted = _table(embeddings[0], 40).clone()
     with tables.answering(block, "a variant"):
         first = [_table(embedding, 40) for embedding in embeddings]
@@ -133,7 +132,7 @@ def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
     shared = block.layers[0].self_attention.rotary_pos_emb
     for layer in block.layers:
         layer.self_attention.rotary_pos_emb = shared
-    with LatentTables().answering(block, "a variant"):
+    with MlaTables().answering(block, "a variant"):
         assert "forward" in vars(shared)
     assert "forward" not in vars(shared)
 
@@ -142,7 +141,7 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
     block = ScatteredMla(kind="plain, RoPE").chunk.decoder
     (embedding, *_others) = _embeddings(block)
     before = vars(embedding)["forward"]
-    with LatentTables().answering(block, "a variant"):
+    with MlaTables().answering(block, "a variant"):
         assert _table(embedding, 9) is before(9, packed_seq=True)
         assert vars(embedding)["forward"] is not before
     assert vars(embedding)["forward"] is before
@@ -307,7 +306,7 @@ def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() 
         delattr(embedding, name)
     before = {**vars(embedding)}, {**embedding._buffers}
     block: Any = trainer.chunk.decoder
-    with LatentTables().answering(block, "a variant"):
+    with MlaTables().answering(block, "a variant"):
         tables = embedding.get_cached_cos_sin(40, dtype=torch.bfloat16, packed_seq=True)
     assert all(table.size(0) == 40 for table in tables)
     assert ({**vars(embedding)}, {**embedding._buffers}) == before
@@ -316,7 +315,7 @@ def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() 
 def test_layers_that_are_captured_share_tables_of_their_own() -> None:
     trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
     block: Any = trainer.chunk.decoder
-    embeddings, tables = _embeddings(trainer.chunk.decoder), LatentTables()
+    embeddings, tables = _embeddings(trainer.chunk.decoder), MlaTables()
     ask = {"dtype": torch.bfloat16, "packed_seq": True}
     with tables.answering(block, "a variant"):
         first = embeddings[0].get_cached_cos_sin(40, **ask)

@@ -72,7 +72,7 @@ class StagePair:
             report = graphs.report()
             assert report["eager"] == {"WARMING_UP": warm_up * report["layers"]} and report["failures"] == []
             assert report["most_in_flight"] == report["slots"] == most
-            assert graphs.block.bank.holders() == ""
+            assert graphs.captures.bank.holders() == ""
 
 
 def counts(schedule: StageSchedule) -> Sequence[int]:

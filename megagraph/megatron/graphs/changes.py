@@ -1,41 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has changed before a step: drops the graphs that relied on it, and says what runs eager for it.
 
-Says what may be captured then, too; captures nothing.
+Says what may be captured then, too; captures nothing. The ranks that share a model's communicators agree on
+all of it.
 
 Moved parameters and buffers, replaced generators, other trainable parameters and other modules release the
 whole bank, and another one begins, whose counters go on. If main gradients alone have moved, only the
 variants that read them are dropped, and their memory in the pools goes to the next capture. A model that is
 suspended keeps its graphs.
+
+csrc/decide/states.h numbers the states that the layers are met in. Graphs of several states, and of several
+numeric settings, lie beside each other in one bank; those of states that were not used for the longest time
+are dropped.
+
+Where packs are of several context-parallel sizes, each rank has met other sizes, and communicators in graphs
+want all ranks to capture the same. So what one has met in one size, all capture in every size. Inside of a
+step nobody votes: ranks that share a pack read the same one and decide alike, and others have other packs, be
+it more or fewer of them.
 """
 
 import gc
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from megagraph import _C
-from megagraph.decide.dispatch import VariantKey
+from megagraph.decide.dispatch import PackForm, VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.graphs.layer_states import LayerStates
-from megagraph.megatron.graphs.shared_kinds import SharedKinds
+from megagraph.megatron.graphs.captures import Captures
+from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.peers import Peers
 
 __all__ = ["Changes"]
 
 _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
+_MOST_NAMED = 3  # values that have changed
+_MOST_DROPPED = 2  # times that graphs of a state may go for those of another one
+_WAITS, _WITHOUT = "waits", "-"  # what a rank says that cannot capture; that cannot if gradients are recorded
+_PATIENCE = 20  # steps in which another rank cannot capture until this one says so
 
 
 class Changes:
     """What keeps the running step eager, here or on another rank of the group.
 
     Args:
-        block: the graphs.
-        peers: the ranks that drop and run alike.
+        captures: the graphs.
+        peers: the ranks that drop and run alike, and are in a state together.
         dispatcher: is told what runs eager, and whose graphs have gone.
-        states: learns which state the group is in.
+        most_states: how many may have graphs at once.
 
     Attributes:
         reason: why every micro-batch of the step runs eager, or None.
@@ -45,20 +61,25 @@ class Changes:
         has_raised: the last step has, and may have left tensors of its micro-batches behind.
     """
 
-    def __init__(
-        self, block: BlockBank, peers: Peers, dispatcher: _C.Dispatcher, states: LayerStates
-    ) -> None:
-        self._block = block
-        self._peers = peers
-        self._dispatcher, self._due = dispatcher, dispatcher.due
-        self._states = states
-        self._shared = SharedKinds(peers)
+    def __init__(self, captures: Captures, peers: Peers, dispatcher: Dispatcher, most_states: int) -> None:
+        self._captures, self._peers, self._dispatcher = captures, peers, dispatcher
+        self._due, self._states, self._most = dispatcher.due, dispatcher.states, most_states
         self._has_moved = False  # without an announcement: what moves once moves again
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
         self.has_resumed = False
         self.is_suspended = False
         self.has_raised = False
+        self._waited = 0  # steps in a row that another rank could not capture in
+        # -- states --
+        self._met = 0, 0  # fingerprint and settings at the last boundary
+        self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
+        self._made_new: dict[int, str] = {}  # what made each state another one than that before
+        self._new_in_a_row = 0
+        self._has_warned = False
+        self._unguarded: list[str] = []
+        self._times_dropped: Counter[int] = Counter()  # of each state: its graphs, for those of another one
+        self._has_said_full = False
 
     def suspend(self) -> None:
         """No replays until `resume()`."""
@@ -76,6 +97,8 @@ class Changes:
         """Whether the step that begins replays no training graph."""
         return self.is_suspended or self.reason is not None or self.gradients_reason is not None
 
+    # -- what has changed ------------------------------------------------------------------------
+
     def look(self, *, runs_eager: bool, captures: bool) -> None:
         """Looks, and drops what must not be replayed any more.
 
@@ -85,13 +108,13 @@ class Changes:
         """
         if self.has_raised:
             self._clean_up()
-        watch = self._block.watch
-        changed = None if runs_eager else self._block.what_changed()
+        watch = self._captures.watch
+        changed = None if runs_eager else self._captures.what_changed()
         is_away = not runs_eager and watch.are_gradients_away
-        said = self._states.local_state(has_changed=changed is not None)
+        said = self._local_state(has_changed=changed is not None)
         if changed is None and not is_away and self._peers.size == 1:  # as in nearly every step and bare call
             if said:
-                self._states.agree(said)
+                self._agree_on_state(said)
             self.reason = self.gradients_reason = None
         else:
             self._agree(changed, said, is_away=is_away, runs_eager=runs_eager, captures=captures)
@@ -108,7 +131,7 @@ class Changes:
     ) -> None:
         """Learns what keeps other ranks' steps eager, and drops the same graphs as they."""
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
-        is_partial = changed is None or self._block.have_only_gradients_moved
+        is_partial = changed is None or self._captures.have_only_gradients_moved
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
         is_eager = runs_eager or self.reason is not None
@@ -118,7 +141,7 @@ class Changes:
             [*map(int, flags), *said]
         )
         if said:
-            self._states.agree(heard)
+            self._agree_on_state(heard)
         if is_eager_anywhere and not is_eager:
             self.reason = _DISAGREED
         if is_without_anywhere and self.gradients_reason is None:
@@ -131,43 +154,10 @@ class Changes:
             self.drop_everything()
             log.warning("other ranks have destroyed a group of theirs alone: nothing is captured any more")
 
-    def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
-        """What is captured now, the same on all ranks; nothing while they want different graphs.
-
-        Args:
-            can_capture: shapes are known on this rank.
-        """
-        due = self._due_now() if can_capture else set()
-        if self._peers.run_other_packs:
-            # What others have met is captured here as well, so whatever keeps a capture back does so first.
-            block = self._block
-            is_held = torch.is_inference_mode_enabled() or bool(block.bank.holders())
-            can_capture = can_capture and not is_held and block.has_memory(grad=False)
-            has_gradients = self.gradients_reason is None and block.has_memory(grad=True)
-            return self._shared.of_all(due, can_capture=can_capture, has_gradients=has_gradients)
-        if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
-            log.warning("capture waits: ranks of the group want different graphs")
-            return set()
-        return due
-
-    def _due_now(self) -> set[VariantKey]:
-        """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
-        if not self._due.due or torch.is_inference_mode_enabled():
-            return set()
-        if not self._states.has_place(self._due.states_with_graphs()):
-            return set()
-        away, block = self.gradients_reason, self._block
-        due = {
-            kind
-            for kind in self._due.due_in(self._states.current)
-            if (away is None or not kind.grad) and block.has_memory(grad=kind.grad)
-        }
-        return due if due and block.is_idle() else set()
-
     def _clean_up(self) -> None:
         """After a step that raised: frees what is left of it, where the error and its frames are garbage."""
         self.has_raised = False
-        bank, layers = self._block.bank, self._block.layers
+        bank, layers = self._captures.bank, self._captures.layers
         if bank.holders():
             layers.forget_calls()
             gc.collect()
@@ -183,15 +173,237 @@ class Changes:
 
     def drop_everything(self) -> None:
         """Drops all graphs, on this rank."""
-        self._block.reset()
+        self._captures.reset()
         self._due.forget_graphs()
 
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
-        bank = self._block.bank
+        bank, watch = self._captures.bank, self._captures.watch
         (everything,) = self._peers.max_over_ranks([int(not is_partial or bool(bank.holders()))])
         if everything:
             self.drop_everything()
         else:
-            self._block.drop_gradients()
+            self._captures.drop([key for key in bank.variants if key.grad])
+            watch.forget_gradients()
             self._due.forget_graphs(only_training=True)
+
+    # -- what is captured ------------------------------------------------------------------------
+
+    def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
+        """What is captured now, the same on all ranks; nothing while they want different graphs.
+
+        Args:
+            can_capture: shapes are known on this rank.
+        """
+        due = self._due_now() if can_capture else set()
+        if self._peers.run_other_packs:
+            # What others have met is captured here as well, so whatever keeps a capture back does so first.
+            bank, watch = self._captures.bank, self._captures.watch
+            is_held = torch.is_inference_mode_enabled() or bool(bank.holders())
+            can_capture = can_capture and not is_held and watch.has_memory(grad=False)
+            has_gradients = self.gradients_reason is None and watch.has_memory(grad=True)
+            return self._due_on_all(due, can_capture=can_capture, has_gradients=has_gradients)
+        if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
+            log.warning("capture waits: ranks of the group want different graphs")
+            return set()
+        return due
+
+    def _due_now(self) -> set[VariantKey]:
+        """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
+        if not self._due.due or torch.is_inference_mode_enabled() or not self._has_place():
+            return set()
+        away, watch = self.gradients_reason, self._captures.watch
+        due = {
+            kind
+            for kind in self._due.due_in(self._states.current)
+            if (away is None or not kind.grad) and watch.has_memory(grad=kind.grad)
+        }
+        return due if due and self._captures.is_idle() else set()
+
+    def _due_on_all(
+        self, due: Iterable[VariantKey], *, can_capture: bool, has_gradients: bool
+    ) -> set[VariantKey]:
+        """Kinds that all ranks capture now, in every size; of which each asks equally often.
+
+        Where one of them cannot capture, nothing is due. Where the main gradients of one have no memory, none
+        of the kinds is that record gradients.
+        """
+        context = self._peers.context
+        can_capture = can_capture and context.is_whole
+        here = (_said(due) if has_gradients else _WITHOUT + _said(due)) if can_capture else _WAITS
+        said = self._peers.gather(here)
+        waiting = [rank for rank, kinds in enumerate(said) if kinds == _WAITS]
+        wanted = [kinds.removeprefix(_WITHOUT) for kinds in said if kinds != _WAITS]
+        self._waited = self._waited + 1 if waiting and any(wanted) and can_capture else 0
+        if self._waited == _PATIENCE:
+            log.warning(
+                "a capture has waited for %d steps: rank %s of those that may share packs cannot capture. "
+                "It has run no pack yet, or something holds its graphs, or its memory or a group is away",
+                _PATIENCE,
+                ", ".join(map(str, waiting)),
+            )
+        if waiting:
+            return set()
+        return {
+            kind.replace(cp_size=size)
+            for kinds in wanted
+            for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
+            for size in context.sizes
+            if not kind.grad or not any(each.startswith(_WITHOUT) for each in said)
+        }
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Meets the first state, with all ranks of the group."""
+        self._agree_on_state(self._peers.max_over_ranks(self._local_state(has_changed=False)))
+
+    def _local_state(self, *, has_changed: bool) -> Sequence[int]:
+        """What this rank tells the others of its state, for `_agree_on_state()`.
+
+        If something that graphs rely on has changed, there may be other modules. Empty if nobody has to be
+        told, and the state is that of the last boundary.
+        """
+        watch = self._captures.watch
+        if has_changed:
+            watch.follow_modules()
+        met = watch.whole_state(), _C.numeric_settings(self._captures.device)
+        if met == self._met and self._peers.size == 1:
+            self._new_in_a_row = 0
+            return ()
+        self._met = met
+        return self._states.local_state(self._peers.rank(), *met)
+
+    def _agree_on_state(self, largest: Sequence[int]) -> None:
+        """Learns the group's state from the largest of each value that a rank has said.
+
+        Raises `RuntimeError` if the ranks' last calls were in different states, naming what differs. Not
+        while nothing has been captured: no rank can have replayed.
+        """
+        bank, states = self._captures.bank, self._states
+        if not states.agree(largest) and bank.variants:
+            self._raise_for_ranks()
+        self._new_in_a_row = self._new_in_a_row + 1 if states.is_new else 0
+        if states.is_new:
+            self._name_what_changed()
+
+    def _raise_for_ranks(self) -> None:
+        of_ranks = self._peers.gather(_differences(self._items, self._items_of_now()) or "nothing")
+        said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
+        raise RuntimeError(
+            "inside a step the layers' state changed on some of the ranks that run the same packs and not on "
+            "others: expected every rank to run the same program. Changed since the graphs were captured: "
+            + said
+        )
+
+    def _items_of_now(self) -> dict[str, tuple[int, str]]:
+        items: dict[str, tuple[int, str]] = {}
+        watch = self._captures.watch
+        for name, value, words in watch.state_items():
+            items.setdefault(name, (value, words))
+        return items
+
+    def _name_what_changed(self) -> None:
+        if self._has_warned and self._new_in_a_row > self._most:  # a walk over everything, in each step
+            return
+        now = self._items_of_now()
+        changed = _differences(self._items, now) or "the numeric settings"
+        if self._items:
+            self._made_new[self._states.current] = changed
+            log.info("layers are in a state that is new: %s", changed)
+        self._items = now
+        if self._new_in_a_row > self._most and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the state of the layers was another one before each of the last %d steps, so that they run "
+                "eager (STATE_CHANGED). It is new again: %s",
+                self._most,
+                changed,
+            )
+
+    def forget_states(self) -> None:
+        """Forgets the oldest states if there are many; those with graphs stay, and are found again."""
+        if not self._states.has_many():
+            return
+        gone = self._states.forget_oldest(self._due.states_with_graphs())
+        for number in gone:
+            self._made_new.pop(number, None)
+            del self._times_dropped[number]
+        self._due.forget_states(gone)
+
+    def follow_eager_layers(self) -> None:
+        """After the first capture of a bank: layers that have no graphs are no part of the state any more."""
+        watch, bank = self._captures.watch, self._captures.bank
+        if watch.leave_out(bank.eager_sites):
+            self._states.add_name(watch.whole_state())
+            self._items = self._items_of_now()
+        self._unguarded = sorted(watch.names_left_out())
+        if self._unguarded:
+            log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
+
+    def make_room(self) -> None:
+        """Before a capture: drops graphs of states that were not used for the longest time, if need be."""
+        bank, captured, current = self._captures.bank, self._due.states_with_graphs(), self._states.current
+        number = len(captured - {current}) + 1 - self._most
+        oldest = [state for state in self._states.oldest_first() if state in captured - {current}]
+        if dropped := {*oldest[: max(number, 0)]}:
+            self._times_dropped.update(dropped)
+            self._captures.drop([key for key in bank.variants if key.state in dropped])
+            self._due.forget_states(dropped)
+
+    def _has_place(self) -> bool:
+        """Whether graphs may be captured in the state of now, be it in the place of others.
+
+        States that alternate and are more than may have graphs would drive out each other's for ever. So
+        one whose graphs have gone twice gets others when there is room, and is eager until then.
+        """
+        current, captured = self._states.current, self._due.states_with_graphs()
+        is_full = current not in captured and len(captured) >= self._most
+        if not is_full or self._times_dropped[current] < _MOST_DROPPED:
+            return True
+        if not self._has_said_full:
+            self._has_said_full = True
+            log.warning(
+                "the layers alternate between more states than may have graphs at once, and some stay eager "
+                "(STATE_CHANGED); cuda_graph_max_states is %d",
+                self._most,
+            )
+        return False
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """How many states have graphs, and what is no part of a state, for the log."""
+        left_out = f", {_count(len(self._unguarded), 'name')} left out" if self._unguarded else ""
+        return f"{_count(len(self._due.states_with_graphs()), 'state')} captured{left_out}"
+
+    def report(self) -> dict[str, Any]:
+        """Which states have graphs, what made them others, and what is no part of a state, by name."""
+        captured = sorted(self._due.states_with_graphs())
+        return {
+            "states": [self._made_new.get(number, "the first one") for number in captured],
+            "unguarded": self._unguarded,
+        }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _differences(before: dict[str, tuple[int, str]], now: dict[str, tuple[int, str]]) -> str:
+    """The first values that differ, in words."""
+    nothing = 0, "nothing"
+    pairs = {name: (before.get(name, nothing), now.get(name, nothing)) for name in {**before, **now}}
+    said = [f"{name} {one[1]} -> {other[1]}" for name, (one, other) in pairs.items() if one[0] != other[0]]
+    more = len(said) - _MOST_NAMED
+    return ", ".join(said[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _said(kinds: Iterable[VariantKey]) -> str:
+    """Kinds as JSON; nothing for none."""
+    said = [{**kind.as_dict(), "form": kind.form.as_dict()} for kind in sorted(kinds)]
+    return json.dumps(said) if said else ""
+
+
+def _kind_of(values: dict[str, Any]) -> VariantKey:
+    return VariantKey(**{**values, "form": PackForm(**values["form"])})

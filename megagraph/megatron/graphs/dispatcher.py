@@ -1,48 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides in C++ on the micro-batches of one model; told here what it has to know of the model.
+"""Decides in C++ on the micro-batches of one model, and is told here, between steps, what it has to know.
 
-If packs say by how many ranks they are shared, the group that one names has to be the very object that graphs
-were captured with, since their collectives are of its communicator.
+Its capacities are as configured, or learned from the packs of the warm-up.
+
+Note [Equal rows]
+Experts over several ranks may take as many rows from each: with a dispatcher that gathers all rows, or if
+they are padded to a capacity. Each rank has packs of its own and asks nobody about them. So the capacities of
+such a model have one number of rows, the same on all ranks, and every micro-batch has that many, in eager
+too. A pack of too many documents, or of one that is too long, is padded to a capacity of its own, without
+graphs (csrc/python/dispatcher.cpp); what cannot be padded has just that many rows, or is an error. Until
+capacities are known packs run as given, and need equal rows as with Megatron alone. All ranks learn them at
+the same step boundary.
 """
 
 import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from megagraph import _C
+from megagraph.bank.capture import MaxOverRanks
 from megagraph.config import GraphConfig
-from megagraph.megatron.graphs.capacities import Capacities
+from megagraph.decide.dispatch import Capacity, Needs, VariantKey, capacities_for, needs_of
+from megagraph.log import log
 from megagraph.megatron.graphs.micro_batch import BatchRules, Variant
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.packs.packing import TailConvention
 
 __all__ = ["Dispatcher"]
 
+_PATIENCE = 20  # steps that this rank waits for another one until it says so
+
+
+def _bounded(capacity: Capacity, cp_size: int) -> Capacity:
+    """With documents that are no longer than a pack of fewer ranks than some others have."""
+    longest = min(capacity.max_seqlen, capacity.tokens * cp_size)
+    return capacity.replace(max_seqlen=longest)
+
 
 class Dispatcher(_C.Dispatcher):
-    """csrc/python/dispatcher.h, Note [Dispatch].
+    """csrc/python/dispatcher.h, Note [Dispatch], and the capacities among which it picks.
+
+    If packs say by how many ranks they are shared, the group that one names has to be the very object that
+    graphs were captured with, since their collectives are of its communicator.
 
     Args:
         config: the plugin's options.
-        capacities: of the model's graphs.
-        rules: what its micro-batches have in common.
+        rules: what the model's micro-batches have in common.
         peers: the ranks that run the same packs.
+
+    Attributes:
+        by_cp_size: capacities, smallest first; empty while they are still to be learned.
     """
 
-    def __init__(self, config: GraphConfig, capacities: Capacities, rules: BatchRules, peers: Peers) -> None:
-        tables = rules.own_tables
+    by_cp_size: Mapping[int, Sequence[Capacity]]
+
+    def __init__(self, config: GraphConfig, rules: BatchRules, peers: Peers) -> None:
+        context = peers.context
         super().__init__(
             functools.partial(Variant, rules),
             extra_seqs=config.tail.extra_seqs,
-            depends_on_longest=tables.depend_on_max_seqlen,
-            cuts_tables=tables.are_cut,
-            needs_equal_rows=capacities.need_equal_rows,
+            depends_on_longest=rules.arguments.depend_on_max_seqlen,
+            cuts_tables=rules.arguments.are_cut,
+            needs_equal_rows=rules.needs_every_row,
             is_eager=config.mode == "eager",
-            cp_size=capacities.cp_size,
+            cp_size=context.size,
             ranks=peers.size,
             run_alike=not peers.run_other_packs,
             warm_up_steps=config.cuda_graph_warmup_steps,
         )
-        self._capacities, self._context = capacities, peers.context
+        self._tail, self._needs_equal_rows, self._context = config.tail, rules.needs_every_row, context
+        self._waited = 0  # steps
+        known = {
+            size: tuple(_bounded(each, size) for each in config.all_capacities(size))
+            for size in context.sizes
+        }
+        self._take(known if any(known.values()) else {})
         self.heed_groups()
-        self.follow_capacities()
+
+    def _take(self, by_cp_size: Mapping[int, Sequence[Capacity]]) -> None:
+        self.by_cp_size = by_cp_size
+        self.set_capacities(by_cp_size)
 
     def heed_groups(self) -> None:
         """Takes note of the groups by which packs are known that name theirs. Before steps."""
@@ -50,6 +87,85 @@ class Dispatcher(_C.Dispatcher):
             self._context.look_up()
             self.set_groups(dict(self._context.by_size()))
 
-    def follow_capacities(self) -> None:
-        """Takes note of capacities that were learned."""
-        self.set_capacities(self._capacities.by_cp_size)
+    @property
+    def known(self) -> Sequence[Capacity]:
+        """Capacities for packs that do not say by how many ranks they are shared."""
+        return self.by_cp_size.get(self._context.size, ())
+
+    @property
+    def rows(self) -> int | None:
+        """Of every micro-batch; None if the number is free, or not known yet."""
+        return self.known[0].tokens if self._needs_equal_rows and self.known else None
+
+    def check(self, rows: Callable[[int], int]) -> None:
+        """Raises `ValueError` if the ranks of the model cannot run packs of these capacities.
+
+        `rows` does so too, which makes a tensor-parallel rank's rows of a pack's tokens.
+        """
+        numbers = sorted({capacity.tokens for capacity in self.known})
+        if self._needs_equal_rows and len(numbers) > 1:
+            raise ValueError(
+                "experts are spread over ranks and take as many rows from each: expected capacities of one "
+                f"number of tokens, got {', '.join(map(str, numbers))}; set max_seqlen_per_dp_cp_rank to the "
+                "largest, and cuda_graph_max_packed_seqs"
+            )
+        for cp_size, capacities in self.by_cp_size.items():
+            for capacity in capacities:
+                rows(capacity.tokens)
+                self._check_context(capacity, cp_size)
+
+    def _check_context(self, capacity: Capacity, cp_size: int) -> None:
+        if cp_size > 1 and capacity.tokens % 2:
+            raise ValueError(
+                f"expected capacities of an even number of tokens, which {cp_size} context-parallel "
+                f"ranks share, got {capacity.tokens}"
+            )
+        if self._tail is not TailConvention.HIDDEN and capacity.max_seqlen < capacity.tokens * cp_size:
+            raise ValueError(
+                f"tail: {self._tail.value!r} makes a document as long as the tail, which needs a "
+                f"max_seqlen of {capacity.tokens * cp_size}, got {capacity.max_seqlen}"
+            )
+
+    def learn(self, max_over_ranks: MaxOverRanks) -> None:
+        """Before a step: learns capacities from packs of the warm-up, once that of all ranks is over.
+
+        Ranks need not have counted the same packs: one may not have been able to read some, or has offsets
+        that are longer. So all of them learn the same from the most that any has met.
+        """
+        is_warm, extra_seqs, sizes = bool(self.due.warmed_up), self._tail.extra_seqs, self._context.sizes
+        somebody_waits, *needs = max_over_ranks([int(not is_warm), *needs_of(self.observed, extra_seqs)])
+        if somebody_waits:
+            self._waited += is_warm
+            if is_warm and self._waited == _PATIENCE:
+                log.warning(
+                    "still waits to learn capacities, %d steps after its warm-up: another rank that runs the "
+                    "same packs could not read enough of its own; set cuda_graph_max_packed_seqs and "
+                    "max_seqlen_per_dp_cp_rank, or see that rank's report",
+                    _PATIENCE,
+                )
+            return
+        found = Needs(*needs)
+        if sizes[-1] > 1:  # each rank has a share of two parts of every document
+            found = found._replace(tokens=found.tokens + found.tokens % 2)
+        num_shapes = len(self.observed)
+        self._take({size: capacities_for(found, extra_seqs, size) for size in sizes})
+        log.info(
+            "learned from %d pack shapes; to fix them set cuda_graph_max_packed_seqs=%s and "
+            "max_seqlen_per_dp_cp_rank=%d",
+            num_shapes,
+            ",".join(str(capacity.num_seqs) for capacity in self.known),
+            self.known[0].tokens,
+        )
+
+    def variants(self, kinds: Iterable[VariantKey]) -> list[VariantKey]:
+        """What is captured of kinds, which have no capacity: largest groups first, alike on all ranks."""
+        ordered = sorted(kinds, key=lambda kind: (-kind.cp_size, repr(kind)))
+        return [kind.replace(capacity=each) for kind in ordered for each in self.by_cp_size[kind.cp_size]]
+
+    def report(self) -> list[dict[str, Any]]:
+        """The capacities as plain values."""
+        return [
+            capacity.as_dict() | ({"cp_size": size} if len(self.by_cp_size) > 1 else {})
+            for size, capacities in self.by_cp_size.items()
+            for capacity in capacities
+        ]

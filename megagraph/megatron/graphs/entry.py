@@ -40,10 +40,7 @@ def names_of(function: Callable[..., Any]) -> Sequence[str]:
 
 
 class Doors:
-    """The two doors of one module, and at which of them the plugin acts.
-
-    Args:
-        module: the model, or its block of layers.
+    """The two doors of a model, or of its block of layers, and at which of them the plugin acts.
 
     Attributes:
         forward: gives the function that a call of the module runs, as long as that exists.
@@ -85,16 +82,21 @@ class Doors:
 class Entries:
     """How a model and its block of layers are entered.
 
-    Args:
-        model: the model.
-
     Attributes:
         model, block: their doors.
         are_megatrons: the plugin acts in Megatron's forwards.
         are_settled: whether it is known where to act; until then micro-batches run as they were given.
     """
 
+    model: Doors
+    block: Doors
+    are_megatrons: bool
+    are_settled: bool
+
     def __init__(self, model: nn.Module) -> None:
+        self._find_doors(model)
+
+    def _find_doors(self, model: nn.Module) -> None:
         block: Any = model.decoder
         self.model, self.block = Doors(model), Doors(block)
         self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
@@ -102,14 +104,14 @@ class Entries:
         self._news: list[str] = []
         self._told: set[str] = set()
 
-    def of_now(self, model: nn.Module) -> "Entries":
-        """These, or new ones if the model or its block has another forward by now."""
+    def follow(self, model: nn.Module) -> None:
+        """Finds the doors anew if the model or its block has another forward by now."""
         block: Any = model.decoder
         for module, doors in ((model, self.model), (block, self.block)):
             forward: Any = module.forward
             if getattr(forward, "__func__", forward) is not doors.forward():
-                return Entries(model)
-        return self
+                self._find_doors(model)
+                return
 
     def fail(self, sentence: str) -> None:
         """Keeps the model eager from the next step boundary on, and micro-batches as given until then."""
@@ -117,7 +119,7 @@ class Entries:
         self.are_settled = False
 
     def _tell(self, sentence: str) -> None:
-        """Has something said at the next step boundary, once."""
+        """Has something said before the next step, once."""
         if sentence not in self._told:
             self._told.add(sentence)
             self._news.append(sentence)
@@ -132,13 +134,9 @@ class Entries:
         return EagerReason.WARMING_UP if is_new and not doors.problem else EagerReason.SCOPE_UNSUPPORTED
 
     def block_bypassed(self, decided: EagerReason | None) -> EagerReason:
-        """Takes note of a call of the block that ran as given.
+        """Takes note of a call of the block that ran as given. Returns how it counts.
 
-        Args:
-            decided: why the micro-batch runs as given; None if it was to run on the canonical pack.
-
-        Returns:
-            How it counts.
+        `decided` says why the micro-batch runs as given; None if it was to run on the canonical pack.
         """
         self.block.reached += 1
         self.block.is_own = bool(self.block.is_own)
@@ -152,10 +150,9 @@ class Entries:
         return EagerReason.SCOPE_UNSUPPORTED
 
     def settle(self) -> str:
-        """At a step boundary: settles where the plugin acts, if it is known by now, and says so.
+        """Before a step: settles where the plugin acts, if it is known by now, and says so.
 
-        Returns:
-            Why the model has to stay eager, or nothing.
+        Returns why the model has to stay eager, or nothing.
         """
         doors = (self.model, self.block)
         problems = [each.problem for each in doors if each.is_own is False]

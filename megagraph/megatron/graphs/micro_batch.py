@@ -23,8 +23,8 @@ from torch.nn import functional
 from megagraph.bank.sites import mask_content
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.layer_arguments import LayerArguments, mark_canonical, with_canonical_mark
 from megagraph.megatron.graphs.pack_fields import copy_foreign_attributes, fields_of, put_seq_idx
-from megagraph.megatron.graphs.positions import OwnTables, mark_canonical, with_canonical_mark
 from megagraph.megatron.parallel.model_parallel import require_rows
 from megagraph.packs import ops
 from megagraph.packs.packing import TailConvention, added_offsets, canonical_constants, canonical_offsets
@@ -42,14 +42,14 @@ class BatchRules:
         pads_at_entry: ranks share the rows of hidden states, so that packs are padded before the embedding
             and cut after the output layer, and nothing is done in between.
         needs_every_row: ranks of other packs run the capacity's rows, and so must this one.
-        own_tables: knows the model's rotary tables.
+        arguments: of the layers, which tell the model's own rotary tables.
     """
 
     tail: TailConvention
     masks_tail: bool
     pads_at_entry: bool
     needs_every_row: bool
-    own_tables: OwnTables
+    arguments: LayerArguments
 
 
 class Variant:
@@ -166,7 +166,7 @@ class MicroBatch:
 
     def as_given(self, reason: EagerReason) -> "MicroBatch | EagerReason":
         """Before a model of Megatron's is entered: runs eager on its own pack, with our RoPE if unfused."""
-        tables = self._rules.own_tables
+        tables = self._rules.arguments
         if not tables.depend_on_max_seqlen:  # Megatron's takes a tail
             return reason
         self.reason = reason
@@ -182,7 +182,7 @@ class MicroBatch:
             table: what they are handed.
             hidden_states: what the block was given.
         """
-        tables = self._rules.own_tables
+        tables = self._rules.arguments
         return tables.include(table, self.constant_params(), hidden_states)
 
     def given_params(self, *, is_own_table: bool) -> Any:

@@ -23,8 +23,8 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity, VariantKey
+from megagraph.megatron.graphs.layer_arguments import mark_canonical
 from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
-from megagraph.megatron.graphs.positions import mark_canonical
 from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]

@@ -5,7 +5,7 @@ They are those that run the same packs (megagraph/megatron/parallel/groups.py, N
 replay and run eager together; or, if each pack says by how many ranks it is shared, all that may ever share
 one, of which those of one pack do so. What they ask each other are a few integers on the host, over
 gloo: nobody waits for a device. Ranks that share experts and run other packs learn their capacities so
-(megagraph/megatron/graphs/capacities.py, Note [Equal rows]).
+(megagraph/megatron/graphs/dispatcher.py, Note [Equal rows]).
 
 They ask before each step, after each part of a warm-up or capture, and at its end: docs/architecture.md,
 Ranks, says what. In a warm-up also: has anybody drawn a random number, so that all run the site once more as

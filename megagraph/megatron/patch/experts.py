@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import (
     has_forced_routing,
@@ -43,11 +43,11 @@ class ExpertWrappers:
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._graphs: weakref.WeakKeyDictionary[Any, ModelGraphs] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[Any, GraphedModel] = weakref.WeakKeyDictionary()
         # Rows of padding of the routing that runs, bool [rows, 1].
         self._padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
 
-    def _graphs_of(self, router: Any) -> ModelGraphs | None:
+    def _graphs_of(self, router: Any) -> GraphedModel | None:
         """Those of a router's model if it runs on canonical packs."""
         graphs = self._graphs.get(router) or self._plugin.graphs_around(router)
         if graphs is None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.entry import is_ours, names_of
 from megagraph.megatron.graphs.micro_batch import MicroBatch
-from megagraph.megatron.graphs.model_graphs import ModelGraphs
+from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
@@ -118,7 +118,8 @@ class ForwardWrappers:
             if is_inference:
                 with graphs.runs(None):
                     return original(model, *args, **kwargs)
-            entries = graphs.entries = graphs.entries.of_now(model)
+            entries = graphs.entries
+            entries.follow(model)
             doors = entries.model
             if doors.is_own is False and not doors.problem:
                 return act(model, *args, **kwargs)
@@ -330,7 +331,7 @@ class ForwardWrappers:
         return self.block_forward(run)
 
 
-def _seeing(graphs: ModelGraphs, given: Any, pack: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """A model's forward with the ranks of a pack all around. It gets the pack, without them, for `given`."""
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,10 +374,10 @@ class _StackLoop:
 
 
 def _has_expected(
-    graphs: ModelGraphs, batch: MicroBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
+    graphs: GraphedModel, batch: MicroBatch, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether an overridden model hands to its block what the variant's layers are captured with."""
-    constants = graphs.block.constants.get(batch.key)
+    constants = graphs.captures.arguments.get(batch.key)
     further = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
@@ -435,7 +436,7 @@ def _cut_rows(out: Tensor, tokens: int) -> Tensor:
 
 
 def _one_by_one(
-    graphs: ModelGraphs, batch: MicroBatch, original: Callable[..., Any], given: dict[str, Any]
+    graphs: GraphedModel, batch: MicroBatch, original: Callable[..., Any], given: dict[str, Any]
 ) -> Any:
     """Runs a block of layers, each of which replays or runs eager by itself.
 
@@ -447,10 +448,10 @@ def _one_by_one(
         return original(**given)
     loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
-    block = graphs.block
-    count_site = functools.partial(block.count_eager, sites=1)
-    constants = block.constants[batch.key]
-    layers = LayersOneByOne(batch, block.layers.plan, constants, loop, count_site)
+    captures = graphs.captures
+    count_site = functools.partial(captures.count_eager, sites=1)
+    constants = captures.arguments[batch.key]
+    layers = LayersOneByOne(batch, captures.layers.plan, constants, loop, count_site)
     try:
         with layers.shadowing():
             out = original(**given)

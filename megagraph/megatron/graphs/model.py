@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of one model: decides on each micro-batch, captures at step boundaries. Patches nothing."""
+"""One model and its graphs: what each micro-batch does, when graphs are captured, and the report.
+
+Patches nothing, and does not know how graphs are captured.
+"""
 
 import contextlib
 import weakref
@@ -14,24 +17,23 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
-from megagraph.megatron.graphs.block_bank import BlockBank
-from megagraph.megatron.graphs.capacities import Capacities
+from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.graphs.experts import ranks_of_experts, rows_are_samples
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
-from megagraph.megatron.graphs.layer_states import LayerStates
+from megagraph.megatron.graphs.layers import BlockLayers
 from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, is_mask
-from megagraph.megatron.graphs.positions import OwnTables
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
+from megagraph.megatron.parallel.groups import ranks_of
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows, require_rows
 from megagraph.megatron.parallel.peers import HostGroup, Peers
+from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 
-__all__ = ["ModelGraphs"]
+__all__ = ["GraphedModel"]
 
 # Some calls of such a forward may not reach Megatron's, nor whatever pads.
 _NEEDS_MEGATRONS = (
@@ -40,7 +42,15 @@ _NEEDS_MEGATRONS = (
 )
 
 
-class ModelGraphs:
+def _ranks_of_experts(model: Any) -> HostGroup:
+    """The ranks that the experts of a model's layers are spread over."""
+    mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
+    # In all layers; looked up once, since other ranks would have other experts.
+    spread_over = ranks_of(mixture.token_dispatcher.tp_ep_group)
+    return HostGroup(lambda: spread_over, "share the experts")
+
+
+class GraphedModel:
     """Everything the plugin knows of one model.
 
     Args:
@@ -48,15 +58,18 @@ class ModelGraphs:
         ddp: Megatron's DDP around it, or None.
         config: the plugin's options.
         progress: shown while capturing.
-        name: for the log and the report; by default the model's class.
+        name: for the log and the report.
 
     Attributes:
         entries: how it and its block are entered.
-        verifier: keeps micro-batches that graphs are verified on.
         peers, tensor: the ranks that run the same packs; those that share its layers.
         view: shows it the ranks that share a micro-batch.
-        changes, dispatcher: what keeps a step eager; which variant takes a pack.
+        dispatcher: decides which variant takes a pack.
+        captures: its graphs.
+        verifier: keeps micro-batches that graphs are verified on.
+        changes: what keeps a step eager.
         refusal: why the whole model stays eager, or None.
+        running: what its forward runs now: padded, or as given.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
@@ -68,64 +81,47 @@ class ModelGraphs:
         ddp: nn.Module | None,
         config: GraphConfig,
         progress: Progress | None,
-        name: str = "",
+        name: str,
     ) -> None:
         check_graph_options(model.config)
-        self._config, self._progress = config, progress
-        self.name = name or type(model).__name__
-        self._model = weakref.ref(model)
+        self._model, self._config, self._progress, self.name = weakref.ref(model), config, progress, name
         self.entries = Entries(model)
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
-        self.tensor, context, self.view = self.peers.tensor, self.peers.context, self.peers.view
+        self.tensor, self.view = self.peers.tensor, self.peers.view
+        self._masks_tail = has_experts(model.config)
+        self.masks_at_entry = self._masks_tail and self.tensor.shards_sequence
         self.needs_equal_rows = need_equal_rows(model.config)
-        self._capacities = Capacities(
-            config, context.size, context.sizes, need_equal_rows=self.needs_equal_rows
-        )
-        own: ModelGraphs = weakref.proxy(self)  # what the dispatcher holds must not lead back to it
-        constants = LayerArguments(self._model, lambda: own.entries.model.is_own is False)
-        self._tables = OwnTables(model, constants.make)
-        masks_tail = has_experts(model.config)
-        self.masks_at_entry = masks_tail and self.tensor.shards_sequence
-        self._rules = BatchRules(
+        self._arguments = LayerArguments(model, self.entries)
+        rules = BatchRules(
             tail=config.tail,
-            masks_tail=masks_tail,
+            masks_tail=self._masks_tail,
             pads_at_entry=self.tensor.shards_sequence,
             needs_every_row=self.needs_equal_rows,
-            own_tables=self._tables,
+            arguments=self._arguments,
         )
-        self.dispatcher = Dispatcher(config, self._capacities, self._rules, self.peers)
+        self.dispatcher = Dispatcher(config, rules, self.peers)
         self._due = self.dispatcher.due
-        self.block = BlockBank(
-            model,
-            ddp,
-            self.peers,
-            config,
-            constants,
-            self.dispatcher,
-            may_join=lambda: self.entries.are_megatrons,
-        )
-        self._states = LayerStates(
-            self.block, self.dispatcher.states, self.peers, config.cuda_graph_max_states
-        )
-        self.verifier = self.block.verifier
+        self._layers = BlockLayers(model, ddp, self.peers, config, self.entries)
+        self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
+        self.verifier = self.captures.verifier
+        self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None
-        self._learners: HostGroup = self.peers
         self._failures: list[str] = []
-        self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
+        self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
+        self._learners: HostGroup = self.peers  # of capacities
         if self.refusal is None:
-            self._capacities.check(self.tensor.rows)
+            self.dispatcher.check(self.tensor.rows)
             if self.needs_equal_rows:
-                self._learners = ranks_of_experts(model)
+                self._learners = _ranks_of_experts(model)
+            if config.mode == "graph":
+                self.changes.begin()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
         # The running one, without a capacity yet: its key, pack, and what staging will read of such.
         self._unlearned: tuple[VariantKey, Any, list[Tensor]] | None = None
-        self.changes = Changes(self.block, self.peers, self.dispatcher, self._states)
-        if self.refusal is None and config.mode == "graph":
-            self._states.agree(self.peers.max_over_ranks(self._states.local_state(has_changed=False)))
         self._replayed_tokens = 0
-        self.running: MicroBatch | EagerReason | None = None  # padded, or as given: what its forward runs now
+        self.running: MicroBatch | EagerReason | None = None
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report."""
@@ -140,7 +136,7 @@ class ModelGraphs:
         if self.peers.run_other_packs:
             return EagerReason.GROUP_DISAGREED  # others may call the model less often
         # Another rank may be able to read its pack, and ask this one before its step what it has learned.
-        if (self._learners.size > 1 and not self._capacities.known) or not self.entries.are_settled:
+        if (self._learners.size > 1 and not self.dispatcher.known) or not self.entries.are_settled:
             return None
         return self.dispatcher.eager_reason(params, tokens)
 
@@ -163,10 +159,10 @@ class ModelGraphs:
         # What a forward of the host's makes of a mask shows where it calls its block.
         has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
         can_stage = not has_mask or (
-            is_mask_shared and (mask is None or is_mask(mask, tokens, self.block.device))
+            is_mask_shared and (mask is None or is_mask(mask, tokens, self.captures.device))
         )
-        if self._rules.masks_tail:
-            can_stage = can_stage and not rows_are_samples(params)
+        if self._masks_tail:  # layers of experts take samples of one length apart again
+            can_stage = can_stage and getattr(params, "tokens_per_sample", None) is None
         decided = self.dispatcher.enter(params, tokens, has_mask, can_stage, is_skipped, entries.are_settled)
         if isinstance(decided, EagerReason):
             return decided
@@ -194,7 +190,7 @@ class ModelGraphs:
 
     def require_rows(self, tokens: int, reason: EagerReason) -> None:
         """Before a micro-batch runs as it was given: raises where other ranks run another number of rows."""
-        rows = self._capacities.rows
+        rows = self.dispatcher.rows
         if rows is not None and self.refusal is None and self.entries.are_settled:
             require_rows(rows, tokens, reason)
 
@@ -206,21 +202,25 @@ class ModelGraphs:
         """
         if self.masks_at_entry:
             return None
-        if self._tables.are_handed_on is None:
+        if self._arguments.are_own is None:
             return EagerReason.WARMING_UP
-        return None if self._tables.are_handed_on else EagerReason.SIGNATURE_CHANGED
+        return None if self._arguments.are_own else EagerReason.SIGNATURE_CHANGED
 
     def look_at_table(self, table: Any, params: Any, hidden_states: Tensor) -> None:
         """Of a micro-batch that runs as given: notes whose rotary table it is, as far as that matters."""
         if self.tensor.shards_sequence and params is not None:
-            self._tables.include(table, params, hidden_states)
+            self._arguments.include(table, params, hidden_states)
 
     def _has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._rows is None:
             return False
-        constants = self.block.constants
-        failure = constants.find(batch, self.tensor.rows(batch.capacity.tokens), *self._rows)
+        if batch.key in self._arguments:
+            return True
+        row_shape, dtype = self._rows
+        rows = self.tensor.rows(batch.capacity.tokens)
+        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
+        failure = self._arguments.find(batch.key, batch.canonical_params(), hidden)
         if failure is not None:
             self.entries.fail(failure)
         return failure is None
@@ -239,7 +239,7 @@ class ModelGraphs:
             if self._unlearned is not None:
                 self.verifier.keep_as_given(*self._unlearned, hidden_states)
         self._unlearned = None
-        self.block.count_eager(reason)
+        self.captures.count_eager(reason)
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
@@ -261,7 +261,7 @@ class ModelGraphs:
         if batch.reason is None:
             batch.reason = self.dispatcher.begin(batch.key, batch.sources)
             if batch.reason is None:
-                loop = self.block.loops[batch.key]
+                loop = self.captures.loops[batch.key]
                 loop.batch = batch
             else:
                 self.peers.run_alone(batch.reason, batch.variant.cp_size)
@@ -275,7 +275,7 @@ class ModelGraphs:
                 self.verifier.keep(batch, hidden_states)
             if not batch.is_own(table, hidden_states):
                 batch.run_as_given(is_own_table=False)
-            self.block.count_eager(batch.reason)
+            self.captures.count_eager(batch.reason)
         elif self.verifier.every:
             self.verifier.keep_replayed(batch, hidden_states)
         return loop
@@ -284,7 +284,7 @@ class ModelGraphs:
         """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
         batch.reason = EagerReason.SIGNATURE_CHANGED
         batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
-        self.block.count_eager(batch.reason)
+        self.captures.count_eager(batch.reason)
 
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
@@ -295,24 +295,26 @@ class ModelGraphs:
         if batch.reason is None:
             self._replayed_tokens += batch.capacity.tokens
         else:
-            self.block.count_eager(batch.reason)
+            self.captures.count_eager(batch.reason)
 
-    def look_for_ddp(self, models: Sequence[nn.Module]) -> None:
-        """Looks in `models` of a schedule for the DDP around it, unknown to a forward before its step."""
-        model = None if self.block.has_ddp else self._model()
-        ddp = None if model is None else find_ddp(models, model)
-        if model is None or ddp is None:
-            return
-        self.block.adopt_ddp(ddp)
-        self._due.forget_graphs()
-        if self.refusal is None:
-            self._refuse(refusal_of(model, ddp, self.block.scopes, self._config))
+    def look_around(self, models: Sequence[nn.Module]) -> None:
+        """Before a step: finds the DDP around it in `models` of a schedule, and where to act by now.
 
-    def look_at_forwards(self) -> None:
-        """Before a step: finds out anew where to act if the model or its block has another forward by now."""
+        A DDP is unknown to a forward before its step, and graphs that knew of none are dropped.
+        """
         model = self._model()
-        if model is not None:
-            self.entries = self.entries.of_now(model)
+        if model is None:
+            return
+        self.entries.follow(model)
+        ddp = find_ddp(models, model) if self._layers.ddp is None else None
+        if ddp is None:
+            return
+        self._layers.ddp = ddp
+        captures = self.captures
+        captures.failures.clear()  # of its hooks, which nobody expected
+        self.changes.drop_everything()
+        if self.refusal is None:
+            self._refuse(refusal_of(model, ddp, self._layers.scopes, self._config))
 
     def _settle_entries(self) -> None:
         """Says what overrides Megatron's forwards, and refuses the model where that cannot be served."""
@@ -345,11 +347,8 @@ class ModelGraphs:
             self.dispatcher.heed_groups()
         if self.refusal is not None:
             return
-        capacities, due = self._capacities, self._due
-        if not capacities.by_cp_size and capacities.learn(
-            self.dispatcher.observed, bool(due.warmed_up), self._learners.max_over_ranks
-        ):
-            self.dispatcher.follow_capacities()
+        if not self.dispatcher.by_cp_size:
+            self.dispatcher.learn(self._learners.max_over_ranks)
         if self._config.mode != "graph":
             return
         changes = self.changes
@@ -360,13 +359,12 @@ class ModelGraphs:
         changes.has_resumed = False
         if changes.reason is not None:
             return
-        if self.verifier.pending is not None and not self.block.is_still_right():
-            due.forget_graphs()
+        if self.verifier.pending is not None and not self.captures.is_still_right():
+            self._due.forget_graphs()
             return
-        if self._states.are_many:  # those with graphs stay, and are found again
-            due.forget_states(self._states.forget_oldest(due.states_with_graphs()))
-        can_capture = self._rows is not None and bool(capacities.by_cp_size)
-        if (due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
+        changes.forget_states()
+        can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
+        if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
             self._capture(kinds)
 
     @property
@@ -376,15 +374,14 @@ class ModelGraphs:
 
     def _capture(self, kinds: set[VariantKey]) -> None:
         assert self._rows is not None
-        due, states = self._due, self._states
-        self.block.drop_states(dropped := {*states.to_drop(due.states_with_graphs())})
-        due.forget_states(dropped)
+        due = self._due
+        self.changes.make_room()
         is_first = not due.captured
-        variants = self._capacities.variants(kinds)
-        if not self.block.capture(variants, *self._rows, self._params_type, self._progress):
+        variants = self.dispatcher.variants(kinds)
+        if not self.captures.capture(variants, *self._rows, self._params_type, self._progress):
             due.forget_graphs()
         if is_first:
-            states.follow_eager_layers()
+            self.changes.follow_eager_layers()
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
         self.verifier.forget_except(due.due)
 
@@ -405,33 +402,24 @@ class ModelGraphs:
             self.peers.leave(group)
             self.changes.drop_everything()
 
-    def release(self) -> None:
-        """Drops every graph for good."""
-        self.block.release()
-
-    def counters(self) -> dict[str, int]:
-        """Calls, replays and eager calls by reason."""
-        return self.block.counters()
-
     def guards(self) -> str:
         """What is guarded and what was verified so far, in words."""
-        return f"{self._states.describe(self._due.states_with_graphs())}; {self.verifier.describe()}"
+        return f"{self.changes.describe()}; {self.verifier.describe()}"
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        counters, figures, valid = self.counters(), self.block.figures(), self.block.valid_tokens()
+        captures, by_size = self.captures, self.dispatcher.counts() if self.view.is_on else {}
+        counters, figures = captures.bank.counters(), captures.figures()
+        valid = int(captures.valid_tokens.item())
         return {
             "model": self.name,
             "calls": counters["calls"],
             "replays": counters["replays"],
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
-            "capacities": self._capacities.report(),
-            "cp_sizes": self._report_sizes() if self.view.is_on else {},
+            "capacities": self.dispatcher.report(),
+            "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
-            **self._states.report(self._due.states_with_graphs()),
+            **self.changes.report(),
             "failures": [*self._failures, *figures["failures"]],
         }
-
-    def _report_sizes(self) -> dict[str, dict[str, int]]:
-        return {str(size): counts for size, counts in self.dispatcher.counts().items()}

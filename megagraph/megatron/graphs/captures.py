@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bank of one block of layers: captures its variants, begins anew, counts.
+"""How the graphs of one model come and go: captures variants, verifies them, begins anew, counts.
 
 Does not decide which micro-batch replays, nor when to capture.
 """
 
 import contextlib
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megagraph import _C
 from megagraph.bank.bank import Bank, BankOptions, Progress
 from megagraph.bank.capture import GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
@@ -21,11 +19,9 @@ from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
-from megagraph.megatron.graphs.block_layers import BlockLayers
-from megagraph.megatron.graphs.joining import Joining, Why
-from megagraph.megatron.graphs.latent_tables import LatentTables
-from megagraph.megatron.graphs.layer_arguments import LayerArguments
-from megagraph.megatron.graphs.refusals import scopes_of
+from megagraph.megatron.graphs.dispatcher import Dispatcher
+from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
+from megagraph.megatron.graphs.layers import BlockLayers, Why
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
@@ -33,93 +29,59 @@ from megagraph.megatron.parallel.ddp import ParamSyncs, listen
 from megagraph.megatron.parallel.model_parallel import has_experts, slots_of
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.watch import IGNORED_ATTRIBUTES
-from megagraph.timeline import Lease
 
-__all__ = ["BlockBank"]
+__all__ = ["Captures"]
 
 
-class BlockBank:
-    """Graphs of the layers of one model's block.
+class Captures:
+    """The graphs of one model's layers, what they rely on, and the bank that holds them.
 
     Args:
-        model: the GPTModel or HybridModel.
-        ddp: Megatron's DDP around it, or None.
+        layers: of the model's block.
         peers: the ranks that run the same packs.
         config: the plugin's options.
-        constants: what layers are called with, by variant.
+        arguments: what layers are called with, by variant.
         dispatcher: begins micro-batches on the present bank.
-        may_join: as `Joining` takes it.
 
     Attributes:
         bank: the present one.
-        layers, scopes: of the block; what of each layer is graphed, none for whole ones.
         watch: what its graphs rely on.
         device: where the model is.
         failures: what stays eager, in words.
         verifier: keeps micro-batches that graphs are verified on.
         loops: what replays each variant.
+        have_only_gradients_moved: that was all, when `what_changed()` was last asked.
+        valid_tokens: int64 [1], of all replayed packs.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        ddp: nn.Module | None,
+        layers: BlockLayers,
         peers: Peers,
         config: GraphConfig,
-        constants: LayerArguments,
-        dispatcher: _C.Dispatcher,
-        may_join: Callable[[], bool],
+        arguments: LayerArguments,
+        dispatcher: Dispatcher,
     ) -> None:
-        self._model = weakref.ref(model)  # this lives as long as the model does, and must not keep it alive
-        self._peers, self._tensor, self._context, self._view = peers, peers.tensor, peers.context, peers.view
-        self._config = config
-        self.scopes = scopes_of(model.config, config.cuda_graph_modules)
-        self.layers = BlockLayers(self._model, self.scopes, peers.groups)
-        self._joining = Joining(self.layers, may_join) if config.cuda_graph_granularity == "chunk" else None
-        self.device = next(model.parameters()).device
+        self.layers, self.arguments = layers, arguments
+        self._peers, self._tensor = peers, peers.tensor
+        self._context, self._view = peers.context, peers.view
+        self._config, self._dispatcher = config, dispatcher
+        self.device = next(layers.model.parameters()).device
+        self.valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._workspaces: list[Tensor] = []
-        self._valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.constants, self._dispatcher = constants, dispatcher
-        self._masks_tail = has_experts(model.config)
-        self._latent_tables = LatentTables()
+        self._mla_tables = MlaTables()
         self.verifier = Verifier(config.verify, config.tail, peers)
         self.failures: list[str] = []
         self._last_holders = ""
-        # Whether that was all, when `what_changed()` was last asked.
         self.have_only_gradients_moved = False
-        self.watch = self.layers.new_watch()
-        self._set_ddp(ddp)
         self.loops: dict[VariantKey, LayerLoop] = {}
-        self.bank = self._new_bank(former=None)
-        self._dispatch()
+        self._begin(former=None)
 
-    # -- the model and its DDP -------------------------------------------------------------------
-
-    def _live(self) -> Any:
-        """The model, which lives as long as somebody calls it."""
-        model = self._model()
-        assert model is not None
-        return model
-
-    def _ddp(self) -> nn.Module | None:
-        return None if self._ddp_ref is None else self._ddp_ref()
-
-    def _set_ddp(self, ddp: nn.Module | None) -> None:
-        self._ddp_ref = None if ddp is None else weakref.ref(ddp)
-        self._param_syncs = ParamSyncs(ddp, self.layers.specs)
-
-    @property
-    def has_ddp(self) -> bool:
-        """Whether Megatron's DDP around the model is known."""
-        return self._ddp() is not None
-
-    def adopt_ddp(self, ddp: nn.Module) -> None:
-        """Takes note of the DDP that was found around the model, and drops graphs that knew of none."""
-        self._set_ddp(ddp)
-        self.failures.clear()  # of its hooks, which nobody expected
-        self.reset()
-
-    def _new_bank(self, former: Bank | None) -> Bank:
+    def _begin(self, former: Bank | None, stay_eager: Collection[int] = ()) -> None:
+        """Begins a bank, whose counters go on from those of another one."""
+        layers = self.layers
+        self.watch = layers.new_watch(stay_eager)
+        self._param_syncs = ParamSyncs(layers.ddp, layers.specs)
         options = BankOptions(
             holds_collectives=self._peers.size > 1,
             max_over_ranks=self._peers.max_over_ranks,
@@ -130,9 +92,10 @@ class BlockBank:
             annotate=self._config.cuda_graph_nvtx,
             former=former,
         )
-        num_slots = slots_of(self._live(), self._config.cuda_graph_slots)
-        plan = self.layers.plan
-        return Bank([step.step for step in plan.steps], self.device, num_slots=num_slots, options=options)
+        num_slots = slots_of(layers.model, self._config.cuda_graph_slots)
+        steps = [step.step for step in layers.plan.steps]
+        self.bank = Bank(steps, self.device, num_slots=num_slots, options=options)
+        self._dispatch()
 
     def _dispatch(self) -> None:
         """Has micro-batches begin on the bank of now."""
@@ -143,10 +106,10 @@ class BlockBank:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""
         variants = self.bank.variants
         for key in variants.keys() - self.loops.keys():
-            constants, before_sites = self.constants[key], self._param_syncs.before_sites
+            constants, before_sites = self.arguments[key], self._param_syncs.before_sites
             self.loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
         for key in self.loops.keys() - variants.keys():
-            del self.loops[key], self.constants[key]
+            del self.loops[key], self.arguments[key]
         self._dispatch()
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
@@ -163,14 +126,6 @@ class BlockBank:
         self._last_holders = holders
         return not holders
 
-    def has_memory(self, *, grad: bool) -> bool:
-        """Whether everything that graphs would read has memory.
-
-        Args:
-            grad: main gradients too.
-        """
-        return self.watch.has_memory(grad=grad)
-
     def capture(
         self,
         keys: Sequence[VariantKey],
@@ -179,34 +134,28 @@ class BlockBank:
         params_type: type[Any],
         progress: Progress | None,
     ) -> bool:
-        """Captures variants. A failure of a layer is logged and leaves it eager.
+        """Captures variants, for hidden states of a row shape and dtype, and packs of a type.
 
-        Args:
-            keys: their shapes, packs and states.
-            row_shape: of the hidden states, without their first dimension.
-            dtype: of the hidden states.
-            params_type: `PackedSeqParams`.
-            progress: shown meanwhile.
-
-        Returns:
-            False where what was captured before had to be dropped.
+        A failure of a layer is logged and leaves it eager. Returns False if what was captured before had to
+        be dropped.
         """
         has_kept = True
-        if self.watch.is_watching and self.layers.are_kept_out_otherwise(self._peers.max_over_ranks):
+        if self.watch.is_watching and self.layers.are_kept_out_otherwise():
             has_kept = False
             self.reset()
         if not self.watch.is_watching:
             self._prepare()
         self._peers.hold(self.layers.specs)
         self._context.warm_up(self.device)
+        model = self.layers.model
         block = BlockInput(
             row_shape=row_shape,
             dtype=dtype,
             params_type=params_type,
             tail=self._config.tail,
-            valid_tokens=self._valid_tokens,
-            mode="training" if self._live().decoder.training else "evaluation",
-            masks_tail=self._masks_tail,
+            valid_tokens=self.valid_tokens,
+            mode="training" if model.decoder.training else "evaluation",
+            masks_tail=has_experts(model.config),
             local_rows=self._tensor.rows,
         )
         variants = [self._variant(key, block) for key in keys]
@@ -226,7 +175,7 @@ class BlockBank:
         self.failures += self.bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
         self._follow_variants()
-        listen(self.bank, self._ddp())
+        listen(self.bank, self.layers.ddp)
         shapes = "; ".join(dict.fromkeys(str(key.capacity) for key in keys))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
@@ -235,8 +184,7 @@ class BlockBank:
     def _capture_and_verify(self, variants: Sequence[VariantSpec], progress: Progress | None) -> bool:
         """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined.
 
-        Returns:
-            False where what was captured before had to be dropped.
+        Returns False if what was captured before had to be dropped.
         """
         keys, has_kept = [variant.key for variant in variants], True
         while True:
@@ -245,11 +193,11 @@ class BlockBank:
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures
             }
-            if not self._joins_otherwise(failing):
+            if not self.layers.are_to_join_otherwise(failing):
                 failing = self._find_failing(keys)
                 if not failing:
                     return has_kept
-                if not self._joins_otherwise(failing):
+                if not self.layers.are_to_join_otherwise(failing):
                     self._leave_eager(failing)
                     self.bank.drop(keys)
                     continue
@@ -258,40 +206,30 @@ class BlockBank:
             self._prepare()
             self._peers.hold(self.layers.specs)
 
-    def _joins_otherwise(self, failing: Mapping[int, Why]) -> bool:
-        return self._joining is not None and self._joining.agree(failing)
-
     def _find_failing(self, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         with self._param_syncs.held_back():
             return self.verifier.failing(self.bank, keys)
 
     def is_still_right(self) -> bool:
-        """Verifies a variant that is due; drops every graph where that of a layer is wrong."""
+        """Verifies a variant that is due; drops every graph if that of a layer is wrong."""
         key, self.verifier.pending = self.verifier.pending, None
         failing = self._find_failing([key]) if key is not None and key in self.bank.variants else {}
-        if self._joins_otherwise(failing):
+        if self.layers.are_to_join_otherwise(failing):
             self.reset()
         elif failing:
             self._leave_eager(failing)
-            self._drop([*self.bank.variants])
+            self.drop([*self.bank.variants])
         return not failing
-
-    def _drop(self, keys: Sequence[VariantKey]) -> None:
-        self.bank.drop(keys)
-        self._follow_variants()
-        self._latent_tables.keep(self.bank.variants)
 
     def _prepare(self) -> None:
         """Before the first capture of a bank."""
-        if self._joining is not None:
-            self._joining.join(self._ddp(), self._peers.max_over_ranks)
-            if not self._has_sites_of_now():
-                self.reset()
-        self.watch.expect_modules(self.layers.find_ineligible(self._ddp()))
-        self._leave_eager(self.layers.ineligible_in_group(self._ddp(), self._peers.max_over_ranks))
-        if self._joining is not None:
-            self._leave_eager(self._joining.at_fault())
-        self.failures += [warned(note) for note in self.layers.notes if note not in self.failures]
+        self.layers.join()
+        if not self._has_sites_of_now():
+            self.reset()
+        self.watch.expect_modules(self.layers.find_ineligible())
+        self._leave_eager(self.layers.ineligible_in_group())
+        plan = self.layers.plan
+        self.failures += [warned(note) for note in plan.notes if note not in self.failures]
 
     def _has_sites_of_now(self) -> bool:
         """Whether the bank is of the sites that the layers have now."""
@@ -322,13 +260,14 @@ class BlockBank:
     def _variant(self, key: VariantKey, block: BlockInput) -> VariantSpec:
         @contextlib.contextmanager
         def context() -> Iterator[None]:
-            decoder = self._live().decoder  # looked up each time: variants must not keep it alive
-            kept, tables = while_capturing.step_kept(decoder), self._latent_tables.answering(decoder, key)
+            model = self.layers.model  # looked up each time: variants must not keep it alive
+            decoder = model.decoder
+            kept, tables = while_capturing.step_kept(decoder), self._mla_tables.answering(decoder, key)
             with self._view.of_size(key.cp_size), kept, tables:
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
-            constants = self.constants.of(key, params, hidden)
+            constants = self.arguments.of(key, params, hidden)
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
         return variant_spec(key, block, block_arguments, context)
@@ -340,17 +279,12 @@ class BlockBank:
         self.have_only_gradients_moved = False
         if self.bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
-        are_others = self.layers.follow()
-        if self._joining is not None:
-            if are_others:
-                self._joining.forget()
-            are_others = self._joining.part_where_needed() or are_others
-        if are_others:
-            self._set_ddp(self._ddp())
+        if self.layers.follow():
+            self._param_syncs = ParamSyncs(self.layers.ddp, self.layers.specs)
             self.watch = self.layers.new_watch()
             self._dispatch()
             return EagerReason.PARAMETERS_CHANGED
-        changed = self.watch.what_changed(lambda: self.layers.find_ineligible(self._ddp()))
+        changed = self.watch.what_changed(self.layers.find_ineligible)
         self.have_only_gradients_moved = self.watch.have_only_gradients_moved
         return changed
 
@@ -358,42 +292,18 @@ class BlockBank:
         """Releases every graph and begins another bank; the counters go on."""
         self.bank.release()
         self._peers.let_go()
-        self.constants.clear()
-        self._latent_tables.clear()
-        stay_eager = self.watch.stay_eager if self._has_sites_of_now() else ()
-        self.watch = self.layers.new_watch(stay_eager)
-        self._set_ddp(self._ddp())
-        self.bank = self._new_bank(former=self.bank)
+        self.arguments.clear()
+        self._mla_tables.keep(())
         self.loops.clear()
-        self._dispatch()
+        self._begin(self.bank, self.watch.stay_eager if self._has_sites_of_now() else ())
 
-    def drop_gradients(self) -> None:
-        """Releases the graphs that read main gradients. Only where no slot is held."""
-        self._drop([key for key in self.bank.variants if key.grad])
-        self.watch.forget_gradients()
-
-    def drop_states(self, states: Collection[int]) -> None:
-        """Releases the graphs of some states of the layers. Only where no slot is held."""
-        if states:
-            self._drop([key for key in self.bank.variants if key.state in states])
-
-    def release(self) -> None:
-        """Drops every graph for good."""
-        self.bank.release()
+    def drop(self, keys: Sequence[VariantKey]) -> None:
+        """Releases the graphs of some variants. Only if no slot is held."""
+        self.bank.drop(keys)
+        self._follow_variants()
+        self._mla_tables.keep(self.bank.variants)
 
     # -- figures ---------------------------------------------------------------------------------
-
-    def counters(self) -> dict[str, int]:
-        """Calls, replays and eager calls by reason, over all banks so far."""
-        return self.bank.counters()
-
-    def valid_tokens(self) -> int:
-        """Valid tokens of all replayed packs. Waits for the device."""
-        return int(self._valid_tokens.item())
-
-    def leases(self) -> list[Lease]:
-        """When slots were last leased; none where there is only one."""
-        return self.bank.last_leases()
 
     def figures(self) -> dict[str, Any]:
         """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""

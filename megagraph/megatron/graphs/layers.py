@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of one model's block: their sites, which of these no graph can replace, and which are joined.
+
+Note [Joining]
+With `cuda_graph_granularity="chunk"` neighbouring whole layers are one site, with one graph for each pass.
+They are joined before the first capture of a bank, as far as each can be graphed, and up to where a bucket of
+gradients ends that is reduced in the backward pass, or gathered in the forward pass.
+A site of several layers that cannot be captured, or is wrong, says nothing of the layer at fault. So its
+layers are captured again one by one, which names those at fault; these stay eager, and what is left is joined
+once more. Where no layer fails by itself they stay apart. Ranks that run the same packs hear of the same
+failures, and so join alike.
+"""
+
+import itertools
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megagraph.bank.eligibility import ineligible_sites
+from megagraph.bank.sites import JoinedSites, SiteSpec
+from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
+from megagraph.log import log
+from megagraph.megatron.graphs.entry import Entries
+from megagraph.megatron.graphs.refusals import scopes_of
+from megagraph.megatron.graphs.while_capturing import block_context
+from megagraph.megatron.parallel.ddp import accumulator_hooks, borders_of, is_ddp_hook
+from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.scopes.moe import forget_calls
+from megagraph.megatron.scopes.plan import BlockPlan
+from megagraph.megatron.watch import LayerWatch, keys_of
+
+__all__ = ["BlockLayers", "Why"]
+
+Why = tuple[EagerReason, str]
+
+
+class BlockLayers:
+    """The layers that a block has, or had when it was last looked at.
+
+    Args:
+        model: the GPTModel or HybridModel, which must not be kept alive.
+        ddp: Megatron's DDP around it, or None.
+        peers: the ranks that run the same packs.
+        config: the plugin's options.
+        entries: one site may stand for several layers only if Megatron's own loop calls them.
+
+    Attributes:
+        scopes: what of each layer is graphed; none for whole layers.
+        plan: the steps of the layers, of which several whole ones may be joined.
+        num_sites: how many sites there are while none are joined.
+    """
+
+    plan: BlockPlan
+    num_sites: int
+
+    def __init__(
+        self, model: nn.Module, ddp: nn.Module | None, peers: Peers, config: GraphConfig, entries: Entries
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.ddp = ddp
+        self._peers, self._groups, self._entries = peers, peers.groups, entries
+        self.scopes = scopes_of(model.config, config.cuda_graph_modules)
+        self._joins = config.cuda_graph_granularity == "chunk"
+        self._apart: set[int] = set()  # layers whose site of several has failed
+        self._wrong: dict[int, Why] = {}  # those of them that were at fault
+        self._has_said_why = False
+        # Of graphs, for what may be another thing at the next capture.
+        self._kept_out: Mapping[int, Why] = {}
+        self._seen: list[weakref.ref[nn.Module]] = []
+        self.follow()
+
+    @property
+    def model(self) -> Any:
+        """The model, which lives as long as somebody calls it."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def ddp(self) -> nn.Module | None:
+        """Megatron's DDP around the model, as far as it is known and alive."""
+        return None if self._ddp is None else self._ddp()
+
+    @ddp.setter
+    def ddp(self, ddp: nn.Module | None) -> None:
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+
+    @property
+    def specs(self) -> Sequence[SiteSpec]:
+        """The sites of the layers."""
+        return self.plan.specs
+
+    def follow(self) -> bool:
+        """Looks at the block. Returns whether it has other sites than before."""
+        block = self.model.decoder
+        now = list(map(weakref.ref, block.layers))
+        if now != self._seen:
+            self._seen = now
+            self._each = self.plan = BlockPlan(list(block.layers), self.scopes, block_context(block))
+            self.num_sites = len(self.specs)
+            self._apart.clear()
+            self._wrong.clear()
+            return True
+        if len(self.specs) < self.num_sites and not self._entries.are_megatrons:
+            self.plan = self._each
+            return True
+        return False
+
+    def forget_calls(self) -> None:
+        """Drops what layers keep of calls whose backward will not come."""
+        block = self.model.decoder
+        forget_calls(block.layers)
+
+    def new_watch(self, stay_eager: Collection[int] = ()) -> LayerWatch:
+        """Watches them from now on, but for the state of those that stay eager, by index."""
+        model = self._model
+        return LayerWatch(
+            self.specs,
+            self.model.decoder,
+            keys=lambda: [*keys_of(live), *self.plan.keys()] if (live := model()) is not None else [],
+            is_expected_hook=is_ddp_hook,
+            stay_eager=stay_eager,
+        )
+
+    # -- which stay eager ------------------------------------------------------------------------
+
+    def find_ineligible(self) -> Mapping[int, Why]:
+        """Those that no graph can replace, by index: the reason, and what was found."""
+        outside = [
+            param
+            for name, module in self.model.named_children()
+            if name != "decoder"
+            for param in module.parameters()
+        ]
+        outside += [
+            param for module in self.plan.eager_modules() for param in module.parameters(recurse=False)
+        ]
+        found = ineligible_sites(
+            self.specs,
+            other_params=outside,
+            is_expected_hook=is_ddp_hook,
+            accumulator_hooks=accumulator_hooks(self.ddp),
+        )
+        return {**found, **self._kept_out_now(), **self.plan.refused}
+
+    def _kept_out_now(self) -> Mapping[int, Why]:
+        return {**self.plan.no_longer_graphed(), **self._groups.refused(self.specs)}
+
+    def ineligible_in_group(self) -> Mapping[int, Why]:
+        """Those that some rank of the group cannot graph, or that were found to be at fault before."""
+        here = self.find_ineligible()
+        self._kept_out = self._kept_out_now()
+        anywhere = self._peers.max_over_ranks([int(index in here) for index in range(len(self.specs))])
+        disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
+        ineligible = {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
+        starts = enumerate(place.start for place in self._places)
+        return {
+            **ineligible,
+            **{index: self._wrong[start] for index, start in starts if start in self._wrong},
+        }
+
+    def are_kept_out_otherwise(self) -> bool:
+        """Whether other layers than before the first capture must not be in a graph, or not be split.
+
+        For groups that they hold, or forwards that a host has set, here or on another rank.
+        """
+        (somebodys,) = self._peers.max_over_ranks([int(self._kept_out_now() != self._kept_out)])
+        return bool(somebodys)
+
+    # -- which are joined ------------------------------------------------------------------------
+
+    @property
+    def _places(self) -> list[range]:
+        """Of each site those that it is made of, as they count while none are joined."""
+        sizes = (len(spec.sites) if isinstance(spec, JoinedSites) else 1 for spec in self.specs)
+        ends = [*itertools.accumulate(sizes, initial=0)]
+        return [range(*pair) for pair in itertools.pairwise(ends)]
+
+    def join(self) -> None:
+        """Before the first capture of a bank: joins neighbouring whole layers, if so configured."""
+        if not self._joins:
+            return
+        self.plan = self._each
+        left = self.ineligible_in_group()
+        if self._entries.are_megatrons:
+            borders = borders_of(self.ddp, self.specs)
+            self.plan = self._each.joined(borders, {*left, *self._apart})
+        if len(self.specs) == self.num_sites > 1 and not self._has_said_why:
+            self._has_said_why = True
+            log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_apart())
+
+    def _why_apart(self) -> str:
+        if not self._entries.are_megatrons:
+            return "a forward that overrides Megatron's calls them one by one"
+        if not any(step.is_whole for step in self.plan.steps):
+            return "cuda_graph_modules leaves something eager in each of them"
+        return "each stands by itself between buckets of gradients, or between layers that stay eager"
+
+    def are_to_join_otherwise(self, failed: Mapping[int, Why]) -> bool:
+        """Learns which sites failed, by index, and why. Returns whether others are to be captured."""
+        if not self._joins:
+            return False
+        places = self._places
+        of_several = {place for index in failed if len(places[index]) > 1 for place in places[index]}
+        found = {
+            places[index].start: why
+            for index, why in failed.items()
+            if len(places[index]) == 1 and places[index].start in self._apart - self._wrong.keys()
+        }
+        if found:
+            self._wrong |= found
+            self._apart.clear()
+        self._apart |= of_several
+        return bool(of_several or found)
