@@ -65,24 +65,19 @@ def _let_go(by_key: dict[int, GraphedModel], gone: list[GraphedModel], key: int)
 class Plugin:
     """Models and steps.
 
-    Args:
-        config: the options, the same for every model.
-        progress: makes the progress display of one model's capture; None shows none.
-
     Attributes:
+        config: the options, the same for every model.
         stage, stages: of the last pipeline for whose stage this rank speaks; the only one by default.
     """
 
     def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
-        self.config = config
-        self._progress = progress
+        self.config, self._progress = config, progress  # which makes the display of one model's capture
         self._interval_log = IntervalLog(config.log_interval)
         # By the key of a model, and of its blocks: of layers, and of multi-token prediction. An entry goes
         # with its module, so before another one can have that key. Weak ones would be made and hashed in
         # each call.
         self._graphs: dict[int, GraphedModel] = {}
         self._of_block: dict[int, GraphedModel] = {}
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
@@ -103,9 +98,11 @@ class Plugin:
 
     def graphs_around(self, module: nn.Module) -> GraphedModel | None:
         """The graphs of the model that has a module among its layers, of those that have run; else None."""
-        for model in list(self._models):
-            if any(module is inside for inside in model.get_submodule("decoder").modules()):
-                return self._graphs.get(key_of(model))
+        for graphs in self.all_graphs():
+            model = graphs.model()
+            layers = () if model is None else model.get_submodule("decoder").modules()
+            if any(module is inside for inside in layers):
+                return graphs
         return None
 
     def _add(self, model: nn.Module) -> GraphedModel:
@@ -117,7 +114,6 @@ class Plugin:
             graphs = GraphedModel(model, ddp, self.config, progress, name)
         if self._is_suspended:
             graphs.changes.suspend()
-        self._models.add(model)
         self._graphs[key_of(model)] = graphs
         self._when_gone(model, _let_go, self._graphs, self._gone, key_of(model))
         blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
@@ -243,10 +239,9 @@ class Plugin:
         return True
 
     def begin_bare_call(self, graphs: GraphedModel) -> bool:
-        """Before such a call. Inside another model's step, changes are looked for only.
+        """Before such a call. Returns whether it is a step of its own, which `graphs.after_step()` ends.
 
-        Returns:
-            Whether the call, outside of any schedule, is a step of its own: `graphs.after_step()` ends it.
+        Inside another model's step, changes are looked for only.
         """
         if self._step_models:
             graphs.at_bare_call()

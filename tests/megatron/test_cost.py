@@ -29,7 +29,7 @@ PACKAGE = str(Path(megagraph.__file__).parent)
 MICRO = Micro(lengths=(9, 20, 11))
 # The modules that an eager call passes through.
 ENTRY = (
-    *("forwards", "plugin", "model_graphs", "micro_batch", "dispatch", "packing", "block_bank", "due"),
+    *("forwards", "plugin", "model", "micro_batch", "dispatch", "packing", "captures", "due"),
     *("layers", "tensor", "bank", "dispatcher"),
 )
 

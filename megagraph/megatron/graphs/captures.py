@@ -36,15 +36,9 @@ __all__ = ["Captures"]
 class Captures:
     """The graphs of one model's layers, what they rely on, and the bank that holds them.
 
-    Args:
-        layers: of the model's block.
-        peers: the ranks that run the same packs.
-        config: the plugin's options.
-        arguments: what layers are called with, by variant.
-        dispatcher: begins micro-batches on the present bank.
-
     Attributes:
-        bank: the present one.
+        layers, arguments: of the model's block; what these are called with, by variant.
+        bank: the present one, on which the dispatcher begins micro-batches.
         watch: what its graphs rely on.
         device: where the model is.
         failures: what stays eager, in words.

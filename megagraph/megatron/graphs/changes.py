@@ -47,12 +47,6 @@ _PATIENCE = 20  # steps in which another rank cannot capture until this one says
 class Changes:
     """What keeps the running step eager, here or on another rank of the group.
 
-    Args:
-        captures: the graphs.
-        peers: the ranks that drop and run alike, and are in a state together.
-        dispatcher: is told what runs eager, and whose graphs have gone.
-        most_states: how many may have graphs at once.
-
     Attributes:
         reason: why every micro-batch of the step runs eager, or None.
         gradients_reason: why those do whose graphs add to main gradients, or None.
@@ -63,7 +57,8 @@ class Changes:
 
     def __init__(self, captures: Captures, peers: Peers, dispatcher: Dispatcher, most_states: int) -> None:
         self._captures, self._peers, self._dispatcher = captures, peers, dispatcher
-        self._due, self._states, self._most = dispatcher.due, dispatcher.states, most_states
+        self._due, self._states = dispatcher.due, dispatcher.states
+        self._most = most_states  # that may have graphs at once
         self._has_moved = False  # without an announcement: what moves once moves again
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
@@ -102,9 +97,7 @@ class Changes:
     def look(self, *, runs_eager: bool, captures: bool) -> None:
         """Looks, and drops what must not be replayed any more.
 
-        Args:
-            runs_eager: the step does so in any case.
-            captures: what is due is captured right afterwards.
+        `runs_eager`: the step does so in any case. `captures`: what is due is captured right afterwards.
         """
         if self.has_raised:
             self._clean_up()
@@ -192,8 +185,7 @@ class Changes:
     def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
         """What is captured now, the same on all ranks; nothing while they want different graphs.
 
-        Args:
-            can_capture: shapes are known on this rank.
+        `can_capture`: shapes are known on this rank.
         """
         due = self._due_now() if can_capture else set()
         if self._peers.run_other_packs:
@@ -286,6 +278,8 @@ class Changes:
         self._new_in_a_row = self._new_in_a_row + 1 if states.is_new else 0
         if states.is_new:
             self._name_what_changed()
+            if states.has_many():
+                self._forget_oldest_states()
 
     def _raise_for_ranks(self) -> None:
         of_ranks = self._peers.gather(_differences(self._items, self._items_of_now()) or "nothing")
@@ -321,10 +315,8 @@ class Changes:
                 changed,
             )
 
-    def forget_states(self) -> None:
-        """Forgets the oldest states if there are many; those with graphs stay, and are found again."""
-        if not self._states.has_many():
-            return
+    def _forget_oldest_states(self) -> None:
+        """Those with graphs stay, and are found again."""
         gone = self._states.forget_oldest(self._due.states_with_graphs())
         for number in gone:
             self._made_new.pop(number, None)

@@ -43,11 +43,6 @@ class Dispatcher(_C.Dispatcher):
     If packs say by how many ranks they are shared, the group that one names has to be the very object that
     graphs were captured with, since their collectives are of its communicator.
 
-    Args:
-        config: the plugin's options.
-        rules: what the model's micro-batches have in common.
-        peers: the ranks that run the same packs.
-
     Attributes:
         by_cp_size: capacities, smallest first; empty while they are still to be learned.
     """

@@ -63,10 +63,6 @@ class LayerArguments(dict[Hashable, Constants]):
     What a host hands to layers in place of a table, frequencies of each token for one, has rows for the pack
     as it was given.
 
-    Args:
-        model: the GPTModel or HybridModel, which must not be kept alive.
-        entries: how it is entered: its own forward is asked if it is not Megatron's.
-
     Attributes:
         depend_on_max_seqlen: tables say where positions begin; with fused RoPE these begin anew in documents.
         are_cut: multi-latent attention makes the tables, and cuts them to the rows of the pack.

@@ -38,14 +38,7 @@ Why = tuple[EagerReason, str]
 
 
 class BlockLayers:
-    """The layers that a block has, or had when it was last looked at.
-
-    Args:
-        model: the GPTModel or HybridModel, which must not be kept alive.
-        ddp: Megatron's DDP around it, or None.
-        peers: the ranks that run the same packs.
-        config: the plugin's options.
-        entries: one site may stand for several layers only if Megatron's own loop calls them.
+    """The layers that a block has, or had when it was last looked at. Keeps no model alive.
 
     Attributes:
         scopes: what of each layer is graphed; none for whole layers.
@@ -95,7 +88,8 @@ class BlockLayers:
 
     def follow(self) -> bool:
         """Looks at the block. Returns whether it has other sites than before."""
-        block = self.model.decoder
+        model: Any = self._model()
+        block = model.decoder
         now = list(map(weakref.ref, block.layers))
         if now != self._seen:
             self._seen = now
@@ -104,7 +98,7 @@ class BlockLayers:
             self._apart.clear()
             self._wrong.clear()
             return True
-        if len(self.specs) < self.num_sites and not self._entries.are_megatrons:
+        if len(self.plan.specs) < self.num_sites and not self._entries.are_megatrons:
             self.plan = self._each
             return True
         return False

@@ -51,16 +51,10 @@ def _ranks_of_experts(model: Any) -> HostGroup:
 
 
 class GraphedModel:
-    """Everything the plugin knows of one model.
-
-    Args:
-        model: the GPTModel or HybridModel.
-        ddp: Megatron's DDP around it, or None.
-        config: the plugin's options.
-        progress: shown while capturing.
-        name: for the log and the report.
+    """Everything the plugin knows of one GPTModel or HybridModel.
 
     Attributes:
+        model: the model itself, weakly.
         entries: how it and its block are entered.
         peers, tensor: the ranks that run the same packs; those that share its layers.
         view: shows it the ranks that share a micro-batch.
@@ -84,7 +78,7 @@ class GraphedModel:
         name: str,
     ) -> None:
         check_graph_options(model.config)
-        self._model, self._config, self._progress, self.name = weakref.ref(model), config, progress, name
+        self.model, self._config, self._progress, self.name = weakref.ref(model), config, progress, name
         self.entries = Entries(model)
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
@@ -143,17 +137,10 @@ class GraphedModel:
     def decide(
         self, params: Any, tokens: int, mask: Any, *, is_mask_shared: bool, is_skipped: bool
     ) -> MicroBatch | EagerReason:
-        """Decides how a micro-batch runs.
+        """The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
 
-        Args:
-            params: its pack, or None.
-            tokens: physical tokens of its input.
-            mask: the padding mask that the model was given, or None.
-            is_mask_shared: layers get as many of its rows as they have of hidden states.
-            is_skipped: graphs are switched off for this step.
-
-        Returns:
-            The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
+        `is_mask_shared`: layers get as many rows of the mask that the model was given as of hidden states.
+        `is_skipped`: graphs are switched off for this step.
         """
         entries, self._unlearned = self.entries, None
         # What a forward of the host's makes of a mask shows where it calls its block.
@@ -244,13 +231,8 @@ class GraphedModel:
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
 
-        Counts an eager micro-batch. `end()` ends one that replays.
-
-        Args:
-            batch: the micro-batch.
-            hidden_states: what the block was given.
-            table: the rotary table that the block was given.
-            mask: the padding mask that a block of Megatron's was given.
+        Counts an eager micro-batch. `end()` ends one that replays. The block was given the hidden states, a
+        rotary table and, if it is Megatron's, a padding mask.
         """
         is_masked = batch.variant.has_mask and not (mask is None and batch.is_as_given)
         has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
@@ -302,7 +284,7 @@ class GraphedModel:
 
         A DDP is unknown to a forward before its step, and graphs that knew of none are dropped.
         """
-        model = self._model()
+        model = self.model()
         if model is None:
             return
         self.entries.follow(model)
@@ -362,7 +344,6 @@ class GraphedModel:
         if self.verifier.pending is not None and not self.captures.is_still_right():
             self._due.forget_graphs()
             return
-        changes.forget_states()
         can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
         if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
             self._capture(kinds)

@@ -60,12 +60,7 @@ class _Kept:
 
 
 class Verifier:
-    """Verifies the graphs of one model.
-
-    Args:
-        option: `capture`, `off`, or one of how many replayed micro-batches.
-        tail: the convention of canonical offsets.
-        peers: the ranks that judge together.
+    """Verifies the graphs of one model, together with the ranks that run the same packs.
 
     Attributes:
         every: one of as many replayed micro-batches is kept; 0 for none.
@@ -95,12 +90,7 @@ class Verifier:
     # -- examples --------------------------------------------------------------------------------
 
     def keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
-        """Keeps a micro-batch that is about to run eager.
-
-        Args:
-            batch: the micro-batch.
-            hidden_states: what its block was given.
-        """
+        """Keeps a micro-batch that is about to run eager, and what its block was given."""
         if self._is_on and batch.reason not in _ARE_NO_EXAMPLES:
             self._keep(batch, hidden_states)
 
@@ -119,14 +109,7 @@ class Verifier:
     def keep_as_given(
         self, key: VariantKey, params: Any, sources: Sequence[Tensor], hidden_states: Tensor
     ) -> None:
-        """Keeps a micro-batch for which capacities are still to be learned.
-
-        Args:
-            key: of the micro-batch, without a capacity.
-            params: its `PackedSeqParams`.
-            sources: what staging will read of such.
-            hidden_states: what its block is given.
-        """
+        """Keeps a micro-batch, as `keep()` does, for which capacities are still to be learned."""
         if self._is_on and not self._tensor.shards_sequence:
             shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=key.cp_size)
             self._put(key, shape, sources, hidden_states, None)
@@ -159,10 +142,9 @@ class Verifier:
     # -- graphs ----------------------------------------------------------------------------------
 
     def failing(self, bank: Bank, keys: Sequence[VariantKey]) -> Failing:
-        """Verifies variants where micro-batches were kept that they hold.
+        """Verifies variants by the micro-batches that they hold of those that were kept.
 
-        Returns:
-            The layers, by index, whose graphs are wrong, here or on another rank: why, in words.
+        Returns the layers, by index, whose graphs are wrong, here or on another rank: why, in words.
         """
         if not self._is_on:
             return {}
