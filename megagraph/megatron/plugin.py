@@ -106,10 +106,11 @@ class Plugin:
         return None
 
     def _add(self, model: nn.Module) -> GraphedModel:
-        ddp = find_ddp(self._step_models, model)
+        ddp, name, stages = find_ddp(self._step_models, model), self._name(model), schedule_of(model)
         progress = self._progress() if self._progress is not None else None
-        name = self._name(model)
-        self._speak_for(model)
+        if stages.stages > 1 and speaks_for_stage(model):
+            self.stage, self.stages = stages.stage, stages.stages
+            let_speak(True)
         with about(name):
             graphs = GraphedModel(model, ddp, self.config, progress, name)
         if self._is_suspended:
@@ -137,12 +138,6 @@ class Plugin:
         self._num_named[kind] += 1
         return kind if self._num_named[kind] == 1 else f"{kind} #{self._num_named[kind]}"
 
-    def _speak_for(self, model: nn.Module) -> None:
-        schedule = schedule_of(model)
-        if schedule.stages > 1 and speaks_for_stage(model):
-            self.stage, self.stages = schedule.stage, schedule.stages
-            let_speak(True)
-
     def _retire(self) -> None:
         """Of models that are gone the graphs go and the figures stay.
 
@@ -160,10 +155,7 @@ class Plugin:
         return [*self._retired, *(graphs.report() for graphs in self.all_graphs())]
 
     def leases(self) -> dict[str, list[Lease]]:
-        """When slots were last leased, by the model's name, also of those that are gone.
-
-        Only of those that have several.
-        """
+        """When slots were last leased, by the names of models that have several, gone ones included."""
         self._retire()
         living = {graphs.name: graphs.captures.bank.last_leases() for graphs in self.all_graphs()}
         return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}

@@ -91,15 +91,6 @@ class LayerArguments(dict[Hashable, Constants]):
         assert model is not None
         return layer_constants(model, params, hidden_states, is_overridden=doors.is_own is False)
 
-    def find(self, key: Hashable, params: Any, hidden_states: Tensor) -> str | None:
-        """Finds those of a model with another forward than Megatron's. Returns why they cannot be known."""
-        try:
-            self.of(key, params, hidden_states)
-        except Exception as error:  # raised by a forward that we know nothing of
-            cause = f"{type(error).__name__}: {error}"
-            return f"what its forward hands to the layers depends on more than the pack's capacity ({cause})"
-        return None
-
     def include(self, table: Any, params: Any, hidden_states: Tensor) -> bool:
         """Whether a table that layers are handed is the one that the model makes for a pack.
 

@@ -101,7 +101,6 @@ class GraphedModel:
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
         self.refusal: Refusal | None = None
-        self._failures: list[str] = []
         self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
         self._learners: HostGroup = self.peers  # of capacities
         if self.refusal is None:
@@ -123,7 +122,7 @@ class GraphedModel:
         if refusal is not None:
             self.view.refuse(refusal.sentence)
             self.dispatcher.refuse(refusal.reason)
-            self._failures.append(f"{self.name} {refusal.log()}")
+            log.warning(str(refusal))
 
     def eager_reason(self, params: Any, tokens: int) -> EagerReason | None:
         """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
@@ -207,10 +206,13 @@ class GraphedModel:
         row_shape, dtype = self._rows
         rows = self.tensor.rows(batch.capacity.tokens)
         hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
-        failure = self._arguments.find(batch.key, batch.canonical_params(), hidden)
-        if failure is not None:
-            self.entries.fail(failure)
-        return failure is None
+        try:
+            self._arguments.of(batch.key, batch.canonical_params(), hidden)
+        except Exception as error:  # raised by a forward that we know nothing of
+            what = "what its forward hands to the layers depends on more than the pack's capacity"
+            self.entries.fail(f"{what} ({type(error).__name__}: {error})")
+            return False
+        return True
 
     def learns_from(self, reason: EagerReason) -> bool:
         """Whether a micro-batch that no graph takes shows what its block is called with."""
@@ -391,6 +393,7 @@ class GraphedModel:
         """Counters, padding and captures as plain values. Waits for the device."""
         captures, by_size = self.captures, self.dispatcher.counts() if self.view.is_on else {}
         counters, figures = captures.bank.counters(), captures.figures()
+        refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
         valid = int(captures.valid_tokens.item())
         return {
             "model": self.name,
@@ -402,5 +405,5 @@ class GraphedModel:
             "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
             **figures,
             **self.changes.report(),
-            "failures": [*self._failures, *figures["failures"]],
+            "failures": [*refused, *figures["failures"]],
         }

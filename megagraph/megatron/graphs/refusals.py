@@ -12,7 +12,6 @@ from torch import nn
 
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason
-from megagraph.log import log
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
 from megagraph.megatron.parallel.context_view import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
@@ -26,16 +25,13 @@ __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why every call of a model runs eager, and the sentence for the log."""
+    """Why every call of a model runs eager, and what is the matter."""
 
     reason: EagerReason
     sentence: str
 
-    def log(self) -> str:
-        """Says so in the log. Returns what it said."""
-        said = f"stays eager ({self.reason.name}): {self.sentence}"
-        log.warning(said)
-        return said
+    def __str__(self) -> str:
+        return f"stays eager ({self.reason.name}): {self.sentence}"
 
 
 _BY_DEFAULT = GraphConfig()
