@@ -312,6 +312,28 @@ def step_of(trainer: HostTrainer, call: Callable[[], None]) -> None:
     the_plugin().schedule(lambda **_given: call())(model=[trainer.model])
 
 
+def test_a_forward_that_steps_aside_and_calls_the_model_anew_is_counted_once(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: the call around and the one inside counted each."""
+    install()
+    pair = Pair()
+
+    def around(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own = vars(model).pop("forward")
+        try:
+            return model(*args, **kwargs)
+        finally:
+            model.forward = own
+
+    for trainer in pair.both:
+        trainer.chunk.forward = types.MethodType(around, trainer.chunk)
+    pair.step(ONE, TWO, times=4)
+    report = pair.report()
+    assert report["calls"] == 4 * 2 * LAYERS and only(report, "WARMING_UP")
+    assert "do not reach" not in caplog.text
+
+
 class SometimesModel(GPTModel):  # type: ignore[misc]
     """Runs what has one document by a way of its own."""
 

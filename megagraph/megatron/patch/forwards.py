@@ -129,7 +129,8 @@ class ForwardWrappers:
                     out = original(model, *args, **kwargs)
             else:
                 out = original(model, *args, **kwargs)
-            if doors.reached == reached:
+            # If the host has set another forward meanwhile, it has called the model with that one itself.
+            if doors is entries.model and doors.reached == reached:
                 reason = entries.model_bypassed()
                 if entries.block.reached == of_block:
                     graphs.count_as_given(reason)
