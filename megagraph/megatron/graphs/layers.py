@@ -98,7 +98,7 @@ class BlockLayers:
             self._apart.clear()
             self._wrong.clear()
             return True
-        if len(self.plan.specs) < self.num_sites and not self._entries.are_megatrons:
+        if self.plan is not self._each and not self._entries.are_megatrons:
             self.plan = self._each
             return True
         return False
@@ -181,8 +181,10 @@ class BlockLayers:
         left = self.ineligible_in_group()
         if self._entries.are_megatrons:
             borders = borders_of(self.ddp, self.specs)
-            self.plan = self._each.joined(borders, {*left, *self._apart})
-        if len(self.specs) == self.num_sites > 1 and not self._has_said_why:
+            joined = self._each.joined(borders, {*left, *self._apart})
+            if len(joined.specs) < self.num_sites:
+                self.plan = joined
+        if self.plan is self._each and self.num_sites > 1 and not self._has_said_why:
             self._has_said_why = True
             log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_apart())
 
