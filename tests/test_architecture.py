@@ -62,7 +62,8 @@ def test_source_files_are_short_and_carry_their_license() -> None:
     long, without = {}, []
     for path in [ROOT / "setup.py", *source_files("csrc", "megagraph", "tests", "benchmarks")]:
         lines = path.read_text(encoding="utf-8").splitlines()
-        if named(path).startswith(("csrc", "megagraph")) and len(lines) > MAX_LINES:
+        is_stub = path.suffix == ".pyi"  # it says whatever the core binds
+        if named(path).startswith(("csrc", "megagraph")) and not is_stub and len(lines) > MAX_LINES:
             long[named(path)] = len(lines)
         if lines[0] != SPDX[COMMENTS[path.suffix]]:
             without.append(named(path))

@@ -1,12 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // What decides on micro-batches: megagraph/_C.pyi is its manual.
 #include "csrc/python/bindings.h"
+#include "csrc/python/canonical_packs.h"
 #include "csrc/python/dispatcher.h"
 #include "csrc/python/eager_reasons.h"
+#include "csrc/python/micro_batch.h"
 
 namespace py = pybind11;
 
 namespace megagraph {
+namespace {
+
+// Lets Python's collector see what a micro-batch holds. Nothing has to be cleared: every circle
+// through one goes through the dictionary of a pack.
+void let_collect(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    const auto* instance = reinterpret_cast<py::detail::instance*>(self);
+    if (!instance->simple_layout) return 0;  // it is being made
+    const auto* batch = static_cast<const MicroBatch*>(instance->simple_value_holder[0]);
+    if (batch == nullptr) return 0;
+    for (PyObject* held : batch->held()) Py_VISIT(held);
+    return 0;
+  };
+}
+
+}  // namespace
 
 void bind_dispatch(py::module_& m) {
   py::class_<States>(m, "States")
@@ -36,19 +57,56 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("due", &DueVariants::due)
       .def_property_readonly("captured", &DueVariants::captured)
       .def("states_with_graphs", &DueVariants::states_with_graphs);
+  m.def("mark_canonical", &mark_canonical, py::arg("params"));
+  m.def("is_canonical", &is_canonical, py::arg("offsets"));
+  m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"));
+  m.def("without_ranks", &without_ranks, py::arg("params"));
+  m.def("require_rows", &require_rows, py::arg("rows"), py::arg("tokens"), py::arg("reason"));
+  py::class_<CanonicalPacks, std::shared_ptr<CanonicalPacks>>(m, "CanonicalPacks")
+      .def(py::init<VariantKey, int64_t>(), py::arg("key"), py::arg("extra_seqs"))
+      .def("added_offsets", &CanonicalPacks::added_offsets)
+      .def("make", &CanonicalPacks::make, py::arg("params_type"), py::arg("actual"),
+           py::arg("padded") = py::none(), py::arg("seq_idx") = py::none());
+  py::class_<MicroBatch>(m, "MicroBatch", py::custom_type_setup(&let_collect))
+      .def_property_readonly("key", &MicroBatch::python_key)
+      .def_property_readonly("capacity", [](const MicroBatch& own) { return own.key().capacity; })
+      .def_property_readonly("tokens", &MicroBatch::tokens)
+      .def_property("reason", &MicroBatch::reason, &MicroBatch::set_reason)
+      .def_property_readonly("params", &MicroBatch::params)
+      .def_property_readonly("sources", &MicroBatch::sources)
+      .def_property_readonly("mask", &MicroBatch::mask)
+      .def_property_readonly("entry_padding", &MicroBatch::entry_padding)
+      .def_property_readonly("is_as_given", &MicroBatch::is_as_given)
+      .def("as_given", py::overload_cast<EagerReason>(&MicroBatch::run_as_given), py::arg("reason"))
+      .def("run_as_given", py::overload_cast<bool>(&MicroBatch::run_as_given), py::kw_only(),
+           py::arg("is_own_table"))
+      .def("is_own", &MicroBatch::is_own, py::arg("table"), py::arg("hidden_states"))
+      .def("given_params", &MicroBatch::given_params, py::kw_only(), py::arg("is_own_table"))
+      .def("canonical_params", &MicroBatch::canonical_params)
+      .def("constant_params", &MicroBatch::constant_params)
+      .def("mask_at_entry", &MicroBatch::mask_at_entry, py::arg("mask"))
+      .def("take_mask", &MicroBatch::take_mask, py::arg("mask"), py::arg("hidden_states"))
+      .def("replace_mask", &MicroBatch::replace_mask, py::arg("mask"))
+      .def("canonical_mask", &MicroBatch::canonical_mask)
+      .def("pad", &MicroBatch::pad, py::arg("hidden_states"))
+      .def("cut", &MicroBatch::cut, py::arg("hidden_states"))
+      .def("first_rows", &MicroBatch::first_rows, py::arg("hidden_states"));
   py::class_<Dispatcher>(m, "Dispatcher")
-      .def(py::init([](py::object make_variant, int64_t extra_seqs, bool depends_on_longest,
-                       bool cuts_tables, bool needs_equal_rows, bool is_eager, int64_t cp_size,
-                       int ranks, bool run_alike, int warm_up_steps) {
-             const DispatchOptions options{
-                 extra_seqs, depends_on_longest, cuts_tables,  needs_equal_rows, is_eager, cp_size,
-                 ranks,      run_alike,          warm_up_steps};
-             return std::make_unique<Dispatcher>(options, std::move(make_variant));
-           }),
-           py::arg("make_variant"), py::kw_only(), py::arg("extra_seqs") = 0,
-           py::arg("depends_on_longest") = false, py::arg("cuts_tables") = false,
-           py::arg("needs_equal_rows") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
-           py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
+      .def(
+          py::init([](int64_t extra_seqs, bool depends_on_longest, bool needs_equal_rows,
+                      bool masks_tail, bool pads_at_entry, py::object is_own_table,
+                      bool cuts_tables, bool is_eager, int64_t cp_size, int ranks, bool run_alike,
+                      int warm_up_steps) {
+            BatchRules rules{extra_seqs, depends_on_longest, needs_equal_rows,
+                             masks_tail, pads_at_entry,      std::move(is_own_table)};
+            return std::make_unique<Dispatcher>(DispatchOptions{
+                std::move(rules), cuts_tables, is_eager, cp_size, ranks, run_alike, warm_up_steps});
+          }),
+          py::kw_only(), py::arg("extra_seqs") = 0, py::arg("depends_on_longest") = false,
+          py::arg("needs_equal_rows") = false, py::arg("masks_tail") = false,
+          py::arg("pads_at_entry") = false, py::arg("is_own_table") = py::none(),
+          py::arg("cuts_tables") = false, py::arg("is_eager") = false, py::arg("cp_size") = 1,
+          py::arg("ranks") = 1, py::arg("run_alike") = true, py::arg("warm_up_steps") = 1)
       .def("set_capacities", &Dispatcher::set_capacities, py::arg("by_cp_size"))
       .def("set_groups", &Dispatcher::set_groups, py::arg("by_cp_size"))
       .def("use", &Dispatcher::use, py::arg("bank"), py::arg("variants"), py::arg("eager_variants"),
@@ -61,13 +119,13 @@ void bind_dispatch(py::module_& m) {
                              py::return_value_policy::reference_internal)
       .def_property_readonly("due", &Dispatcher::due, py::return_value_policy::reference_internal)
       .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"))
-      .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("has_mask"),
-           py::arg("can_stage"), py::arg("is_skipped"), py::arg("is_settled"))
-      .def("begin", &Dispatcher::begin, py::arg("key"), py::arg("sources"))
-      .def("end", &Dispatcher::end)
-      .def("explain", &Dispatcher::explain, py::arg("key"), py::arg("reason"))
-      .def("count", &Dispatcher::count, py::arg("key"), py::arg("reason"))
-      .def("counts", &Dispatcher::counts);
+      .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),
+           py::arg("is_mask_shared"), py::arg("is_skipped"), py::arg("are_megatrons"),
+           py::arg("is_settled"))
+      .def("begin", &Dispatcher::begin, py::arg("batch"))
+      .def("end", &Dispatcher::end, py::arg("batch"))
+      .def("counts", &Dispatcher::counts)
+      .def_property_readonly("replayed_tokens", &Dispatcher::replayed_tokens);
 }
 
 }  // namespace megagraph

@@ -175,6 +175,12 @@ void bind_graph_bank(py::module_& m) {
       .def("buffer", [](const MetadataSpec& spec) {
         return spec.shared ? spec.example : spec.example.clone();
       });
+  m.def(
+      "mask_content",
+      [](int64_t rows, const std::optional<at::Tensor>& given, const at::Tensor& end) {
+        return mask_content(rows, given.value_or(at::Tensor()), end);
+      },
+      py::arg("rows"), py::arg("given"), py::arg("end"));
   py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
       .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
            py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("holds_collectives"))

@@ -8,12 +8,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/pack_reader.h"
 #include "csrc/torch/numerics.h"
+#include "csrc/torch/python_tensors.h"
 
 namespace py = pybind11;
 
@@ -42,11 +45,11 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
   return bank.begin(variant, sources, look_at_grads);
 }
 
-Dispatcher::Dispatcher(const DispatchOptions& options, py::object make_variant)
+Dispatcher::Dispatcher(const DispatchOptions& options)
     : options_(options),
+      rules_(std::make_shared<const BatchRules>(options.rules)),
       states_(options.ranks, options.run_alike),
-      due_(options.warm_up_steps),
-      make_variant_(std::move(make_variant)) {}
+      due_(options.warm_up_steps) {}
 
 void Dispatcher::set_capacities(std::map<int64_t, std::vector<Capacity>> by_cp_size) {
   capacities_ = std::move(by_cp_size);
@@ -65,7 +68,7 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
   if (refused_) return {refused_};
   const std::optional<int64_t> cp_size = known_cp_size(params);
   const auto shape =
-      pack_shape(params, tokens, options_.extra_seqs, cp_size.value_or(options_.cp_size));
+      pack_shape(params, tokens, rules_->extra_seqs, cp_size.value_or(options_.cp_size));
   if (!shape) return {EagerReason::kNoPackMetadata};
   if (!cp_size) return {EagerReason::kCpSizeNotCaptured};
   const auto form = pack_form(params);
@@ -80,7 +83,7 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
     const Decision decision = decide(*shape, known);
     if (decision.capacity >= 0) {
       found.capacity = known[decision.capacity];
-    } else if (options_.needs_equal_rows && !known.empty() &&
+    } else if (rules_->needs_equal_rows && !known.empty() &&
                decision.reason != EagerReason::kTooManyTokens) {
       const int64_t rows = known[0].tokens;
       found.capacity = Capacity{rows, shape->num_seqs, std::max(shape->max_seqlen, rows)};
@@ -103,8 +106,9 @@ std::optional<EagerReason> Dispatcher::eager_reason_of_step(bool is_skipped, boo
   return grad && gradients_reason_ ? gradients_reason_ : reason_;
 }
 
-py::object Dispatcher::enter(const py::object& params, int64_t tokens, bool has_mask,
-                             bool can_stage, bool is_skipped, bool is_settled) {
+py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py::object& mask,
+                             bool is_mask_shared, bool is_skipped, bool are_megatrons,
+                             bool is_settled) {
   const Found found = find(params, tokens);
   if (found.against) return python_reason(found.against);
   if (c10::InferenceMode::is_enabled() || may_positions_go_on(found.shape)) {
@@ -112,43 +116,76 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, bool has_
   }
   const int64_t cp_size = found.shape.cp_size;
   const int64_t state = states_.of_call(watch_->state(false));
+  // What a forward of the host's makes of a mask shows where it calls its block.
+  const bool masks_at_entry = rules_->masks_tail && rules_->pads_at_entry;
+  const bool has_mask = are_megatrons && (masks_at_entry || !mask.is_none());
   const VariantKey kind{std::nullopt, found.form, at::GradMode::is_enabled(),
                         state,        has_mask,   cp_size};
   if (!is_settled) return python_reason(EagerReason::kWarmingUp);
-  if (!can_stage) return python_reason(EagerReason::kSignatureChanged);
-  if (!found.misfit) due_.note(kind);
-  py::list sources;
-  for (const at::Tensor& each : pack_sources(params, found.form, cp_size)) sources.append(each);
-  if (!found.capacity) {
-    observed_.insert(found.shape);
-    return py::make_tuple(variant_of(kind), python_reason(EagerReason::kWarmingUp), sources, false);
+  const bool is_taken = mask.is_none() || is_mask(mask, tokens, bank_->device());
+  // Layers of experts take samples of one length apart again.
+  const bool are_samples = rules_->masks_tail && is_of_samples(params);
+  if ((has_mask && !(is_mask_shared && is_taken)) || are_samples) {
+    return python_reason(EagerReason::kSignatureChanged);
   }
+  if (!found.misfit) due_.note(kind);
   const VariantKey key = kind.of_capacity(found.capacity);
   auto reason = found.misfit ? found.misfit : eager_reason_of_step(is_skipped, kind.grad);
   // All of these are on canonical packs; but of several ranks one alone may skip graphs.
   const bool is_reference =
-      options_.is_eager || options_.needs_equal_rows || (is_skipped && options_.ranks == 1);
+      options_.is_eager || rules_->needs_equal_rows || (is_skipped && options_.ranks == 1);
   bool has_no_graph = false;
-  if (!is_reference && variants_.count(key) == 0) {
+  if (!found.capacity) {
+    observed_.insert(found.shape);
+    reason = EagerReason::kWarmingUp;
+  } else if (!is_reference && variants_.count(key) == 0) {
     const auto why = eager_variants_.find(key);
     has_no_graph = why != eager_variants_.end();
     if (has_no_graph && !is_skipped) reason = why->second;
   }
-  return py::make_tuple(variant_of(key), python_reason(reason), sources, has_no_graph);
+  auto batch = std::make_unique<MicroBatch>(
+      rules_, packs_of(key), groups_.empty() ? params : without_ranks(params), tokens, reason,
+      pack_sources(params, found.form, cp_size));
+  if (!found.capacity && has_mask && !mask.is_none()) batch->replace_mask(tensor_of(mask.ptr()));
+  if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
+    return python_reason(reason);
+  }
+  return py::cast(std::move(batch));
 }
 
-std::optional<EagerReason> Dispatcher::begin(const VariantKey& key,
-                                             const std::vector<at::Tensor>& sources) {
-  const auto variant = variants_.find(key);
-  if (variant != variants_.end()) {
-    return begin_micro_batch(*bank_, variant->second, sources, watch_->have_other_grads());
+bool Dispatcher::begin(MicroBatch& batch) {
+  if (!batch.reason()) {
+    batch.set_reason(lease(batch));
+    if (!batch.reason()) return true;
+    const int64_t cp_size = batch.key().cp_size;
+    if (!options_.run_alike && cp_size > 1 && batch.reason() == EagerReason::kNoFreeSlot) {
+      throw std::runtime_error(
+          "no slot is free for a pack that " + std::to_string(cp_size) +
+          " ranks share, and another rank may have one: expected as many cuda_graph_slots as "
+          "micro-batches are in flight");
+    }
   }
-  const auto why = eager_variants_.find(key);
+  batch.set_reason(explain(batch.key().kind(), *batch.reason()));
+  count(batch);
+  return false;
+}
+
+void Dispatcher::end(const MicroBatch& batch) {
+  bank_->end();
+  count(batch);
+  if (!batch.reason()) replayed_tokens_ += batch.capacity().tokens;
+}
+
+std::optional<EagerReason> Dispatcher::lease(const MicroBatch& batch) {
+  const auto variant = variants_.find(batch.key());
+  if (variant != variants_.end()) {
+    return begin_micro_batch(*bank_, variant->second, batch.sources(), watch_->have_other_grads());
+  }
+  const auto why = eager_variants_.find(batch.key());
   return why == eager_variants_.end() ? EagerReason::kWarmingUp : why->second;
 }
 
-EagerReason Dispatcher::explain(const VariantKey& key, EagerReason reason) {
-  const VariantKey kind = key.kind();
+EagerReason Dispatcher::explain(const VariantKey& kind, EagerReason reason) {
   if (reason == EagerReason::kNumericsChanged) {  // since the step began
     const auto settings = NumericSettings::current(bank_->device().type()).hash();
     due_.note(kind.in_state(states_.under(settings)));
@@ -158,27 +195,28 @@ EagerReason Dispatcher::explain(const VariantKey& key, EagerReason reason) {
     for (const VariantKey& other : due_.captured_of_family(kind)) others.push_back(other.state);
     if (!others.empty()) reason = states_.eager_reason(kind.state, others);
   }
-  count(key, reason);
   return reason;
 }
 
-void Dispatcher::count(const VariantKey& key, std::optional<EagerReason> reason) {
+void Dispatcher::count(const MicroBatch& batch) {
+  const auto reason = batch.reason();
   const char* name = reason ? kEagerReasonNames[static_cast<size_t>(*reason)] : "replayed";
-  ++counts_[key.cp_size][name];
+  ++counts_[batch.key().cp_size][name];
 }
 
-py::object Dispatcher::variant_of(const VariantKey& key) {
+std::shared_ptr<CanonicalPacks> Dispatcher::packs_of(const VariantKey& key) {
   const auto made = made_.find(key);
   if (made != made_.end()) return made->second;
   if (made_.size() >= kMostVariants) made_.clear();
-  return made_.emplace(key, make_variant_(key)).first->second;
+  return made_.emplace(key, std::make_shared<CanonicalPacks>(key, rules_->extra_seqs))
+      .first->second;
 }
 
 // Megatron's table has a row for each of the longest document's: of as many as the pack has, each
 // row of the pack gets its own. Where it cuts a longer one to the pack's rows, that is so as well;
 // it cuts none of packs that ranks share. In a document alone both meanings are one.
 bool Dispatcher::may_positions_go_on(const PackShape& shape) const {
-  if (!options_.depends_on_longest || shape.num_seqs - options_.extra_seqs < 2) return false;
+  if (!rules_->depends_on_longest || shape.num_seqs - rules_->extra_seqs < 2) return false;
   const int64_t tokens = shape.tokens * shape.cp_size;
   const bool are_cut = options_.cuts_tables && shape.cp_size == 1;
   return are_cut ? shape.max_seqlen >= tokens : shape.max_seqlen == tokens;

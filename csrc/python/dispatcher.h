@@ -30,22 +30,19 @@
 #include "csrc/decide/due_variants.h"
 #include "csrc/decide/states.h"
 #include "csrc/decide/variant_key.h"
+#include "csrc/python/micro_batch.h"
 #include "csrc/watch/module_watch.h"
 
 namespace megagraph {
 
 struct DispatchOptions {
-  int64_t extra_seqs = 0;  // documents that the convention of the tail adds
-  // The model's rotary tables have as many rows as a pack's longest document; it then cuts them to
-  // the rows of the pack.
-  bool depends_on_longest = false, cuts_tables = false;
-  // Every micro-batch has the rows of the capacities, which have one number of them.
-  bool needs_equal_rows = false;
-  bool is_eager = false;  // no micro-batch replays, and each runs on its canonical pack
-  int64_t cp_size = 1;    // of packs that do not say their own
-  int ranks = 1;          // that are in a state together
-  bool run_alike = true;  // these run the same packs
-  int warm_up_steps = 1;  // training steps before the first capture
+  BatchRules rules;
+  bool cuts_tables = false;  // the model cuts its rotary tables to the rows of the pack
+  bool is_eager = false;     // no micro-batch replays, and each runs on its canonical pack
+  int64_t cp_size = 1;       // of packs that do not say their own
+  int ranks = 1;             // that are in a state together
+  bool run_alike = true;     // these run the same packs
+  int warm_up_steps = 1;     // training steps before the first capture
 };
 
 // `GraphBank::begin()`, after waiting for tensors that other threads are about to free: Note [Other
@@ -56,10 +53,9 @@ std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
 
 class Dispatcher {
  public:
-  // `make_variant`: makes what Python knows a variant by, of its key; once for each, as long as
-  // they are few. It must not lead back to this object: garbage collection does not see what C++
-  // holds.
-  Dispatcher(const DispatchOptions& options, pybind11::object make_variant);
+  // What the rules hold of Python's must not lead back to this object: garbage collection does not
+  // see what C++ holds.
+  explicit Dispatcher(const DispatchOptions& options);
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
 
@@ -90,25 +86,24 @@ class Dispatcher {
   // Why no graph of the model could take a pack of `tokens` rows, whatever state the layers are in;
   // None where one could.
   pybind11::object eager_reason(const pybind11::object& params, int64_t tokens);
-  // The reason why no graph of the model takes a micro-batch, which runs as it was given; or a
-  // tuple: what Python knows its variant by, why it runs eager all the same or None, what staging
-  // reads, and whether no site of that variant has a graph. The key has no capacity while these are
-  // to be learned. `can_stage`: its mask, if it has one, and its pack can be. `is_skipped`: graphs
-  // are off for this step. `is_settled`: how the model is entered is known; until then nothing is
-  // noted.
-  pybind11::object enter(const pybind11::object& params, int64_t tokens, bool has_mask,
-                         bool can_stage, bool is_skipped, bool is_settled);
-  // Leases a slot for a micro-batch, or answers why not.
-  std::optional<EagerReason> begin(const VariantKey& key, const std::vector<at::Tensor>& sources);
-  // Ends the micro-batch that has leased one.
-  void end() { bank_->end(); }
-  // Why a micro-batch ran eager, beside what graphs know: whether its state is the reason. Counts
-  // it, and remembers that state.
-  EagerReason explain(const VariantKey& key, EagerReason reason);
-  // Counts a micro-batch by the number of ranks that share it; none: it replayed.
-  void count(const VariantKey& key, std::optional<EagerReason> reason);
-  // These counts, by size and reason.
+  // A `MicroBatch`, to be padded to its capacity, or the reason why it runs as it was given. Its
+  // key has no capacity while these are to be learned, and it runs as it was given, too. `mask`:
+  // the padding mask that the model was given, or None; `is_mask_shared`: layers get as many of its
+  // rows as they have of hidden states. `is_skipped`: graphs are off for this step.
+  // `are_megatrons`: the model and its block are entered in Megatron's forwards. `is_settled`: how
+  // they are entered is known; until then nothing is noted.
+  pybind11::object enter(const pybind11::object& params, int64_t tokens,
+                         const pybind11::object& mask, bool is_mask_shared, bool is_skipped,
+                         bool are_megatrons, bool is_settled);
+  // Leases a slot for a micro-batch that is to replay. False: it runs eager, and its reason says
+  // why, beside what graphs know whether its state does. Such a one is counted, and its state
+  // remembered.
+  bool begin(MicroBatch& batch);
+  // Ends the micro-batch that has leased one, and counts it.
+  void end(const MicroBatch& batch);
+  // Micro-batches by the number of ranks that share them, and by reason.
   const std::map<int64_t, std::map<std::string, int64_t>>& counts() const { return counts_; }
+  int64_t replayed_tokens() const { return replayed_tokens_; }  // with those of padding
 
  private:
   // A pack that some graph may take, or the reason against it.
@@ -124,9 +119,13 @@ class Dispatcher {
   bool may_positions_go_on(const PackShape& shape) const;
   std::optional<int64_t> known_cp_size(const pybind11::object& params) const;
   std::optional<EagerReason> eager_reason_of_step(bool is_skipped, bool grad) const;
-  pybind11::object variant_of(const VariantKey& key);
+  std::optional<EagerReason> lease(const MicroBatch& batch);
+  EagerReason explain(const VariantKey& kind, EagerReason reason);
+  void count(const MicroBatch& batch);
+  std::shared_ptr<CanonicalPacks> packs_of(const VariantKey& key);
 
   const DispatchOptions options_;
+  const std::shared_ptr<const BatchRules> rules_;
   States states_;
   DueVariants due_;
   std::map<int64_t, std::vector<Capacity>> capacities_;
@@ -138,9 +137,9 @@ class Dispatcher {
   std::optional<EagerReason> refused_, reason_, gradients_reason_;
   bool is_suspended_ = false;
   std::set<PackShape> observed_;
-  const pybind11::object make_variant_;
-  std::map<VariantKey, pybind11::object> made_;
+  std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
   std::map<int64_t, std::map<std::string, int64_t>> counts_;
+  int64_t replayed_tokens_ = 0;
 };
 
 }  // namespace megagraph

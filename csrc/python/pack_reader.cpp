@@ -43,7 +43,8 @@ struct Fields {
                 &kv_padded = interned("cu_seqlens_kv_padded"), &longest = interned("max_seqlen_q"),
                 &longest_kv = interned("max_seqlen_kv"), &between = interned("pad_between_seqs"),
                 &cp_group = interned("cp_group"), &cp_size = interned("local_cp_size"),
-                &seq_idx = interned("seq_idx"), &thd = interned("thd"), &numel = interned("numel");
+                &seq_idx = interned("seq_idx"), &thd = interned("thd"), &numel = interned("numel"),
+                &sample = interned("tokens_per_sample");
 };
 
 const Fields& fields() {
@@ -125,6 +126,10 @@ std::vector<at::Tensor> pack_sources(const py::handle& params, const PackForm& f
   if (form.has_seq_idx) sources.push_back(tensor(fields().seq_idx));
   if (cp_size > 1) sources.push_back(at::floor_divide(physical, cp_size));
   return sources;
+}
+
+bool is_of_samples(const py::handle& params) {
+  return !attribute_or_none(params, fields().sample).is_none();
 }
 
 bool is_seq_idx_stageable(const py::handle& params, int64_t tokens) {

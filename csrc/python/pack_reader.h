@@ -28,6 +28,9 @@ namespace megagraph {
 // Whether the `seq_idx` of a pack can be staged: int32 [1, tokens], where the offsets are.
 bool is_seq_idx_stageable(const pybind11::handle& params, int64_t tokens);
 
+// Whether a pack is of samples of one length.
+bool is_of_samples(const pybind11::handle& params);
+
 // None if `params` describes no packed sequences. `extra_seqs`: documents that a tail convention
 // adds.
 std::optional<PackShape> pack_shape(const pybind11::handle& params, int64_t tokens,

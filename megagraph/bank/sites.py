@@ -35,27 +35,11 @@ __all__ = [
     "VariantSpec",
     "arguments_of",
     "as_tuple",
-    "mask_content",
     "tensors_in",
 ]
 
 
 _Kind = _C.SegmentKind
-
-
-def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor:
-    """What staging writes into a mask, bool [rows]. Never waits for the device.
-
-    Args:
-        rows: of the buffer.
-        given: bool, as many entries or fewer; rows past them are masked. None masks by the end alone.
-        end: the pack's physical end, of one entry: rows at or past it are masked.
-    """
-    out = torch.arange(rows, device=end.device) >= end
-    if given is not None:
-        out[: given.numel()] |= given
-        out[given.numel() :] = True
-    return out
 
 
 class MetadataSpec(_C.MetadataSpec):
@@ -103,7 +87,7 @@ class MetadataSpec(_C.MetadataSpec):
         source = None if self._source < 0 else sources[self._source].flatten()
         if self._kind == _Kind.MASK:
             assert end is not None
-            return mask_content(buffer.numel(), source, end).view(buffer.shape)
+            return _C.mask_content(buffer.numel(), source, end).view(buffer.shape)
         assert source is not None
         if self._kind == _Kind.OFFSETS:
             given = (source, buffer.numel() - 1, None if self._fill < 0 else self._fill)

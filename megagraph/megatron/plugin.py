@@ -13,6 +13,7 @@ from torch import nn
 
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
+from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -67,6 +68,7 @@ class Plugin:
 
     Attributes:
         config: the options, the same for every model.
+        step_graphs: of the models whose step it is.
         stage, stages: of the last pipeline for whose stage this rank speaks; the only one by default.
     """
 
@@ -87,7 +89,7 @@ class Plugin:
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
-        self._step_graphs: set[GraphedModel] = set()  # whose step it is
+        self.step_graphs: set[GraphedModel] = set()
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
@@ -123,7 +125,7 @@ class Plugin:
                 self._of_block[key_of(block)] = graphs
                 self._when_gone(block, self._of_block.pop, key_of(block), None)
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
-            self._step_graphs.add(graphs)
+            self.step_graphs.add(graphs)
         return graphs
 
     def _when_gone(self, module: nn.Module, forget: Callable[..., object], *args: Any) -> None:
@@ -180,10 +182,10 @@ class Plugin:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
-            outer = self._step_models, self._step_graphs
+            outer = self._step_models, self.step_graphs
             self._retire()
             inside = self._graphs_inside(models)
-            self._step_models, self._step_graphs = models, set(inside)
+            self._step_models, self.step_graphs = models, set(inside)
             try:
                 for graphs in inside:
                     with about(graphs.name):
@@ -202,7 +204,7 @@ class Plugin:
                     graphs.changes.has_raised = True
                 raise
             finally:
-                self._step_models, self._step_graphs = outer
+                self._step_models, self.step_graphs = outer
 
         return forward_backward
 
@@ -222,28 +224,29 @@ class Plugin:
 
         return destroy
 
-    def is_bare(self, graphs: GraphedModel) -> bool:
-        """Whether a call of a model is outside of its own step. Frees what models that are gone have left."""
-        if graphs in self._step_graphs:
-            return False
-        if self._gone and not self._step_models:
-            self._retire()
-        return True
+    def begin_bare_call(
+        self, graphs: GraphedModel, params: Any, tokens: int
+    ) -> tuple[EagerReason | None, bool]:
+        """Before a call of a model outside of its own step. Inside another's, changes are looked for only.
 
-    def begin_bare_call(self, graphs: GraphedModel) -> bool:
-        """Before such a call. Returns whether it is a step of its own, which `graphs.after_step()` ends.
-
-        Inside another model's step, changes are looked for only.
+        Returns:
+            Why no graph could take its pack, if that is known; and whether the call, outside of any schedule,
+            is a step of its own: `graphs.after_step()` ends it.
         """
+        if self._gone and not self._step_models:
+            self._retire()  # frees what models that are gone have left
+        reason = graphs.eager_reason(params, tokens)
+        if reason is not None:
+            return reason, False
         if self._step_models:
             graphs.at_bare_call()
-            return False
+            return None, False
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
             graphs.at_step_boundary(is_skipped=bool(skips))
         finally:
             subject.reset(model)
-        return True
+        return None, True
 
     def suspend(self) -> None:
         """Runs every model eager until `resume()`, also those that are still to come."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
+import gc
 import pickle
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_siz
 
 def dispatcher(bank: Mapping[int, Sequence[Capacity]] = {}, **options: Any) -> _C.Dispatcher:
     """Of a model without layers, which is in one state, and whose graphs are `GRAPHS`."""
-    made = _C.Dispatcher(lambda key: key, **options)
+    made = _C.Dispatcher(**options)
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
@@ -47,10 +48,17 @@ def pack_of(shape: PackShape, **changes: Any) -> Any:
 
 
 def enter(
-    made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: bool
-) -> EagerReason | tuple[VariantKey, EagerReason | None, list[torch.Tensor], bool]:
-    given = {"has_mask": False, "can_stage": True, "is_skipped": False, **flags}
-    return made.enter(pack, tokens, is_settled=settled, **given)
+    made: _C.Dispatcher, pack: Any, tokens: int, *, settled: bool = True, **flags: Any
+) -> EagerReason | _C.MicroBatch:
+    """Of a model that is entered in Megatron's forwards."""
+    given = {"mask": None, "is_mask_shared": True, "is_skipped": False, **flags}
+    return made.enter(pack, tokens, are_megatrons=True, is_settled=settled, **given)
+
+
+def entered(made: _C.Dispatcher, pack: Any, tokens: int, **flags: Any) -> _C.MicroBatch:
+    batch = enter(made, pack, tokens, **flags)
+    assert isinstance(batch, _C.MicroBatch)
+    return batch
 
 
 def decide(
@@ -69,8 +77,8 @@ def decide(
     assert reason is (found if isinstance(found, EagerReason) else None)
     if isinstance(found, EagerReason):
         return found
-    assert found[0].capacity is not None
-    return found[0].capacity
+    assert found.capacity is not None
+    return found.capacity
 
 
 def cheapest_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> Capacity | None:
@@ -249,17 +257,17 @@ def test_packs_whose_positions_may_go_on_from_document_to_document_have_no_graph
 
 BANK = {1: (Capacity(tokens=8, num_seqs=3, max_seqlen=8),)}
 PACK = pack_of(PackShape(6, 2, 4))
+MASK = torch.zeros(1, 6, dtype=torch.bool)
 
 
 def test_what_makes_a_variant_beside_the_capacity_is_in_its_key() -> None:
     made = dispatcher(BANK)
     for grad, has_mask in product((True, False), (True, False)):
         with torch.set_grad_enabled(grad):
-            found = enter(made, PACK, 6, has_mask=has_mask)
-        assert not isinstance(found, EagerReason)
-        key, reason, sources, has_no_graph = found
-        assert key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)  # type: ignore[arg-type]
-        assert reason is None and not has_no_graph and sources[0] is PACK.cu_seqlens_q
+            batch = entered(made, PACK, 6, mask=MASK if has_mask else None)
+        assert batch.key == VariantKey(BANK[1][0], PackForm.of(PACK), grad, has_mask=has_mask)  # type: ignore[arg-type]
+        assert batch.reason is None and not batch.is_as_given
+        assert batch.sources[0] is PACK.cu_seqlens_q and batch.params is PACK
 
 
 def test_sources_are_what_staging_reads_of_a_pack() -> None:
@@ -276,14 +284,14 @@ def test_sources_are_what_staging_reads_of_a_pack() -> None:
         ({**of_padded, "seq_idx": index}, 2, [[0, 4, 10], [0, 4, 12], index.tolist(), [0, 2, 6]]),
     ):
         made = dispatcher({**BANK, **bank}, cp_size=cp_size)
-        found = enter(made, pack_of(PackShape(6, 2, 4), **queries, **changes), 6)
-        assert [source.tolist() for source in found[2]] == expected  # type: ignore[index]
+        batch = entered(made, pack_of(PackShape(6, 2, 4), **queries, **changes), 6)
+        assert [source.tolist() for source in batch.sources] == expected
 
 
 def test_a_key_is_one_object_as_long_as_states_are_few() -> None:
     made = dispatcher(BANK)
-    first, second = (enter(made, PACK, 6) for _ in range(2))
-    assert first[0] is second[0]  # type: ignore[index]
+    first, second = (entered(made, PACK, 6) for _ in range(2))
+    assert first is not second and first.key is second.key
 
 
 @pytest.mark.parametrize(
@@ -301,9 +309,7 @@ def test_a_step_without_graphs_comes_before_what_keeps_it_eager(
 
     def found(*, grad: bool = True) -> EagerReason | None:
         with torch.set_grad_enabled(grad):
-            entered = enter(made, PACK, 6, **flags)
-        assert not isinstance(entered, EagerReason)
-        return entered[1]
+            return entered(made, PACK, 6, **flags).reason
 
     moved, disagreed = EagerReason.ADDRESS_MOVED, EagerReason.GROUP_DISAGREED
     assert found() is reason
@@ -320,28 +326,34 @@ def test_a_step_without_graphs_comes_before_what_keeps_it_eager(
 def test_a_variant_that_stays_eager_runs_as_given_unless_it_is_the_reference() -> None:
     key = VariantKey(BANK[1][0], PackForm.of(PACK), grad=True)  # type: ignore[arg-type]
     failed = EagerReason.CAPTURE_FAILED
-    for options, flags, expected in (
-        ({}, {}, (failed, True)),
-        ({}, {"is_skipped": True}, (EagerReason.DISABLED, False)),
-        ({"ranks": 2}, {"is_skipped": True}, (EagerReason.DISABLED, True)),
-        ({"is_eager": True}, {}, (EagerReason.DISABLED, False)),
-        ({"needs_equal_rows": True}, {}, (None, False)),
+    for options, flags, reason, is_as_given in (
+        ({}, {}, failed, True),
+        ({}, {"is_skipped": True}, EagerReason.DISABLED, False),
+        ({"ranks": 2}, {"is_skipped": True}, EagerReason.DISABLED, True),
+        ({"is_eager": True}, {}, EagerReason.DISABLED, False),
+        ({"needs_equal_rows": True}, {}, None, False),
     ):
-        made = dispatcher(BANK, **options)
-        core = _C.GraphBank(
-            torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False
-        )
-        watch = _C.ModuleWatch(list, list, ())
-        watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
-        made.use(core, {}, {key.replace(state=-1): failed, key: failed}, watch)
-        found = enter(made, PACK, 6, **flags)
-        assert not isinstance(found, EagerReason)
-        assert (found[1], found[3]) == expected
+        for depends_on_longest in (False, True):
+            made = dispatcher(BANK, depends_on_longest=depends_on_longest, **options)
+            core = _C.GraphBank(
+                torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False
+            )
+            watch = _C.ModuleWatch(list, list, ())
+            watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
+            made.use(core, {}, {key.replace(state=-1): failed, key: failed}, watch)
+            found = enter(made, PACK, 6, **flags)
+            if is_as_given and not depends_on_longest:
+                assert found is reason
+                continue
+            assert isinstance(found, _C.MicroBatch)
+            assert (found.reason, found.is_as_given) == (reason, is_as_given)
+            assert is_as_given == _C.is_canonical(found.params.cu_seqlens_q)  # whose RoPE is ours
 
 
 def test_what_cannot_be_staged_or_is_not_settled_is_not_noted() -> None:
     made = dispatcher(BANK)
-    assert enter(made, PACK, 6, can_stage=False) is EagerReason.SIGNATURE_CHANGED
+    for cannot in ({"mask": MASK[:, :5]}, {"mask": MASK.int()}, {"mask": MASK, "is_mask_shared": False}):
+        assert enter(made, PACK, 6, **cannot) is EagerReason.SIGNATURE_CHANGED
     assert enter(made, PACK, 6, settled=False) is EagerReason.WARMING_UP
     made.due.end_step()
     assert not made.due.due and not made.due.warmed_up
@@ -352,8 +364,9 @@ def test_what_cannot_be_staged_or_is_not_settled_is_not_noted() -> None:
 
 def test_packs_are_observed_until_there_are_capacities() -> None:
     made = dispatcher()
-    key, reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
-    assert key.capacity is None and reason is EagerReason.WARMING_UP
+    batch = entered(made, PACK, 6, mask=MASK)
+    assert batch.capacity is None and batch.reason is EagerReason.WARMING_UP
+    assert batch.sources[-1] is MASK  # what graphs are verified on is to have it, too
     assert made.observed == {PackShape(6, 2, 4)}
 
 
@@ -363,33 +376,64 @@ def test_ranks_that_need_equal_rows_pad_what_no_capacity_holds() -> None:
         (PackShape(6, 5, 4), (8, 5, 8), EagerReason.TOO_MANY_SEQUENCES),
         (PackShape(6, 2, 9), (8, 2, 9), EagerReason.SEQUENCE_TOO_LONG),
     ):
-        key, why, _sources, _ = enter(made, pack_of(shape), shape.tokens)  # type: ignore[misc]
-        assert [*key.capacity.as_dict().values()] == [*capacity] and why is reason
+        batch = entered(made, pack_of(shape), shape.tokens)
+        assert batch.capacity is not None
+        assert [*batch.capacity.as_dict().values()] == [*capacity] and batch.reason is reason
     made.due.end_step()
     assert not made.due.due  # no graph of theirs is to be captured
     assert enter(made, pack_of(PackShape(9, 2, 4)), 9) is EagerReason.TOO_MANY_TOKENS
 
 
+def began(made: _C.Dispatcher, batch: _C.MicroBatch, reason: EagerReason) -> EagerReason | None:
+    """Why a micro-batch that is to run eager for a reason is said to do so."""
+    batch.reason = reason
+    assert not made.begin(batch)
+    return batch.reason
+
+
 def test_settings_that_change_in_a_step_are_due_afterwards() -> None:
     made = dispatcher(BANK)
-    key, _reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
-    assert made.explain(key, EagerReason.NUMERICS_CHANGED) is EagerReason.NUMERICS_CHANGED
+    batch = entered(made, PACK, 6)
+    assert began(made, batch, EagerReason.NUMERICS_CHANGED) is EagerReason.NUMERICS_CHANGED
     made.due.end_step()
-    other = made.states.under(_C.numeric_settings(torch.device("cpu")))
+    key, other = batch.key, made.states.under(_C.numeric_settings(torch.device("cpu")))
     assert other != key.state and made.due.due == {key.kind, key.kind.replace(state=other)}
     assert made.counts() == {1: {"NUMERICS_CHANGED": 1}}
 
 
 def test_a_micro_batch_without_graphs_is_told_what_its_state_differs_in() -> None:
     made = dispatcher(BANK)
-    key, _reason, _sources, _ = enter(made, PACK, 6)  # type: ignore[misc]
-    warming_up = EagerReason.WARMING_UP
-    assert made.explain(key, warming_up) is warming_up
+    batch, warming_up = entered(made, PACK, 6), EagerReason.WARMING_UP
+    assert began(made, batch, warming_up) is warming_up
     made.states.agree(made.states.local_state(0, 99, 0))
-    made.due.mark_captured({key.kind.replace(state=made.states.current)})
-    assert made.explain(key, warming_up) is EagerReason.STATE_CHANGED
-    made.due.mark_captured({key.kind})
-    assert made.explain(key, warming_up) is warming_up
+    made.due.mark_captured({batch.key.kind.replace(state=made.states.current)})
+    assert began(made, batch, warming_up) is EagerReason.STATE_CHANGED
+    made.due.mark_captured({batch.key.kind})
+    assert began(made, batch, warming_up) is warming_up
+
+
+def test_a_block_that_is_called_again_has_the_later_mask() -> None:
+    """Bug: the first one stayed among what staging reads."""
+    batch, hidden_states = entered(dispatcher(BANK), PACK, 6, mask=MASK), torch.zeros(6, 1, 4)
+    for seed in range(2):
+        mask = torch.rand(1, 6, generator=torch.Generator().manual_seed(seed)) < 0.5
+        assert batch.take_mask(mask, hidden_states)
+        assert batch.sources[0] is PACK.cu_seqlens_q and torch.equal(batch.sources[1], mask)
+        assert len(batch.sources) == 2 and batch.mask is mask
+    assert not batch.take_mask(mask[:, :5], hidden_states) and not batch.take_mask(None, hidden_states)
+
+
+class Owner:
+    """Something that a pack leads to."""
+
+
+def test_what_a_micro_batch_holds_is_collected_with_it() -> None:
+    pack, owner = pack_of(PackShape(6, 2, 4)), Owner()
+    pack.owner, owner.batch = owner, entered(dispatcher(BANK), pack, 6)  # type: ignore[attr-defined]
+    gone = weakref.ref(owner)
+    del pack, owner
+    gc.collect()
+    assert gone() is None
 
 
 def test_every_value_of_a_key_makes_another_one() -> None:

@@ -25,7 +25,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs import model as graphed_model
-from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.patch.installation import installed_plugin
 
@@ -181,7 +181,7 @@ def test_every_pack_has_as_many_rows(
         step(trainer, [Micro(lengths=(9,))])
     graphs, micro = plugin.graphs_of_model(trainer.chunk), Micro(lengths=lengths)
     params = micro.params(trainer.device)
-    batch = graphs.decide(params, micro.physical, None, is_mask_shared=True, is_skipped=False)
+    batch = graphs.decide(params, micro.physical, None, from_ids=True, is_skipped=False)
     assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason)
 
 

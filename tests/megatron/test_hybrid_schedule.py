@@ -13,7 +13,7 @@ from worlds import World
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.one_document import as_pack
+from megagraph.megatron.graphs.dispatcher import as_pack
 from megagraph.megatron.graphs.refusals import refusal_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.both]

@@ -11,8 +11,8 @@ from megatron_rig import Install, Pair, report_of, step, steps_of
 from torch import Tensor
 
 import megagraph
+from megagraph._C import mark_canonical
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.layer_arguments import mark_canonical
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 LAYERS = len(PATTERN)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, Step, forward, grads
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.decide.dispatch import Capacity, PackForm, VariantKey
+from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, Variant
 from megagraph.packs.packing import TailConvention
 
 MICRO = Micro(lengths=(9, 20), tail=7)
@@ -95,17 +94,3 @@ def test_no_gradient_that_a_layer_makes_past_the_packs_end_comes_back(
         layer.input_layernorm = _WithPenalty(layer.input_layernorm)
     pair.step(dataclasses.replace(MICRO, padded=padded), times=3)
     assert pair.report()["replays"] == 2 * LAYERS
-
-
-def test_a_block_that_is_called_again_has_the_later_mask() -> None:
-    """Bug: the first one stayed among what staging reads."""
-    offsets, hidden_states = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 1, 4)
-    key = VariantKey(CAPACITY, PackForm(False, False, None), grad=False, has_mask=True)
-    flags = dict.fromkeys(("masks_tail", "pads_at_entry", "needs_every_row"), False)
-    rules = BatchRules(tail=TailConvention.HIDDEN, arguments=None, **flags)  # type: ignore[arg-type]
-    batch = MicroBatch(None, 8, Variant(rules, key), None, [offsets])
-    for seed in range(2):
-        mask = torch.rand(1, 8, generator=torch.Generator().manual_seed(seed)) < 0.5
-        assert batch.take_mask(mask, hidden_states)
-        assert batch.sources[0] is offsets and torch.equal(batch.sources[1], mask)
-        assert len(batch.sources) == 2 and batch.mask is mask

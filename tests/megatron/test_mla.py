@@ -20,8 +20,9 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
 
+from megagraph._C import with_canonical_mark
 from megagraph.megatron import seams
-from megagraph.megatron.graphs.layer_arguments import MlaTables, with_canonical_mark
+from megagraph.megatron.graphs.layer_arguments import MlaTables
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
 from megagraph.packs.mla_rope import Rotation, rope_mla

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megagraph.megatron.graphs.layer_arguments import mark_canonical
+from megagraph._C import mark_canonical
 from megagraph.megatron.patch.inside_layers import wrap_engine_attention, wrap_rope
 from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout

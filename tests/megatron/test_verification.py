@@ -13,7 +13,7 @@ import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
-from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.verifying import Verifier
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from offsets import offsets
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import MetadataSpec, VariantSpec
-from megagraph.decide.dispatch import Capacity, PackForm, PackShape
+from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.packs.ops import pad_cu_seqlens
-from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields, pack_shape
+from megagraph.packs.packing import TailConvention, pack_shape
 
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
@@ -167,11 +168,18 @@ def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
 # -- tail conventions ----------------------------------------------------------------------------
 
 
+def packs_of(tail: TailConvention, tokens: int, *, has_padded: bool) -> _C.CanonicalPacks:
+    if tokens == 0:
+        reject()  # which is no capacity
+    capacity, form = Capacity(tokens=tokens, num_seqs=1, max_seqlen=1), PackForm(has_padded, False, None)
+    return _C.CanonicalPacks(VariantKey(capacity, form, grad=False), tail.extra_seqs)
+
+
 def canonical(
     actual: Tensor, padded: Tensor | None, tail: TailConvention, tokens: int, num_seqs: int
 ) -> dict[str, list[int]]:
     given = {"actual": actual, "padded": actual if padded is None else padded}
-    added = added_offsets(tail, tokens, has_padded=padded is not None)
+    added = packs_of(tail, tokens, has_padded=padded is not None).added_offsets()
     return {name: pad_cu_seqlens(given[name], num_seqs, end).tolist() for name, end in added.items()}
 
 
@@ -238,7 +246,7 @@ def staged(
             seen.append({name: buffer.tolist() for name, buffer in buffers.items()})
             return hidden + 1
 
-    added = added_offsets(tail, tokens, has_padded=has_padded)
+    added = packs_of(tail, tokens, has_padded=has_padded).added_offsets()
     metadata = {
         name: MetadataSpec(
             kind=_C.SegmentKind.OFFSETS,
@@ -289,36 +297,52 @@ def test_staging_writes_the_same_offsets(
     assert staged(both, tail, tokens, num_seqs) == expected
 
 
-# -- canonical fields ----------------------------------------------------------------------------
+# -- canonical packs -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Pack:
+    """What packs of a release carry."""
+
+    qkv_format: str | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    pad_between_seqs: bool | None = None
+
+
+def made(form: PackForm, tail: TailConvention, *offsets: Tensor, of: type[Any] = Pack) -> Any:
+    key = VariantKey(CAPACITY, form, grad=False)
+    return _C.CanonicalPacks(key, tail.extra_seqs).make(of, *offsets)
 
 
 @tails
 @pytest.mark.parametrize("has_padded", [True, False])
 @pytest.mark.parametrize("said", [None, False, True])
-def test_canonical_fields_hold_the_capacitys_constants_and_shared_offsets(
+def test_canonical_packs_hold_the_capacitys_constants_and_shared_offsets(
     tail: TailConvention, has_padded: bool, said: bool | None
 ) -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu.clone() if has_padded else None, pad_between_seqs=said))
-    names = added_offsets(tail, CAPACITY.tokens, has_padded=has_padded)
-    given = {name: cu.clone() for name in names}
-    fields = canonical_fields(given, form, tail, CAPACITY)
-    assert fields["qkv_format"] == "thd"
-    assert (fields["max_seqlen_q"], fields["max_seqlen_kv"]) == (64, 64)
+    given = [cu.clone() for _ in packs_of(tail, CAPACITY.tokens, has_padded=has_padded).added_offsets()]
+    pack = made(form, tail, *given)
+    assert pack.qkv_format == "thd"
+    assert (pack.max_seqlen_q, pack.max_seqlen_kv) == (64, 64)
     for side in ("q", "kv"):
-        assert fields[f"cu_seqlens_{side}"] is given["actual"]
-        assert fields[f"cu_seqlens_{side}_padded"] is given.get("padded")
+        assert getattr(pack, f"cu_seqlens_{side}") is given[0]
+        assert getattr(pack, f"cu_seqlens_{side}_padded") is (given[1] if given[1:] else None)
     # A tail that is padded but not valid needs it said, whatever the pack said.
     expected = True if tail is EMPTY_DUMMY else said
-    assert fields.get("pad_between_seqs") is expected
+    assert pack.pad_between_seqs is expected
 
 
 @tails
-def test_canonical_fields_have_the_form_of_their_convention(tail: TailConvention) -> None:
+def test_canonical_packs_have_the_form_of_their_convention(tail: TailConvention) -> None:
     cu, padded = offsets([2, 3]), offsets([4, 4])
-    form = form_of(pack_of(cu, padded))
-    fields = canonical_fields({"actual": cu, "padded": padded}, form, tail, CAPACITY)
-    assert form_of(SimpleNamespace(**fields)).has_padded
+    assert form_of(made(form_of(pack_of(cu, padded)), tail, cu, padded)).has_padded
 
 
 def test_padded_offsets_that_are_the_actual_ones_stay_so() -> None:
@@ -326,9 +350,9 @@ def test_padded_offsets_that_are_the_actual_ones_stay_so() -> None:
     cu = offsets([2, 3])
     form = form_of(pack_of(cu, cu))
     assert form.is_aliased and not form.has_padded
-    fields = canonical_fields({"actual": cu}, form, TailConvention.HIDDEN, CAPACITY)
-    assert fields["cu_seqlens_q_padded"] is fields["cu_seqlens_q"]
-    assert fields["cu_seqlens_kv_padded"] is fields["cu_seqlens_kv"]
+    pack = made(form, TailConvention.HIDDEN, cu)
+    assert pack.cu_seqlens_q_padded is pack.cu_seqlens_q
+    assert pack.cu_seqlens_kv_padded is pack.cu_seqlens_kv
 
 
 @pytest.mark.megatron
@@ -337,10 +361,6 @@ def test_every_release_takes_the_canonical_fields_of_its_own_packs(tail: TailCon
     """Releases before 0.19 know no `pad_between_seqs`, and refused the pack with a TypeError."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megagraph.megatron.graphs.pack_fields import new_params
-
     cu = offsets([2, 3])
     given = PackedSeqParams(**vars(pack_of(cu)))
-    names = added_offsets(tail, CAPACITY.tokens, has_padded=False)
-    fields = canonical_fields(dict.fromkeys(names, cu), form_of(given), tail, CAPACITY)
-    assert new_params(PackedSeqParams, fields).cu_seqlens_q is cu
+    assert made(form_of(given), tail, cu, of=PackedSeqParams).cu_seqlens_q is cu

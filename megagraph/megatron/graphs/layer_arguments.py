@@ -14,7 +14,6 @@ an eager micro-batch, a recompute in the backward), the offsets are these.
 """
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Any
@@ -26,35 +25,7 @@ from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.preprocess import Constants, layer_constants
 from megagraph.megatron.seams import MLA_ATTENTION, has_mla
 
-__all__ = ["LayerArguments", "MlaTables", "is_canonical", "mark_canonical", "with_canonical_mark"]
-
-_MARK = "_megagraph_is_canonical"
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-
-
-def mark_canonical(params: Any) -> None:
-    """Marks the offsets of a pack, which nobody else holds."""
-    for name in _OFFSETS:
-        offsets = getattr(params, name)
-        if offsets is not None:
-            setattr(offsets, _MARK, True)
-
-
-def with_canonical_mark(params: Any) -> Any:
-    """The pack with marked tensors of its own over the same offsets; equal ones stay one."""
-    marked = copy.copy(params)
-    made: dict[int, Tensor] = {}
-    for name in _OFFSETS:
-        offsets = getattr(params, name)
-        if offsets is not None:
-            setattr(marked, name, made.setdefault(id(offsets), offsets.detach()))
-    mark_canonical(marked)
-    return marked
-
-
-def is_canonical(offsets: Tensor) -> bool:
-    """Whether they are marked."""
-    return hasattr(offsets, _MARK)
+__all__ = ["LayerArguments", "MlaTables"]
 
 
 class LayerArguments(dict[Hashable, Constants]):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megagraph import _C
 from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
@@ -19,16 +20,15 @@ from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, log
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.changes import Changes
-from megagraph.megatron.graphs.dispatcher import Dispatcher
+from megagraph.megatron.graphs.dispatcher import Dispatcher, MicroBatch
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.graphs.layers import BlockLayers
-from megagraph.megatron.graphs.micro_batch import BatchRules, MicroBatch, is_mask
 from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, refusal_of
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows, require_rows
+from megagraph.megatron.parallel.model_parallel import need_equal_rows
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
@@ -64,7 +64,6 @@ class GraphedModel:
         changes: what keeps a step eager.
         refusal: why the whole model stays eager, or None.
         running: what its forward runs now: padded, or as given.
-        masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
         needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
@@ -83,18 +82,9 @@ class GraphedModel:
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
         self.tensor, self.view = self.peers.tensor, self.peers.view
-        self._masks_tail = has_experts(model.config)
-        self.masks_at_entry = self._masks_tail and self.tensor.shards_sequence
         self.needs_equal_rows = need_equal_rows(model.config)
         self._arguments = LayerArguments(model, self.entries)
-        rules = BatchRules(
-            tail=config.tail,
-            masks_tail=self._masks_tail,
-            pads_at_entry=self.tensor.shards_sequence,
-            needs_every_row=self.needs_equal_rows,
-            arguments=self._arguments,
-        )
-        self.dispatcher = Dispatcher(config, rules, self.peers)
+        self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
         self._layers = BlockLayers(model, ddp, self.peers, config, self.entries)
         self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
@@ -111,9 +101,7 @@ class GraphedModel:
                 self.changes.begin()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
-        # The running one, without a capacity yet: its key, pack, and what staging will read of such.
-        self._unlearned: tuple[VariantKey, Any, list[Tensor]] | None = None
-        self._replayed_tokens = 0
+        self._unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None
 
     def _refuse(self, refusal: Refusal | None) -> None:
@@ -134,35 +122,25 @@ class GraphedModel:
         return self.dispatcher.eager_reason(params, tokens)
 
     def decide(
-        self, params: Any, tokens: int, mask: Any, *, is_mask_shared: bool, is_skipped: bool
+        self, params: Any, tokens: int, mask: Any, *, from_ids: bool, is_skipped: bool
     ) -> MicroBatch | EagerReason:
         """The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
 
-        `is_mask_shared`: layers get as many rows of the mask that the model was given as of hidden states.
-        `is_skipped`: graphs are switched off for this step.
+        `from_ids`: the model makes hidden states of token ids. `is_skipped`: graphs are switched off for this
+        step.
         """
+        # Layers get as many of its rows as they have of hidden states.
+        is_shared = not self.tensor.shards_sequence or self.tensor.shares_masks(from_ids=from_ids)
         entries, self._unlearned = self.entries, None
-        # What a forward of the host's makes of a mask shows where it calls its block.
-        has_mask = (mask is not None or self.masks_at_entry) and entries.are_megatrons
-        can_stage = not has_mask or (
-            is_mask_shared and (mask is None or is_mask(mask, tokens, self.captures.device))
+        batch = self.dispatcher.enter(
+            params, tokens, mask, is_shared, is_skipped, entries.are_megatrons, entries.are_settled
         )
-        if self._masks_tail:  # layers of experts take samples of one length apart again
-            can_stage = can_stage and getattr(params, "tokens_per_sample", None) is None
-        decided = self.dispatcher.enter(params, tokens, has_mask, can_stage, is_skipped, entries.are_settled)
-        if isinstance(decided, EagerReason):
-            return decided
-        variant, reason, sources, has_no_graph = decided
-        if self.view.is_on:
-            params = self.view.of_layers(params)
-        self._params_type = type(params)
-        if variant.capacity is None:
-            self._unlearned = variant.key, params, [*sources, mask] if has_mask else sources
+        if isinstance(batch, EagerReason):
+            return batch
+        self._params_type = type(batch.params)
+        if batch.capacity is None:
+            self._unlearned = batch
             return EagerReason.WARMING_UP
-        batch = MicroBatch(params, tokens, variant, reason, sources)
-        if has_no_graph:
-            assert reason is not None
-            return batch.as_given(reason) if entries.are_megatrons else reason
         return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
 
     @contextlib.contextmanager
@@ -178,7 +156,7 @@ class GraphedModel:
         """Before a micro-batch runs as it was given: raises where other ranks run another number of rows."""
         rows = self.dispatcher.rows
         if rows is not None and self.refusal is None and self.entries.are_settled:
-            require_rows(rows, tokens, reason)
+            _C.require_rows(rows, tokens, reason)
 
     def reason_against_rows(self) -> EagerReason | None:
         """Why no rows may be added where the model is entered; None where they may.
@@ -186,7 +164,7 @@ class GraphedModel:
         They stay, and whose rotary tables its layers get shows further in: a host's are for the rows given.
         Rows of padding reach no expert, so that layers of experts are never given a pack to find out with.
         """
-        if self.masks_at_entry:
+        if self.dispatcher.masks_at_entry:
             return None
         if self._arguments.are_own is None:
             return EagerReason.WARMING_UP
@@ -201,6 +179,7 @@ class GraphedModel:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._rows is None:
             return False
+        assert batch.capacity is not None
         if batch.key in self._arguments:
             return True
         row_shape, dtype = self._rows
@@ -226,7 +205,7 @@ class GraphedModel:
         if hidden_states is not None and self.learns_from(reason):
             self._rows = hidden_states.shape[1:], hidden_states.dtype
             if self._unlearned is not None:
-                self.verifier.keep_as_given(*self._unlearned, hidden_states)
+                self.verifier.keep(self._unlearned, hidden_states)
         self._unlearned = None
         self.captures.count_eager(reason)
 
@@ -236,33 +215,26 @@ class GraphedModel:
         Counts an eager micro-batch. `end()` ends one that replays. The block was given the hidden states, a
         rotary table and, if it is Megatron's, a padding mask.
         """
-        is_masked = batch.variant.has_mask and not (mask is None and batch.is_as_given)
-        has_mask = is_masked or (mask is not None and self.entries.are_megatrons)
-        if has_mask and not batch.take_mask(mask, hidden_states):
+        if self.entries.are_megatrons and not batch.take_mask(mask, hidden_states):
             self.run_as_given(batch, table, hidden_states)
             return None
-        loop = None
-        if batch.reason is None:
-            batch.reason = self.dispatcher.begin(batch.key, batch.sources)
-            if batch.reason is None:
-                loop = self.captures.loops[batch.key]
-                loop.batch = batch
-            else:
-                self.peers.run_alone(batch.reason, batch.variant.cp_size)
-        if batch.reason is not None:
-            self._rows = hidden_states.shape[1:], hidden_states.dtype
-            batch.reason = reason = self.dispatcher.explain(batch.key, batch.reason)
-            has_other_rows = batch.is_as_given and self.tensor.shards_sequence
-            # Nothing was captured for it, or in the settings of now.
-            is_new = batch.key.kind not in self._due.captured or reason is EagerReason.NUMERICS_CHANGED
-            if is_new and not has_other_rows:
-                self.verifier.keep(batch, hidden_states)
-            if not batch.is_own(table, hidden_states):
-                batch.run_as_given(is_own_table=False)
-            self.captures.count_eager(batch.reason)
-        elif self.verifier.every:
-            self.verifier.keep_replayed(batch, hidden_states)
-        return loop
+        if self.dispatcher.begin(batch):
+            if self.verifier.every:
+                self.verifier.keep_replayed(batch, hidden_states)
+            loop = self.captures.loops[batch.key]
+            loop.batch = batch
+            return loop
+        assert batch.reason is not None
+        self._rows = hidden_states.shape[1:], hidden_states.dtype
+        has_other_rows = batch.is_as_given and self.tensor.shards_sequence
+        # Nothing was captured for it, or in the settings of now.
+        is_new = batch.key.kind not in self._due.captured or batch.reason is EagerReason.NUMERICS_CHANGED
+        if is_new and not has_other_rows:
+            self.verifier.keep(batch, hidden_states)
+        if not batch.is_own(table, hidden_states):
+            batch.run_as_given(is_own_table=False)
+        self.captures.count_eager(batch.reason)
+        return None
 
     def run_as_given(self, batch: MicroBatch, table: Any, hidden_states: Tensor) -> None:
         """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
@@ -273,12 +245,8 @@ class GraphedModel:
     def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
         """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
         loop.batch = None
-        self.dispatcher.end()
-        if self.view.is_on:
-            self.dispatcher.count(batch.key, batch.reason)
-        if batch.reason is None:
-            self._replayed_tokens += batch.capacity.tokens
-        else:
+        self.dispatcher.end(batch)
+        if batch.reason is not None:
             self.captures.count_eager(batch.reason)
 
     def look_around(self, models: Sequence[nn.Module]) -> None:
@@ -394,7 +362,7 @@ class GraphedModel:
         captures, by_size = self.captures, self.dispatcher.counts() if self.view.is_on else {}
         counters, figures = captures.bank.counters(), captures.figures()
         refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
-        valid = int(captures.valid_tokens.item())
+        valid, replayed = int(captures.valid_tokens.item()), self.dispatcher.replayed_tokens
         return {
             "model": self.name,
             "calls": counters["calls"],
@@ -402,7 +370,7 @@ class GraphedModel:
             "eager": {reason.name: counters[reason.name] for reason in EagerReason if counters[reason.name]},
             "capacities": self.dispatcher.report(),
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
-            "padding_share": 1 - valid / self._replayed_tokens if self._replayed_tokens else None,
+            "padding_share": 1 - valid / replayed if replayed else None,
             **figures,
             **self.changes.report(),
             "failures": [*refused, *figures["failures"]],

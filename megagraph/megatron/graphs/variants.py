@@ -23,9 +23,7 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.sites import MetadataSpec, VariantSpec
 from megagraph.decide.dispatch import Capacity, VariantKey
-from megagraph.megatron.graphs.layer_arguments import mark_canonical
-from megagraph.megatron.graphs.pack_fields import new_params, put_seq_idx
-from megagraph.packs.packing import TailConvention, added_offsets, canonical_fields
+from megagraph.packs.packing import TailConvention
 
 __all__ = ["BlockInput", "example_offsets", "variant_spec"]
 
@@ -99,7 +97,8 @@ def variant_spec(
     """
     capacity, form, cp_size = key.capacity, key.form, key.cp_size
     assert capacity is not None
-    added = added_offsets(block.tail, capacity.tokens * cp_size, has_padded=form.has_padded)
+    packs = _C.CanonicalPacks(key, block.tail.extra_seqs)
+    added = packs.added_offsets()
     physical = int(form.has_padded)
     example = example_offsets(capacity, cp_size, block.valid_tokens.device)
     # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
@@ -138,10 +137,9 @@ def variant_spec(
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
-        params = new_params(block.params_type, canonical_fields(own, form, block.tail, capacity))
-        if form.has_seq_idx:
-            put_seq_idx(params, own[_SEQ_IDX].view(1, capacity.tokens), capacity.tokens)
-        mark_canonical(params)
+        index = own[_SEQ_IDX].view(1, capacity.tokens) if form.has_seq_idx else None
+        params = packs.make(block.params_type, own["actual"], own.get("padded"), index)
+        _C.mark_canonical(params)
         hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
         given = block_arguments(params, hidden)
         return {**given, _MASK: own[_MASK].view(1, rows)} if has_mask else given

@@ -20,7 +20,7 @@ from megagraph.bank.verify import Example, Verification, verify
 from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
-from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
 from megagraph.packs.packing import TailConvention, pack_shape
@@ -90,8 +90,12 @@ class Verifier:
     # -- examples --------------------------------------------------------------------------------
 
     def keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
-        """Keeps a micro-batch that is about to run eager, and what its block was given."""
-        if self._is_on and batch.reason not in _ARE_NO_EXAMPLES:
+        """Keeps a micro-batch that is about to run eager, and what its block was given.
+
+        One that runs on fewer rows than graphs of ranks that share them is none to verify these on.
+        """
+        is_padded = batch.capacity is not None or not self._tensor.shards_sequence
+        if self._is_on and is_padded and batch.reason not in _ARE_NO_EXAMPLES:
             self._keep(batch, hidden_states)
 
     def keep_replayed(self, batch: MicroBatch, hidden_states: Tensor) -> None:
@@ -104,33 +108,15 @@ class Verifier:
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
         shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.key.cp_size)
-        self._put(batch.key, shape, batch.sources, hidden_states, capacity)
-
-    def keep_as_given(
-        self, key: VariantKey, params: Any, sources: Sequence[Tensor], hidden_states: Tensor
-    ) -> None:
-        """Keeps a micro-batch, as `keep()` does, for which capacities are still to be learned."""
-        if self._is_on and not self._tensor.shards_sequence:
-            shape = pack_shape(params, hidden_states.size(0), self._tail, cp_size=key.cp_size)
-            self._put(key, shape, sources, hidden_states, None)
-
-    def _put(
-        self,
-        key: VariantKey,
-        shape: PackShape | None,
-        sources: Sequence[Tensor],
-        hidden_states: Tensor,
-        capacity: Capacity | None,
-    ) -> None:
         if shape is not None:
-            of_state = key.replace(state=0)
-            for former in (of_state, key.family):  # the latest come last
+            of_state = batch.key.replace(state=0)
+            for former in (of_state, batch.key.family):  # the latest come last
                 self._kept.pop(former, None)
             self._kept[of_state] = _Kept(
                 shape=shape,
                 capacity=capacity,
                 hidden=hidden_states.detach().clone(),
-                sources=[source.clone(memory_format=torch.contiguous_format) for source in sources],
+                sources=[source.clone(memory_format=torch.contiguous_format) for source in batch.sources],
             )
 
     def keep_gradient(self, batch: MicroBatch, out: Tensor) -> None:

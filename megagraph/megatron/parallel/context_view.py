@@ -16,7 +16,6 @@ ranks share than the model's own are counted as if those had shared them.
 """
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -105,11 +104,7 @@ class ContextView:
 
     def of_layers(self, params: Any) -> Any:
         """A pack as layers get it: without ranks of its own, which they see all around."""
-        if not self.is_on or params is None:
-            return params
-        plain = copy.copy(params)
-        plain.local_cp_size = plain.cp_group = None
-        return plain
+        return params if not self.is_on or params is None else _C.without_ranks(params)
 
     def of_size(self, cp_size: int) -> contextlib.AbstractContextManager[None]:
         """Around what runs for ranks of the model's group of a size."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from megagraph.decide.dispatch import StageSchedule
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
 from megagraph.megatron.seams import GPT_FORWARD
 
@@ -25,7 +24,6 @@ __all__ = [
     "has_experts",
     "need_equal_rows",
     "place_of",
-    "require_rows",
     "schedule_of",
     "shared_anew",
     "slots_of",
@@ -142,16 +140,6 @@ def need_equal_rows(config: Any) -> bool:
     """Whether a model's experts are spread over ranks from each of which they take as many rows."""
     is_spread = has_experts(config) and config.expert_model_parallel_size > 1
     return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
-
-
-def require_rows(rows: int, tokens: int, reason: EagerReason) -> None:
-    """Raises `RuntimeError` if a pack that is not padded has not the rows that other ranks run."""
-    if tokens != rows:
-        raise RuntimeError(
-            f"experts are spread over ranks and take {rows} rows from each: expected a pack that is padded "
-            f"to them or has as many, got one of {tokens} that runs as it was given ({reason.name}); set "
-            "max_seqlen_per_dp_cp_rank to the rows of the largest pack"
-        )
 
 
 def schedule_of(model: nn.Module) -> StageSchedule:

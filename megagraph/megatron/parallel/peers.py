@@ -24,7 +24,6 @@ import torch
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
-from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.context_view import ContextView
 from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
@@ -141,17 +140,6 @@ class Peers(HostGroup):
         said = zlib.crc32(what.encode())
         largest, least = self.max_over_ranks([said, -said])
         return largest == -least
-
-    def run_alone(self, reason: EagerReason, cp_size: int) -> None:
-        """Before a micro-batch of `cp_size` ranks runs eager: raises if it does for what this one ran before.
-
-        Another one of them, which ran other packs before, may replay it.
-        """
-        if self.run_other_packs and cp_size > 1 and reason is EagerReason.NO_FREE_SLOT:
-            raise RuntimeError(
-                f"no slot is free for a pack that {cp_size} ranks share, and another rank may have one: "
-                "expected as many cuda_graph_slots as micro-batches are in flight"
-            )
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megagraph.megatron.graphs.micro_batch import MicroBatch
+from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.plugin import Plugin
 from megagraph.megatron.scopes.moe import (

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megagraph.decide.reasons import EagerReason
+from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
 from megagraph.megatron.graphs.entry import is_ours, names_of
-from megagraph.megatron.graphs.micro_batch import MicroBatch
 from megagraph.megatron.graphs.model import GraphedModel
-from megagraph.megatron.graphs.one_document import as_pack
 from megagraph.megatron.graphs.walk import LayerLoop, LayersOneByOne
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.plugin import Plugin, key_of, skips
@@ -185,43 +184,25 @@ class ForwardWrappers:
                 given, params = params, as_pack(params, ids, hidden_states)
                 run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
-            is_bare = plugin.is_bare(graphs)
-            batch: MicroBatch | EagerReason | None = graphs.eager_reason(params, tokens) if is_bare else None
-            is_step = is_bare and batch is None and plugin.begin_bare_call(graphs)
+            batch: MicroBatch | EagerReason | None = None
+            is_step = False
+            if graphs not in plugin.step_graphs:
+                batch, is_step = plugin.begin_bare_call(graphs, params, tokens)
             if batch is None:
-                mask, is_skipped = get("padding_mask"), bool(skips)
-                is_masked = mask is not None or graphs.masks_at_entry
-                is_shared = not is_masked or graphs.tensor.shares_masks(from_ids=hidden_states is None)
-                batch = graphs.decide(params, tokens, mask, is_mask_shared=is_shared, is_skipped=is_skipped)
-            added_rows, processor = 0, None
+                from_ids, is_skipped = hidden_states is None, bool(skips)
+                batch = graphs.decide(
+                    params, tokens, get("padding_mask"), from_ids=from_ids, is_skipped=is_skipped
+                )
             if isinstance(batch, MicroBatch):
-                added_rows, processor = batch.entry_padding, get("output_processor")
-                has_more = get("attention_mask") is not None or get("extra_block_kwargs") is not None
-                is_foreign = not entries.are_megatrons
-                # Of a pipeline's stage other stages see the rows, too.
-                is_inner = not is_first_stage or not getattr(model, "post_process", True)
-                is_uneven = processor is not None and tokens % graphs.tensor.size
-                if has_more or (added_rows and (is_inner or is_foreign or is_uneven)):
-                    # These fit the rows that were given, or ask the block for other results.
-                    batch, added_rows = EagerReason.SIGNATURE_CHANGED, 0
-                elif added_rows and (reason := graphs.reason_against_rows()) is not None:
-                    batch, added_rows = batch.as_given(reason), 0
-            if graphs.needs_equal_rows and isinstance(batch, EagerReason):
-                graphs.require_rows(tokens, batch)
-            if isinstance(batch, MicroBatch):
-                shown: OnGivenRows | None = None
-                if processor is not None and not is_foreign:  # whose call of it is its own
-                    shown = _shown_to_processor(batch, graphs.tensor, kwargs)
-                if added_rows and hidden_states is not None:
-                    _add_rows(batch, graphs.tensor, kwargs)
-                _pad(batch, kwargs)
-                if shown is not None:
-                    shown.passed = {name: get(name) for name in _HANDED_ON}
-            elif entries.are_settled and not graphs.learns_from(batch):
-                graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
-                batch = None
-                if graphs.running is None and not is_step:
-                    return run(model, *args, **kwargs)
+                batch = _enter(graphs, model, batch, kwargs)
+            if isinstance(batch, EagerReason):
+                if graphs.needs_equal_rows:
+                    graphs.require_rows(tokens, batch)
+                if entries.are_settled and not graphs.learns_from(batch):
+                    graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
+                    batch = None
+                    if graphs.running is None and not is_step:
+                        return run(model, *args, **kwargs)
             reached = entries.block.reached
             outer, graphs.running = graphs.running, batch  # as `graphs.runs()`, without its calls
             try:
@@ -230,8 +211,8 @@ class ForwardWrappers:
                 graphs.running = outer
             if batch is not None and entries.block.reached == reached:
                 graphs.count_as_given(entries.block_missed(_decided_as_given(batch)))
-            if added_rows and processor is None:
-                out = _cut_rows(out, tokens)
+            if isinstance(batch, MicroBatch) and batch.entry_padding and get("output_processor") is None:
+                out = out[:, :tokens]  # of losses [1, T] or logits [1, T, V]
             if is_step:
                 graphs.after_step()
             return out
@@ -267,39 +248,33 @@ class ForwardWrappers:
 
         def forward(block: Any, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
             graphs = graphs_of_block(key_of(block))
-            if graphs is None or graphs.running is None:
+            if graphs is None or graphs.running is None or graphs.entries.block.is_own is False:
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            entries, batch = graphs.entries, graphs.running
-            if entries.block.is_own is False:
-                return original(block, hidden_states, attention_mask, *args, **kwargs)
+            entries, batch, get = graphs.entries, graphs.running, kwargs.get
             entries.block.is_own = True
             entries.block.reached += 1
             is_first = getattr(block, "pre_process", True)
             entered = hidden_states if is_first else block.input_tensor
+            table, mask = get("rotary_pos_emb"), get("padding_mask")
+            if isinstance(batch, MicroBatch) and not entries.are_megatrons:
+                if get("packed_seq_params") is not batch.constant_params():
+                    batch = EagerReason.SIGNATURE_CHANGED
+                elif not _has_expected(graphs, batch, args, kwargs):
+                    graphs.run_as_given(batch, table, entered)
+                    kwargs["packed_seq_params"] = batch.params
+                    return original(block, hidden_states, attention_mask, *args, **kwargs)
             if isinstance(batch, EagerReason):
                 graphs.count_as_given(batch, entered)
-                graphs.look_at_table(kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params"), entered)
+                graphs.look_at_table(table, get("packed_seq_params"), entered)
                 return original(block, hidden_states, attention_mask, *args, **kwargs)
-            if not entries.are_megatrons and kwargs.get("packed_seq_params") is not batch.constant_params():
-                graphs.count_as_given(EagerReason.SIGNATURE_CHANGED, entered)
-                return original(block, hidden_states, attention_mask, *args, **kwargs)
-            table = kwargs.get("rotary_pos_emb")
-            if not entries.are_megatrons and not _has_expected(graphs, batch, args, kwargs):
-                graphs.run_as_given(batch, table, entered)
-                kwargs["packed_seq_params"] = batch.params
-                return original(block, hidden_states, attention_mask, *args, **kwargs)
-            loop = graphs.begin(batch, entered, table, kwargs.get("padding_mask"))
+            loop = graphs.begin(batch, entered, table, mask)
             if loop is None:
                 kwargs["packed_seq_params"] = batch.canonical_params()
-                mask = batch.canonical_mask()
-                if mask is not None:
+                if (mask := batch.canonical_mask()) is not None:
                     kwargs["padding_mask"] = mask
                 rows = batch.pad(entered)
-                if is_first:
-                    out = original(block, rows, None, *args, **kwargs)
-                else:
-                    with standing_in(block, rows):
-                        out = original(block, hidden_states, None, *args, **kwargs)
+                with contextlib.nullcontext() if is_first else standing_in(block, rows):
+                    out = original(block, rows if is_first else hidden_states, None, *args, **kwargs)
                 out = batch.cut(out)
                 graphs.verifier.keep_gradient(batch, out)
                 return out
@@ -383,24 +358,39 @@ def _has_expected(
     return constants is not None and not any(arg is not None for arg in args) and constants.are(further)
 
 
-def _pad(batch: MicroBatch, given: dict[str, Any]) -> None:
+def _enter(
+    graphs: GraphedModel, model: Any, batch: MicroBatch, given: dict[str, Any]
+) -> MicroBatch | EagerReason:
     """Puts the capacity's constants into the pack that a model is given, and adds rows to each row list.
 
-    Those hold zeros. Their losses are cut off, so that no gradient comes from them. The offsets stay as
-    given: what lies behind the layers tells documents apart by them.
+    The offsets stay as given: what lies behind the layers tells documents apart by them.
 
-    Args:
-        batch: the decision.
-        given: the model's arguments.
+    Returns:
+        The micro-batch, or why it runs as it was given after all: something fits the rows that were given
+        alone, or asks the block for other results.
     """
+    processor, is_foreign = given.get("output_processor"), not graphs.entries.are_megatrons
+    if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
+        return EagerReason.SIGNATURE_CHANGED
+    if batch.entry_padding:
+        # Of a pipeline's stage other stages see the rows, too.
+        is_inner = not getattr(model, "pre_process", True) or not getattr(model, "post_process", True)
+        if is_inner or is_foreign or (processor is not None and batch.tokens % graphs.tensor.size):
+            return EagerReason.SIGNATURE_CHANGED
+        reason = graphs.reason_against_rows()
+        if reason is not None and not batch.as_given(reason):
+            return reason
+    shown = None
+    if processor is not None and not is_foreign:  # whose call of it is its own
+        shown = _shown_to_processor(batch, graphs.tensor, given)
     given["packed_seq_params"] = batch.constant_params()
-    if batch.variant.has_mask:
+    if batch.key.has_mask:
         given["padding_mask"] = batch.mask_at_entry(given.get("padding_mask"))
     if batch.entry_padding:
-        for name in ROW_LISTS:
-            rows: Tensor | None = given.get(name)
-            if rows is not None:
-                given[name] = functional.pad(rows, (0, batch.entry_padding))
+        _add_rows(batch, graphs.tensor, given)
+    if shown is not None:
+        shown.passed = {name: given.get(name) for name in _HANDED_ON}
+    return batch
 
 
 # What an output processor gets as the caller passed it; its hidden states are cut.
@@ -423,17 +413,19 @@ def _shown_to_processor(batch: MicroBatch, ranks: TensorRanks, given: dict[str, 
 
 
 def _add_rows(batch: MicroBatch, ranks: TensorRanks, given: dict[str, Any]) -> None:
-    """Gives the capacity's rows to the decoder's input, of which each rank has its share."""
-    rows: Tensor = given["decoder_input"]
-    if not rows.requires_grad:
-        # The way back is a collective, and another rank may have a use for it.
-        rows = rows.detach().requires_grad_(torch.is_grad_enabled())
-    given["decoder_input"] = ranks.share_anew(rows, batch.capacity.tokens)
+    """Gives the capacity's rows to each row list, and each rank's share of them to the decoder's input.
 
-
-def _cut_rows(out: Tensor, tokens: int) -> Tensor:
-    """The first rows of losses [1, T] or logits [1, T, V]."""
-    return out[:, :tokens]
+    Those hold zeros. Their losses are cut off, so that no gradient comes from them.
+    """
+    for name in ROW_LISTS:
+        if given.get(name) is not None:
+            given[name] = functional.pad(given[name], (0, batch.entry_padding))
+    rows: Tensor | None = given.get("decoder_input")
+    if rows is not None:
+        if not rows.requires_grad:
+            # The way back is a collective, and another rank may have a use for it.
+            rows = rows.detach().requires_grad_(torch.is_grad_enabled())
+        given["decoder_input"] = ranks.share_anew(rows, batch.tokens + batch.entry_padding)
 
 
 def _one_by_one(

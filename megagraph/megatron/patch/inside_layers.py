@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megagraph.megatron.graphs.layer_arguments import is_canonical
+from megagraph._C import is_canonical
 from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam
 from megagraph.modules import RotaryTables
 from megagraph.packs.mla_rope import Rotation, rope_mla

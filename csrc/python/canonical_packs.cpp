@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "csrc/python/canonical_packs.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <utility>
+
+#include "csrc/torch/python_tensors.h"
+#include "csrc/watch/references.h"
+
+namespace py = pybind11;
+
+namespace megagraph {
+namespace {
+
+struct Names {
+  const py::str &actual_q = interned("cu_seqlens_q"), &actual_kv = interned("cu_seqlens_kv"),
+                &padded_q = interned("cu_seqlens_q_padded"),
+                &padded_kv = interned("cu_seqlens_kv_padded"), &seq_idx = interned("seq_idx"),
+                &tokens = interned("total_tokens"), &mark = interned("_megagraph_is_canonical");
+  std::array<const py::str*, 4> offsets{&actual_q, &actual_kv, &padded_q, &padded_kv};
+};
+
+const Names& names() {
+  static const Names& known = *new Names;
+  return known;
+}
+
+py::object copy_of(const py::object& params) {
+  return py::module_::import("copy").attr("copy")(params);
+}
+
+}  // namespace
+
+void mark_canonical(const py::object& params) {
+  for (const py::str* name : names().offsets) {
+    const py::object offsets = py::getattr(params, *name);
+    if (!offsets.is_none()) py::setattr(offsets, names().mark, py::bool_(true));
+  }
+}
+
+bool is_canonical(const py::handle& offsets) { return py::hasattr(offsets, names().mark); }
+
+py::object with_canonical_mark(const py::object& params) {
+  py::object marked = copy_of(params);
+  std::map<PyObject*, py::object> made;
+  for (const py::str* name : names().offsets) {
+    const py::object offsets = py::getattr(params, *name);
+    if (offsets.is_none()) continue;
+    py::object& own = made[offsets.ptr()];
+    if (!own) own = offsets.attr("detach")();
+    py::setattr(marked, *name, own);
+  }
+  mark_canonical(marked);
+  return marked;
+}
+
+py::object without_ranks(const py::object& params) {
+  py::object plain = copy_of(params);
+  for (const char* name : {"local_cp_size", "cp_group"}) plain.attr(name) = py::none();
+  return plain;
+}
+
+CanonicalPacks::CanonicalPacks(VariantKey key, int64_t extra_seqs)
+    : key_(std::move(key)), extra_seqs_(extra_seqs), python_key_(py::cast(key_)) {}
+
+std::map<std::string, std::optional<int64_t>> CanonicalPacks::added_offsets() const {
+  std::map<std::string, std::optional<int64_t>> added{{"actual", std::nullopt}};
+  if (extra_seqs_ > 0) {
+    added["padded"] = key_.capacity.value().tokens * key_.cp_size;
+  } else if (key_.form.has_padded) {
+    added["padded"] = std::nullopt;
+  }
+  return added;
+}
+
+const py::dict& CanonicalPacks::constants(const py::object& params_type) {
+  const auto found = constants_.find(params_type.ptr());
+  if (found != constants_.end()) return found->second.second;
+  const py::object known =
+      py::module_::import("inspect").attr("signature")(params_type).attr("parameters");
+  py::dict constants;
+  const auto put = [&](const char* name, const py::object& value) {
+    if (known.contains(name)) constants[interned(name)] = value;
+  };
+  put("qkv_format", interned("thd"));
+  // Kernels choose by the longest document: alike for every pack.
+  const py::int_ longest(key_.capacity.value().max_seqlen);
+  put("max_seqlen_q", longest);
+  put("max_seqlen_kv", longest);
+  // A tail that is padded but not valid needs it said, whatever the pack said.
+  const auto between = extra_seqs_ > 0 ? std::optional(true) : key_.form.pad_between_seqs;
+  if (between) put("pad_between_seqs", py::bool_(*between));
+  auto& added = constants_[params_type.ptr()];
+  added = {params_type, std::move(constants)};
+  return added.second;
+}
+
+py::object CanonicalPacks::make(const py::object& params_type, const py::object& actual,
+                                const py::object& padded, const py::object& seq_idx) {
+  const auto fields = py::reinterpret_steal<py::dict>(PyDict_Copy(constants(params_type).ptr()));
+  const py::object& physical = padded.is_none() && key_.form.is_aliased ? actual : padded;
+  fields[names().actual_q] = actual;
+  fields[names().actual_kv] = actual;
+  fields[names().padded_q] = physical;
+  fields[names().padded_kv] = physical;
+  PyObject* called = PyObject_Call(params_type.ptr(), py::tuple().ptr(), fields.ptr());
+  if (called == nullptr) throw py::error_already_set();
+  py::object made = py::reinterpret_steal<py::object>(called);
+  if (key_.form.has_seq_idx) {  // which its constructor would wait for the device to make
+    py::setattr(made, names().seq_idx, seq_idx);
+    py::setattr(made, names().tokens, py::int_(key_.capacity.value().tokens));
+  }
+  return made;
+}
+
+py::object CanonicalPacks::make_like(const py::object& given, const py::object& actual,
+                                     const py::object& padded, const py::object& seq_idx) {
+  py::object made = make(py::type::of(given), actual, padded, seq_idx);
+  const auto before = attributes_of(given.ptr()).cast<py::dict>();
+  const auto own = attributes_of(made.ptr()).cast<py::dict>();
+  if (before.size() > own.size()) {
+    for (const auto& [name, value] : before) {
+      if (!own.contains(name)) own[name] = value;
+    }
+  }
+  return made;
+}
+
+}  // namespace megagraph

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Makes packs: the canonical ones of a variant, and others that stand for a pack as it was given.
+//
+// A canonical pack is of the class that the given one is of, whatever fields that has in a release.
+// What others have set on the given one beside these is handed on.
+//
+// Its offsets are marked where they are nobody else's: by the mark RoPE inside of a layer knows
+// that positions begin anew in each document (megagraph/megatron/graphs/positions.py).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "csrc/decide/variant_key.h"
+
+namespace megagraph {
+
+// Marks the offsets of a pack, which nobody else holds.
+void mark_canonical(const pybind11::object& params);
+bool is_canonical(const pybind11::handle& offsets);
+// The pack with marked tensors of its own over the same offsets; equal ones stay one.
+pybind11::object with_canonical_mark(const pybind11::object& params);
+// The pack without the ranks that it names.
+pybind11::object without_ranks(const pybind11::object& params);
+
+class CanonicalPacks {
+ public:
+  // `extra_seqs`: documents that the convention of the tail adds, of padding alone.
+  CanonicalPacks(VariantKey key, int64_t extra_seqs);
+
+  const VariantKey& key() const { return key_; }
+  // The same as Python knows it, one object.
+  const pybind11::object& python_key() const { return python_key_; }
+  // What is put behind the actual and, if canonical packs have them, the padded offsets; none
+  // repeats the last one.
+  std::map<std::string, std::optional<int64_t>> added_offsets() const;
+  // A pack of a class with these offsets, None for none; `seq_idx` is None in forms without it.
+  pybind11::object make(const pybind11::object& params_type, const pybind11::object& actual,
+                        const pybind11::object& padded, const pybind11::object& seq_idx);
+  // The same of the class of a given pack, with whatever others have set on that.
+  pybind11::object make_like(const pybind11::object& given, const pybind11::object& actual,
+                             const pybind11::object& padded, const pybind11::object& seq_idx);
+
+ private:
+  // What each pack of a class says beside its offsets, less what the release does not have.
+  const pybind11::dict& constants(const pybind11::object& params_type);
+
+  const VariantKey key_;
+  const int64_t extra_seqs_;
+  const pybind11::object python_key_;
+  std::map<PyObject*, std::pair<pybind11::object, pybind11::dict>> constants_;  // by class
+};
+
+}  // namespace megagraph
