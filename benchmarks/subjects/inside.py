@@ -62,7 +62,7 @@ class Replays:
 
     def decided(self) -> Any:
         """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
-        return self._graphs.decide(self._params, self._tokens, None, is_mask_shared=True, is_skipped=False)
+        return self._graphs.decide(self._params, self._tokens, None, from_ids=True, is_skipped=False)
 
     @contextlib.contextmanager
     def running(self, batch: Any) -> Iterator[None]:

@@ -24,7 +24,7 @@ import megagraph
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.graphs import model as graphed_model
+from megagraph.megatron.graphs import dispatcher
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel import peers
 from megagraph.megatron.patch.installation import installed_plugin
@@ -147,7 +147,7 @@ def make(
     install: Callable[..., GraphConfig], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., ExpertTrainer]]:
     """Makes a model of these capacities whose experts need equal rows."""
-    monkeypatch.setattr(graphed_model, "need_equal_rows", lambda config: True)
+    monkeypatch.setattr(dispatcher, "need_equal_rows", lambda config: True)
 
     def with_capacities(*capacities: Capacity) -> ExpertTrainer:
         install(capacities=capacities, cuda_graph_modules=("attn", "moe_router"))

@@ -245,8 +245,10 @@ def dispatcher(cp_sizes: tuple[int, ...] = (1,)) -> Dispatcher:
     """One of a model whose packs as many ranks share, the first number of them if packs do not say."""
     context = mock.Mock(size=cp_sizes[0], sizes=cp_sizes, is_dynamic=False)
     arguments = mock.Mock(depend_on_max_seqlen=False, are_cut=False)
-    rules = mock.Mock(needs_every_row=False, arguments=arguments)
-    return Dispatcher(GraphConfig(), rules, mock.Mock(context=context, size=1, run_other_packs=False))
+    model_config = mock.Mock(num_moe_experts=None)
+    tensor = mock.Mock(shards_sequence=False)
+    peers = mock.Mock(context=context, tensor=tensor, size=1, run_other_packs=False)
+    return Dispatcher(model_config, GraphConfig(), arguments, peers)
 
 
 def test_a_rank_that_waits_long_to_learn_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

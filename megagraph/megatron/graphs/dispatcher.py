@@ -52,6 +52,7 @@ class Dispatcher(_C.Dispatcher):
     graphs were captured with, since their collectives are of its communicator.
 
     Attributes:
+        needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         by_cp_size: capacities, smallest first; empty while they are still to be learned.
         masks_at_entry: every micro-batch has a padding mask, which its ranks share with the rows.
     """
@@ -61,11 +62,11 @@ class Dispatcher(_C.Dispatcher):
     def __init__(self, model_config: Any, config: GraphConfig, tables: LayerArguments, peers: Peers) -> None:
         context = peers.context
         masks_tail, pads_at_entry = has_experts(model_config), peers.tensor.shards_sequence
-        self._needs_equal_rows = need_equal_rows(model_config)
+        self.needs_equal_rows = need_equal_rows(model_config)
         super().__init__(
             extra_seqs=config.tail.extra_seqs,
             depends_on_longest=tables.depend_on_max_seqlen,
-            needs_equal_rows=self._needs_equal_rows,
+            needs_equal_rows=self.needs_equal_rows,
             masks_tail=masks_tail,
             pads_at_entry=pads_at_entry,
             is_own_table=tables.include,
@@ -104,7 +105,7 @@ class Dispatcher(_C.Dispatcher):
     @property
     def rows(self) -> int | None:
         """Of every micro-batch; None if the number is free, or not known yet."""
-        return self.known[0].tokens if self._needs_equal_rows and self.known else None
+        return self.known[0].tokens if self.needs_equal_rows and self.known else None
 
     def check(self, rows: Callable[[int], int]) -> None:
         """Raises `ValueError` if the ranks of the model cannot run packs of these capacities.
@@ -112,7 +113,7 @@ class Dispatcher(_C.Dispatcher):
         `rows` does so too, which makes a tensor-parallel rank's rows of a pack's tokens.
         """
         numbers = sorted({capacity.tokens for capacity in self.known})
-        if self._needs_equal_rows and len(numbers) > 1:
+        if self.needs_equal_rows and len(numbers) > 1:
             raise ValueError(
                 "experts are spread over ranks and take as many rows from each: expected capacities of one "
                 f"number of tokens, got {', '.join(map(str, numbers))}; set max_seqlen_per_dp_cp_rank to the "

@@ -28,7 +28,6 @@ from megagraph.megatron.graphs.refusals import Refusal, check_graph_options, ref
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.groups import ranks_of
-from megagraph.megatron.parallel.model_parallel import need_equal_rows
 from megagraph.megatron.parallel.peers import HostGroup, Peers
 from megagraph.megatron.scopes.parts import experts_of
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
@@ -64,7 +63,6 @@ class GraphedModel:
         changes: what keeps a step eager.
         refusal: why the whole model stays eager, or None.
         running: what its forward runs now: padded, or as given.
-        needs_equal_rows: ranks of other packs run as many rows in each micro-batch.
         hands_on: another stage or chunk of a pipeline gets its hidden states.
     """
 
@@ -82,7 +80,6 @@ class GraphedModel:
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
         self.tensor, self.view = self.peers.tensor, self.peers.view
-        self.needs_equal_rows = need_equal_rows(model.config)
         self._arguments = LayerArguments(model, self.entries)
         self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
@@ -95,7 +92,7 @@ class GraphedModel:
         self._learners: HostGroup = self.peers  # of capacities
         if self.refusal is None:
             self.dispatcher.check(self.tensor.rows)
-            if self.needs_equal_rows:
+            if self.dispatcher.needs_equal_rows:
                 self._learners = _ranks_of_experts(model)
             if config.mode == "graph":
                 self.changes.begin()
@@ -274,7 +271,7 @@ class GraphedModel:
         failure = entries.settle()
         if entries.are_settled and not entries.are_megatrons:
             self.view.refuse("a forward that overrides Megatron's")
-        if self.needs_equal_rows:
+        if self.dispatcher.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
         if failure and self.refusal is None:
             self._refuse(Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=failure))

@@ -196,7 +196,7 @@ class ForwardWrappers:
             if isinstance(batch, MicroBatch):
                 batch = _enter(graphs, model, batch, kwargs)
             if isinstance(batch, EagerReason):
-                if graphs.needs_equal_rows:
+                if graphs.dispatcher.needs_equal_rows:
                     graphs.require_rows(tokens, batch)
                 if entries.are_settled and not graphs.learns_from(batch):
                     graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
