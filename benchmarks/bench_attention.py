@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measuring.children import Answer, caught, try_part
+from benchmarks.measuring.children import Answer, Parts, try_part
 from benchmarks.measuring.clocks import Call, device_us, kernel_us
-from benchmarks.measuring.figures import Measurement, beside, timed
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import Parts, answering, on_side_stream
+from benchmarks.measuring.results import Figure, Measurement, beside, timed
+from benchmarks.subjects.hosts import on_side_stream
 from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
@@ -53,14 +52,10 @@ class Shape:
     def inputs(self) -> list[Tensor]:
         """q, k, v and a gradient of the output."""
         random = partial(torch.randn, device=DEVICE, dtype=self.dtype)
-        heads = (self.heads, self.groups, self.groups, self.heads)
-        return [random(self.tokens, count, self.dim) for count in heads]
+        return [random(self.tokens, n, self.dim) for n in (self.heads, self.groups, self.groups, self.heads)]
 
     def pack(self, documents: int | None = None) -> tuple[Tensor, int]:
-        """Offsets of documents that fill all rows but a short tail, and the longest of them.
-
-        By default a document for each 1,024 rows.
-        """
+        """Offsets of documents, one for each 1,024 rows, that leave a short tail, and the longest of them."""
         offsets = lognormal_offsets(self.tokens - TAIL, documents or self.tokens // 1024, device=DEVICE)
         return offsets, int(offsets.diff().max())
 
@@ -73,7 +68,6 @@ PADDED_SHAPES, RIVAL_SHAPE = (SHAPES[0], SHAPES[-1]), SHAPES[-1]
 
 
 def ours(inputs: Sequence[Tensor], cu_seqlens: Tensor, longest: int) -> dict[str, Call]:
-    """The op's forward and backward."""
     q, k, v, grad = inputs
     packed = (cu_seqlens, cu_seqlens, longest, longest)
     out, lse = torch.ops.megagraph.varlen_attention(q, k, v, *packed)
@@ -141,7 +135,6 @@ class Captured:
 
 
 def device_medians(calls: Sequence[Call]) -> list[list[float]]:
-    """GPU time of what each call enqueues: the median of each turn."""
     rounds = [[median(device_us([call], repeats=5, warm_up=1)[0]) for call in calls] for _ in range(ROUNDS)]
     return [list(times) for times in zip(*rounds, strict=True)]
 
@@ -152,18 +145,12 @@ def gpu_us(calls: Sequence[Call]) -> list[list[float]]:
 
 
 def _compare(shape: Shape) -> list[Figure]:
-    (cu_seqlens, longest), inputs = shape.pack(), shape.inputs()
-    mine, figures = ours(inputs, cu_seqlens, longest), []
-
-    def both(direction: str) -> Answer:
-        return {"us": gpu_us((mine[direction], atens(inputs, cu_seqlens, longest)[direction]))}
-
+    inputs, pack = shape.inputs(), shape.pack()
+    mine, theirs, figures = ours(inputs, *pack), atens(inputs, *pack), []
     for direction, call in mine.items():
-        answer = caught(partial(both, direction))
-        us, *other = answer.get("us") or gpu_us((call,))  # where the rival failed, ours alone
-        bar = BAR * median(other[0]) if other else None
-        figure = timed(f"{shape}, {direction}: GPU time", us, "us", bar=bar)
-        figures.append(beside(figure, ATEN, answer, lambda of: median(of["us"][1])))
+        us, its = gpu_us((call, theirs[direction]))
+        rival: dict[str, Any] = {"rival": ATEN, "rival_value": median(its), "bar": BAR * median(its)}
+        figures.append(timed(f"{shape}, {direction}: GPU time", us, "us", **rival))
     return figures
 
 
@@ -174,28 +161,24 @@ def _compare_padded(shape: Shape) -> list[Figure]:
     """
     (tight, longest), inputs, figures = shape.pack(USED), shape.inputs(), list[Figure]()
     alone = Captured(inputs, tight, USED, longest)
-
-    def fixed(max_seqlen: int, direction: str) -> Answer:
-        """What the slots cost in a graph whose grids stay as they were captured."""
-        calls = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
-        return {"us": median(gpu_us((calls[direction],))[0])}
-
     for max_seqlen in (longest, shape.tokens):
         many = Captured(inputs, tight, CAPACITY, max_seqlen)
+        # What the slots cost in a graph whose grids stay as they were captured.
+        fixed = atens(inputs, ops.pad_cu_seqlens(tight, CAPACITY), max_seqlen)
         for direction in many.calls:
             us, tight_us = device_medians((many.calls[direction], alone.calls[direction]))
             title = f"GPU time of {CAPACITY} document slots, {USED} used, max_seqlen {max_seqlen}"
             rival, its = f"{USED} document slots, max_seqlen {longest}", median(tight_us)
-            figure = timed(f"{shape}, {direction}: {title}", us, "us", bar=PADDING_BAR * its)
-            figures.append(replace(figure, rival=rival, rival_value=its))
-            answer = caught(partial(fixed, max_seqlen, direction))
-            figure = replace(figure, name=f"{figure.name}, beside ATen alone", bar=None)
-            figures.append(beside(figure, ATEN, answer, lambda of: float(of["us"])))
+            figure = timed(f"{shape}, {direction}: {title}", us, "us", rival=rival, rival_value=its)
+            aten_us = median(gpu_us((fixed[direction],))[0])
+            figures += [
+                replace(figure, bar=PADDING_BAR * its),
+                replace(figure, name=f"{figure.name}, beside ATen alone", rival=ATEN, rival_value=aten_us),
+            ]
     return figures
 
 
 def _rival() -> Answer:
-    """Microseconds of its kernels."""
     from transformer_engine.pytorch import DotProductAttention
 
     shape = RIVAL_SHAPE
@@ -217,7 +200,6 @@ def _rival() -> Answer:
 
 
 PARTS: Parts = {TRANSFORMER_ENGINE: _rival}
-answer = answering(PARTS)
 
 
 def _beside_transformer_engine() -> list[Figure]:
@@ -233,7 +215,6 @@ def _beside_transformer_engine() -> list[Figure]:
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures every shape beside ATen, and one beside Transformer Engine."""
     with torch.no_grad():
         for shape in SHAPES:
             measurement.take(f"{shape}, GPU time", partial(_compare, shape))

@@ -9,16 +9,16 @@ kernels on them.
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.children import Answer, measure_part
-from benchmarks.measuring.figures import Measurement, plain
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import DETERMINISTIC, Parts, answering, engines_spec, install, seed_streams
+from benchmarks.measuring.children import Answer, Parts, measure_part
+from benchmarks.measuring.results import Figure, Measurement, plain
+from benchmarks.subjects.hosts import DETERMINISTIC, engines_spec, install, seed_streams
 from benchmarks.subjects.packs import LAYER_KINDS, MICRO_BATCHES, model_options
 from megagraph import megatron
 from megagraph.decide.dispatch import Capacity
@@ -32,20 +32,12 @@ MODEL = model_options(256, layers=3, tokens=1024)
 
 @dataclass(frozen=True, kw_only=True)
 class BitsCase:
-    """One training.
+    """One training."""
 
-    Args:
-        share: `max_seqlen` of every pack, as a share of its tokens.
-        transformer_engine: layers of its modules, otherwise ours.
-        fused_rope: its kernel rotates.
-        modules: what of each layer is graphed; none for whole layers.
-        steps: of the training.
-    """
-
-    share: float = 0.5
-    transformer_engine: bool = True
-    fused_rope: bool = False
-    modules: tuple[str, ...] = ()
+    share: float = 0.5  # `max_seqlen` of every pack, as a share of its tokens
+    transformer_engine: bool = True  # layers of its modules, otherwise ours
+    fused_rope: bool = False  # its kernel rotates
+    modules: tuple[str, ...] = ()  # what of each layer is graphed; none for whole layers
     steps: int = 60
 
 
@@ -119,7 +111,6 @@ def _measured(case: BitsCase) -> Answer:
 
 
 PARTS: Parts = {name: partial(_measured, case) for name, case in BITS.items()}
-answer = answering(PARTS)
 
 
 def figures_of(name: str, answer: Answer) -> list[Figure]:
@@ -137,6 +128,9 @@ def figures_of(name: str, answer: Answer) -> list[Figure]:
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures all trainings side by side."""
+    """All trainings run side by side, since nothing is timed."""
     ask = partial(measure_part, __name__, environment=DETERMINISTIC)
-    measurement.take_side_by_side(dict.fromkeys(BITS, figures_of), ask)
+    with ThreadPoolExecutor(len(BITS)) as pool:
+        answers = {name: pool.submit(ask, name) for name in BITS}
+        for name, answer in answers.items():
+            measurement.take(name, lambda name=name, answer=answer: figures_of(name, answer.result()))  # type: ignore[misc]

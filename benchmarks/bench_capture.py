@@ -17,11 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.clocks import outside_bytes
-from benchmarks.measuring.figures import Measurement, beside_each, plain
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import Parts, answering, install_for
+from benchmarks.measuring.results import Figure, Measurement, beside_each, plain
+from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import graphs_of
 from benchmarks.subjects.layers import LAYERS, made_quickly, megatrons_graphs, torchs_graphs
 from benchmarks.subjects.packs import a_pack, model_options
@@ -69,24 +68,23 @@ class _Watch:
         finally:
             self.seconds[phase] += time.perf_counter() - start
 
+    def of_capture(self, capture: Any) -> SimpleNamespace:
+        """Times one graph's capture; stands in for `_C.CudaCapture`."""
+        of, recorded = next(self.passes), contextlib.ExitStack()
 
-def _watched_capture(watch: _Watch, capture: Any) -> SimpleNamespace:
-    """Times one graph's capture; stands in for `_C.CudaCapture`."""
-    of, begun = next(watch.passes), [0.0]
+        def begin() -> None:
+            with self.timed("begin"):
+                capture.begin()
+            recorded.enter_context(self.timed(("forward", "backward")[of]))
 
-    def begin() -> None:
-        with watch.timed("begin"):
-            capture.begin()
-        begun[0] = time.perf_counter()
+        def end() -> Any:
+            recorded.close()
+            with self.timed("end"):
+                executable = capture.end()
+            self.nodes[of].append(executable.num_nodes)
+            return executable
 
-    def end() -> Any:
-        watch.seconds[("forward", "backward")[of]] += time.perf_counter() - begun[0]
-        with watch.timed("end"):
-            executable = capture.end()
-        watch.nodes[of].append(executable.num_nodes)
-        return executable
-
-    return SimpleNamespace(begin=begin, end=end, abort=capture.abort)
+        return SimpleNamespace(begin=begin, end=end, abort=capture.abort)
 
 
 @contextmanager
@@ -101,7 +99,7 @@ def _watched(watch: _Watch) -> Iterator[None]:
         watch.own_bytes += outside_bytes() - before
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (_C, "CudaCapture", lambda *args: _watched_capture(watch, capture_type(*args))),
+        (_C, "CudaCapture", lambda *args: watch.of_capture(capture_type(*args))),
         (CapturePlan, "warm_up", watch.timed("warm up")(CapturePlan.warm_up)),
         (gc, "collect", watch.timed("collect")(gc.collect)),
         (CudaBackend, "settle", watch.timed("settle")(settle)),
@@ -134,9 +132,8 @@ def _capture(trainer: Trainer, tokens: int) -> Answer:
 
 def measure_own() -> dict[str, dict[str, Answer]]:
     """Every size with every number of capacities, in one process, all kept until the last."""
-    os.environ.update(
-        FORCE_COLOR="1", TERM="xterm"
-    )  # else a standard error that is no terminal gets no progress
+    # Else a standard error that is no terminal gets no progress.
+    os.environ.update(FORCE_COLOR="1", TERM="xterm")
     options = {hidden: model_options(hidden, layers=LAYERS, tokens=TOKENS) for hidden in HIDDEN}
     trainers = {hidden: made_quickly(Trainer, each) for hidden, each in options.items()}
     measured: dict[str, dict[str, Answer]] = {str(hidden): {} for hidden in HIDDEN}
@@ -155,15 +152,14 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
     "Megatron's graphs, local": megatrons_graphs,
 }
 _OPTIONS = model_options(RIVALS_HIDDEN, layers=LAYERS, tokens=TOKENS)
-PARTS: Parts = {
-    "own": measure_own,
-    **{name: partial(rival, _OPTIONS) for name, rival in RIVALS.items()},
-}
-answer = answering(PARTS)
+PARTS: Parts = {"own": measure_own, **{name: partial(rival, _OPTIONS) for name, rival in RIVALS.items()}}
 
 
 def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> list[Figure]:
-    """The figures, from what the processes answered."""
+    """The figures, from what the processes answered.
+
+    What executables take outside of the allocator only the first capture shows.
+    """
     figures: list[Figure] = []
     for hidden, by_capacities in own.items():
         for name, answer in by_capacities.items():
@@ -176,27 +172,21 @@ def figures_of(own: dict[str, dict[str, Answer]], rivals: dict[str, Answer]) -> 
             parts = {what: answer["seconds"][phase] for phase, what in PHASES.items()}
             parts["the rest"] = seconds - sum(parts.values())
             figures += plain(where, {f"of it {p}": (scale * of, "ms a graph") for p, of in parts.items()})
-        figures += _weights(f"hidden {hidden}", by_capacities["1 capacity"])
+        first = by_capacities["1 capacity"]
+        (forward, backward), kib = first["nodes"], first["own_bytes"] / 2**10
+        weights = {
+            "nodes of a forward graph": (forward, "nodes"),
+            "nodes of a backward graph": (backward, "nodes"),
+            "executables' own memory": (kib / first["graphs"], "KiB a graph"),
+            "executables' own memory, by node": (kib / max(1, first["all_nodes"]), "KiB a node"),
+        }
+        figures += plain(f"hidden {hidden}", weights)
     return figures
 
 
-def _weights(where: str, answer: Answer) -> list[Figure]:
-    """Nodes, and what executables take outside of the allocator: only the first capture shows that."""
-    (forward, backward), kib = answer["nodes"], answer["own_bytes"] / 2**10
-    weights = {
-        "nodes of a forward graph": (forward, "nodes"),
-        "nodes of a backward graph": (backward, "nodes"),
-        "executables' own memory": (kib / answer["graphs"], "KiB a graph"),
-        "executables' own memory, by node": (kib / max(1, answer["all_nodes"]), "KiB a node"),
-    }
-    return plain(where, weights)
+def _everything() -> list[Figure]:
+    return figures_of(measure_part(__name__, "own"), {name: try_part(__name__, name) for name in RIVALS})
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures ours, and each rival."""
-
-    def everything() -> list[Figure]:
-        own = measure_part(__name__, "own")
-        return figures_of(own, {name: try_part(__name__, name) for name in RIVALS})
-
-    measurement.take("capture", everything)
+    measurement.take("capture", _everything)

@@ -7,7 +7,6 @@ the same router, which balances nothing. Gradients go to autograd's caller, not 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring.children import Answer, measure_part, try_part
+from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
 from benchmarks.measuring.clocks import wall_ms
-from benchmarks.measuring.figures import Measurement, beside_each, timed
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import Parts, answering, on_side_stream
+from benchmarks.measuring.results import Figure, Measurement, beside_each, timed
+from benchmarks.subjects.hosts import on_side_stream
 from benchmarks.subjects.packs import hidden_states, model_options
 from megagraph.demo.trainer import transformer_config
 from megagraph.megatron.specs import with_grouped_experts
@@ -28,68 +26,52 @@ from megagraph.megatron.specs import with_grouped_experts
 ROUNDS, WARM_UP = 30, 5
 OURS, ENGINES, SEQUENTIAL = "grouped", "Transformer Engine's grouped experts", "SequentialMLP"
 BAR = 1.3  # of the time of Transformer Engine's
+HIDDEN, INNER, EXPERTS, TOPK = 2048, 1408, 64, 6
+CASES = {
+    f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {INNER}, top {TOPK}": tokens
+    for tokens in (4096, 16384)
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertCase:
-    """One shape: SwiGLU experts of `inner` columns on rows of `hidden`, `topk` for each row."""
+def _layer(tokens: int, kind: str) -> Any:
+    """SwiGLU experts with random weights; Megatron's groups must be there."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
 
-    tokens: int
-    hidden: int
-    inner: int
-    experts: int
-    topk: int
-
-    def __str__(self) -> str:
-        sizes = f"hidden {self.hidden}, {self.experts} experts of {self.inner}, top {self.topk}"
-        return f"{self.tokens} tokens, {sizes}"
-
-    def layer(self, kind: str) -> Any:
-        """One with random weights; Megatron's groups must be there."""
-        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-        from megatron.core.transformer.spec_utils import build_module
-
-        is_engine = kind == ENGINES
-        config = transformer_config(
-            model_options(self.hidden, layers=1, tokens=self.tokens),
-            num_moe_experts=self.experts,
-            moe_router_topk=self.topk,
-            moe_ffn_hidden_size=self.inner,
-            moe_token_dispatcher_type="alltoall",
-            moe_router_load_balancing_type="none",
-            moe_router_dtype="fp32",
-            moe_grouped_gemm=is_engine,
-            add_bias_linear=False,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            bias_activation_fusion=True,
-            use_cpu_initialization=False,
-            perform_initialization=False,
-        )
-        spec = get_moe_module_spec(use_te=is_engine, num_experts=self.experts, moe_grouped_gemm=is_engine)
-        spec = with_grouped_experts(spec) if kind == OURS else spec
-        layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
-        layer.set_layer_number(1)
-        layer.cuda()
-        torch.manual_seed(5)
-        with torch.no_grad():
-            for param in layer.parameters():
-                param.normal_(0.0, 0.02)
-        return layer
+    is_engine = kind == ENGINES
+    config = transformer_config(
+        model_options(HIDDEN, layers=1, tokens=tokens),
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_ffn_hidden_size=INNER,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=is_engine,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=True,
+        use_cpu_initialization=False,
+        perform_initialization=False,
+    )
+    spec = get_moe_module_spec(use_te=is_engine, num_experts=EXPERTS, moe_grouped_gemm=is_engine)
+    spec = with_grouped_experts(spec) if kind == OURS else spec
+    layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
+    layer.set_layer_number(1)
+    layer.cuda()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.normal_(0.0, 0.02)
+    return layer
 
 
-CASES = (
-    ExpertCase(tokens=4096, hidden=2048, inner=1408, experts=64, topk=6),
-    ExpertCase(tokens=16384, hidden=2048, inner=1408, experts=64, topk=6),
-    ExpertCase(tokens=8192, hidden=4096, inner=2048, experts=64, topk=8),
-)
-
-
-def measure_kind(case: ExpertCase, kind: str) -> Answer:
+def measure_kind(tokens: int, kind: str) -> Answer:
     """Walls of a pass in ms."""
-    layer = case.layer(kind)
+    layer = _layer(tokens, kind)
     torch.manual_seed(3)
-    rows = hidden_states(case.tokens, case.hidden)
+    rows = hidden_states(tokens, HIDDEN)
     grad = torch.randn_like(rows)
 
     def run() -> tuple[Tensor, ...]:
@@ -108,24 +90,21 @@ def measure_kind(case: ExpertCase, kind: str) -> Answer:
     return {"walls": [wall_ms(call) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]}
 
 
-KINDS = (OURS, ENGINES, SEQUENTIAL)
-PARTS: Parts = {f"{case}: {kind}": partial(measure_kind, case, kind) for case in CASES for kind in KINDS}
-answer = answering(PARTS)
+PARTS: Parts = {
+    f"{name}: {kind}": partial(measure_kind, tokens, kind)
+    for name, tokens in CASES.items()
+    for kind in (OURS, ENGINES, SEQUENTIAL)
+}
 
 
-def _wall(answer: Answer) -> float:
-    return float(median(answer["walls"]))
-
-
-def _figures_of(case: ExpertCase) -> list[Figure]:
-    ours = measure_part(__name__, f"{case}: {OURS}")
-    rivals = {kind: try_part(__name__, f"{case}: {kind}") for kind in (ENGINES, SEQUENTIAL)}
-    bar = None if "error" in rivals[ENGINES] else BAR * _wall(rivals[ENGINES])
-    title = f"{case}: forward and backward, in a graph, median"
-    return beside_each(timed(title, ours["walls"], "ms", bar=bar), rivals, _wall)
+def _figures_of(name: str) -> list[Figure]:
+    ours = measure_part(__name__, f"{name}: {OURS}")
+    rivals = {kind: try_part(__name__, f"{name}: {kind}") for kind in (ENGINES, SEQUENTIAL)}
+    bar = None if "error" in rivals[ENGINES] else BAR * median(rivals[ENGINES]["walls"])
+    figure = timed(f"{name}: forward and backward, in a graph, median", ours["walls"], "ms", bar=bar)
+    return beside_each(figure, rivals, lambda answer: float(median(answer["walls"])))
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures every case."""
-    for case in CASES:
-        measurement.take(str(case), partial(_figures_of, case))
+    for name in CASES:
+        measurement.take(name, partial(_figures_of, name))

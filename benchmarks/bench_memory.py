@@ -10,11 +10,9 @@ that, so that nothing else may run beside it.
 from collections.abc import Mapping
 from functools import partial
 
-from benchmarks.measuring.children import Answer, measure_part
+from benchmarks.measuring.children import Answer, Parts, measure_part
 from benchmarks.measuring.clocks import MIB
-from benchmarks.measuring.figures import Measurement, plain
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.measuring.results import Figure, Measurement, plain
 from benchmarks.subjects.steps import (
     FURTHER_STEPS,
     NUM_SEQS,
@@ -55,12 +53,11 @@ PARTS: Parts = {
     for name, (case, beside) in CASES.items()
     for what in ("eager", "graphed", *beside)
 }
-answer = answering(PARTS)
 
 
 def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     """The figures of one model, from what its processes answered."""
-    graphed, of_eager = answers["graphed"], answers["eager"]["reserved"]
+    graphed, eager = answers["graphed"], answers["eager"]
 
     def executables(answer: Answer) -> int:
         return int(answer["outside"] - answer["outside_before"])
@@ -73,7 +70,7 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
     same, peak = "eager, the same physical tokens", "peak memory reserved"
     outside, pools = "executables, outside the allocator", "pools of the graphs"
     whole = "device memory in all, executables and CUDA's own included"
-    report = graphed["report"]
+    report, in_all = graphed["report"], graphed["reserved"] + graphed["outside"]
     values = {
         "graphs": (report["graphs"], "graphs"),
         outside: (executables(graphed) / MIB, "MiB"),
@@ -81,8 +78,8 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
         pools: (report["pool_bytes"] / MIB, "MiB"),
     }
     figures = [
-        beside(peak, graphed["reserved"], same, of_eager, 1.05),
-        beside(whole, graphed["reserved"] + graphed["outside"], same, of_eager + graphed["outside_before"]),
+        beside(peak, graphed["reserved"], same, eager["reserved"], 1.05),
+        beside(whole, in_all, same, eager["reserved"] + graphed["outside_before"]),
         *plain(name, values),
     ]
     if FOUR in answers:
@@ -93,7 +90,7 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
             beside(f"{FOUR}, {outside}", executables(four), one, executables(graphed)),
         ]
     figures += [
-        beside(f"{part} alone, {peak}", answers[part]["reserved"], same, of_eager, 1.05)
+        beside(f"{part} alone, {peak}", answers[part]["reserved"], same, eager["reserved"], 1.05)
         for part in HALVES
         if part in answers
     ]
@@ -101,8 +98,6 @@ def figures_of(name: str, answers: Mapping[str, Answer]) -> list[Figure]:
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures every model."""
-
     def measured(name: str, *parts: str) -> list[Figure]:
         return figures_of(name, {what: measure_part(__name__, f"{name}: {what}") for what in parts})
 

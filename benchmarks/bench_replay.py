@@ -11,11 +11,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import Measurement, beside_each, differences, timed, timed_ratio
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects import costs, eager_calls, flat_banks, layers
-from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
+from benchmarks.measuring.results import Figure, Measurement, beside_each, differences, timed, timed_ratio
+from benchmarks.subjects import costs, layers
 from benchmarks.subjects.packs import model_options
 from megagraph.demo.trainer import ModelOptions
 
@@ -37,12 +35,11 @@ RIVALS: dict[str, Callable[[ModelOptions], Answer]] = {
 OPTIONS = model_options(1024, layers=layers.LAYERS, tokens=layers.TOKENS)
 PARTS: Parts = {
     "own": partial(layers.measure_stacks, OPTIONS),
-    "banks": flat_banks.measure_banks,
-    "calls": eager_calls.measure_calls,
+    "banks": layers.measure_banks,
+    "calls": costs.measure_calls,
     "costs": partial(costs.measure_costs, OPTIONS),
     **{name: partial(rival, OPTIONS) for name, rival in RIVALS.items()},
 }
-answer = answering(PARTS)
 
 
 def layer_figures(own: Answer, rivals: Mapping[str, Answer]) -> list[Figure]:
@@ -99,7 +96,7 @@ def bank_figures(banks: Mapping[str, Answer]) -> list[Figure]:
     (first, one), *others = banks.items()
     for key, title in {"forward": "forward", NO_ENGINE: WITHOUT_ENGINE}.items():
         bare = f"bare {key.partition(' ')[0]}"
-        what = f"host time of a site in a chain of {flat_banks.SITES}, {title}"
+        what = f"host time of a site in a chain of {layers.SITES}, {title}"
         figures += [
             timed(f"{what}, {name}", answer[key], "us", floor=median(answer[bare]))
             for name, answer in banks.items()
@@ -120,13 +117,13 @@ def _larger_first(one: list[float], other: list[float]) -> tuple[list[float], li
 
 
 def call_figures(calls: Mapping[str, Answer]) -> list[Figure]:
-    """What the wrappers add to a model call that runs eager. Inside of the layers they add nothing."""
+    """Inside of the layers of an eager call the wrappers add nothing."""
     figures = []
     for name, answer in calls.items():
         patched, unpatched = answer["patched"], answer["unpatched"]
         rival = {"rival": f"unpatched, median of {len(unpatched)}", "rival_value": median(unpatched)}
         figures += [
-            timed(name, differences(patched, unpatched), "us more", bar=eager_calls.CASES[name].bar),
+            timed(name, differences(patched, unpatched), "us more", bar=costs.CASES[name].bar),
             timed(f"{name}, median", patched, "us", **rival),
         ]
     return figures
@@ -150,18 +147,12 @@ def cost_figures(measured: Answer) -> list[Figure]:
             timed_ratio(f"{title}: inside of a schedule / outside", inside, outside, "ratio", bar=ENGINE_BAR),
         ]
     title = "Python thread while a forward waits for the launch queue"
-    pace = Figure(
-        name=f"{title}: pace / its free one",
-        value=thread["share"],
-        unit="1",
-        bar=PACE_BAR,
-        better="higher",
-    )
+    free = f"{title}: pace / its free one"
+    pace = Figure(name=free, value=thread["share"], unit="1", bar=PACE_BAR, better="higher")
     return [*figures, pace, Figure(name=f"{title}: the wait", value=thread["waited"], unit="s")]
 
 
 def measure(measurement: Measurement) -> None:
-    """Measures layers beside everybody else's, banks of many variants, eager calls, what is around layers."""
     ask = partial(measure_part, __name__)
 
     def beside_rivals() -> list[Figure]:

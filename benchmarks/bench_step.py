@@ -17,10 +17,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 
-from benchmarks.measuring.children import Answer, measure_part, try_part
-from benchmarks.measuring.figures import Measurement, beside_each, plain, ratios, timed
-from benchmarks.measuring.results import Figure
-from benchmarks.subjects.hosts import Parts, answering
+from benchmarks.measuring.children import Answer, Parts, measure_part, try_part
+from benchmarks.measuring.results import Figure, Measurement, beside_each, plain, ratios, timed
 from benchmarks.subjects.steps import StepCase, measure_ours, measure_rival, step_case
 
 SAME_PACKS = "eager with the plugin, graphs disabled"
@@ -36,7 +34,6 @@ CASES = (
 PARTS: Parts = {f"{case.name}: ours": partial(measure_ours, case) for case in CASES} | {
     f"{case.name}: {kind}": partial(measure_rival, case, kind) for case in CASES for kind in case.rivals
 }
-answer = answering(PARTS)
 
 
 def by_step(walls: Sequence[float], order: Sequence[int]) -> list[float]:
@@ -105,14 +102,11 @@ def _beside_eager(case: StepCase, ours: Answer) -> list[Figure]:
     return figures
 
 
+def _measured(case: StepCase) -> list[Figure]:
+    ours = measure_part(__name__, f"{case.name}: ours")
+    return figures_of(case, ours, {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals})
+
+
 def measure(measurement: Measurement) -> None:
-    """Measures every case."""
-
-    def measured(case: StepCase) -> list[Figure]:
-        ours = measure_part(__name__, f"{case.name}: ours")
-        return figures_of(
-            case, ours, {kind: try_part(__name__, f"{case.name}: {kind}") for kind in case.rivals}
-        )
-
     for case in CASES:
-        measurement.take(case.name, partial(measured, case))
+        measurement.take(case.name, partial(_measured, case))

@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.measuring.figures import RESULTS
-from benchmarks.measuring.results import Figure, read_result
+from benchmarks.measuring.results import RESULTS, Figure, read_result
 
 IMAGE = Path("docs/images/step.svg")
 OURS = "megagraph"
@@ -40,18 +39,16 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
         figure, axes = pyplot.subplots(
             figsize=(10, 1 + 0.3 * sum(map(len, rows.values()))), layout="constrained"
         )
-        top, ticks = 0.0, []
+        top, ticks, legend = 0.0, [], {}
         for row in rows.values():
             for place, (who, value) in enumerate(row.items()):
                 colour = _COLOURS[everyone.index(who) % len(_COLOURS)]
-                axes.barh(top - place, value, 0.85, color=colour, label=who)
+                legend[who] = axes.barh(top - place, value, 0.85, color=colour)
                 axes.text(value, top - place, f" {value:.3g}", va="center", fontsize=7)
             ticks.append(top - (len(row) - 1) / 2)
             top -= len(row) + 0.6
         axes.set_yticks(ticks, ["\n".join(textwrap.wrap(name, 60)) for name in rows])
         axes.set(title="forward_backward_func of a training step, median", xlabel="ms")
-        handles, labels = axes.get_legend_handles_labels()
-        legend = dict(zip(labels, handles, strict=True))  # names each once
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False)
         pyplot.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
@@ -59,8 +56,5 @@ def draw(rows: dict[str, dict[str, float]], path: Path) -> None:
 
 if __name__ == "__main__":
     source = Path(os.environ.get("OUT", RESULTS), "step.json")
-    try:
-        draw(rows_of(read_result(source).figures), IMAGE)
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"drawing needs matplotlib: pip install --group plot ({error})") from error
+    draw(rows_of(read_result(source).figures), IMAGE)
     print(f"wrote {IMAGE}", flush=True)

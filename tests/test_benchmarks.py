@@ -19,12 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
 from benchmarks import plot  # noqa: E402
-from benchmarks.measuring import children, figures  # noqa: E402
-from benchmarks.measuring.clocks import MIB, Work  # noqa: E402
-from benchmarks.measuring.figures import RESULTS, Measurement  # noqa: E402
-from benchmarks.measuring.results import Figure, read_result  # noqa: E402
-from benchmarks.measuring.timeline import STEP, read_timeline  # noqa: E402
-from benchmarks.subjects import eager_calls, flat_banks  # noqa: E402
+from benchmarks.measuring import children, results  # noqa: E402
+from benchmarks.measuring.clocks import MIB, STEP, read_timeline  # noqa: E402
+from benchmarks.measuring.results import RESULTS, Figure, Measurement, read_result  # noqa: E402
+from benchmarks.subjects import costs, layers  # noqa: E402
 from benchmarks.subjects.packs import CASES, MICRO_BATCHES, Case  # noqa: E402
 from benchmarks.subjects.steps import RIVAL_ROUNDS, ROUNDS, StepCase  # noqa: E402
 from megagraph.decide.reasons import EagerReason  # noqa: E402
@@ -48,19 +46,16 @@ SOAKED = ("packs over the capacity, run eager", *_COSTS)
 TIMES = [3.0, 4.0, 5.0]
 PHASES = ("forward", "backward", "backward without engine", "engine", "around", "decided", "in a row")
 LAYER = dict.fromkeys((*PHASES, "bare forward", "bare backward"), TIMES)
-VERIFICATION = {"verified": 4, "unverified": 0, "seconds": 0.2}
 REPORT: dict[str, Any] = {"layers": 24, "calls": 100, "replays": 70, "graphs": 48, "pool_bytes": MIB}
 # Every reason, so that whatever a run has found is a name here too.
-REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}, "verification": VERIFICATION}
+REPORT |= {"eager": {reason.name: 1 for reason in EagerReason}}
 REPORT |= {"capture_seconds": 0.3}
-WAYS = ("graphed", "eager", "walls", "walls_ms", "graphed waits", "eager waits", "bare")
+WAYS = ("graphed", "eager", "walls", "walls_ms", "bare")
 STEPS: dict[str, Any] = dict.fromkeys(WAYS, TIMES) | {"order": [0, 1, 2], "outside_ms": TIMES}
 STEPS |= {"report": REPORT, "busy_ms": 7.5, "kernels_ms": 6.0, "fitting": 1.0, "all": 1.5}
 STEPS |= {"unpatched": {"walls": TIMES, "order": [0, 1, 2], "kernels_ms": 5.0}, "differing": 0}
-STEPS |= {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "pools": MIB, "slots": 4}
-STEPS |= {"graphs": 8, "tokens": [60, 70]}
+STEPS |= {"reserved": 104 * MIB, "outside_before": 10 * MIB, "outside": 12 * MIB, "slots": 4}
 SAME = {"losses": 0, "gradients": 0, "report": REPORT}
-GUARDS = {f"{what}, {how}": TIMES for what in ("call", "step") for how in ("hot", "idle")}
 INSIDE = {f"{where}, {how}": TIMES for where in ("inside", "outside") for how in ("hot", "idle")}
 LAST = dict.fromkeys(("backward", "engine", "megatron", "bare", "own"), TIMES)
 CAPTURE = {
@@ -70,23 +65,16 @@ CAPTURE = {
 # What processes of ours answer: the same for all parts of a benchmark, unless it is another one.
 ANSWERS: dict[str, dict[str, Any]] = dict.fromkeys(command.NAMES, STEPS) | {
     "bits": {"losses": 2, "gradients": 9, "eager": SAME, "graph": SAME},
-    "guards": REPORT,
 }
 PARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay", "own"): {key: {"graphed": LAYER, "eager": LAYER} for key in ("stack", "last")},
-    ("replay", "banks"): dict.fromkeys(flat_banks.BANKS, LAYER),
-    ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in eager_calls.CASES},
+    ("replay", "banks"): dict.fromkeys(layers.BANKS, LAYER),
+    ("replay", "calls"): {case: {"patched": TIMES, "unpatched": TIMES} for case in costs.CASES},
     ("replay", "costs"): {"last": LAST, "engine": INSIDE, "thread": {"share": 0.9, "waited": 1.5}},
     ("capture", "own"): dict.fromkeys(
         map(str, BENCHMARKS["capture"].HIDDEN), dict.fromkeys(BENCHMARKS["capture"].CAPACITIES, CAPTURE)
     ),
-    ("pipeline", "slots"): dict.fromkeys(map(str, BENCHMARKS["pipeline"].SLOTS), TIMES),
-    ("dynamic_cp", BENCHMARKS["dynamic_cp"].LONG_NAME): {
-        f"{ranks} {how}": TIMES for ranks in (1, 2) for how in ("eager", "graphed")
-    },
 }
-COSTS = {"times": GUARDS, "verification": VERIFICATION, "eager": 0.1}
-PARTS |= {("guards", name): COSTS for name in BENCHMARKS["guards"].COSTS}
 
 
 @pytest.fixture
@@ -113,9 +101,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 
     calls = {"forward": lambda: None, "backward": lambda: None}
     timed = lambda calls, **how: [[2.0, 3.0] for _ in calls]  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: BENCHMARKS["dynamic_cp"].RANKS)
-    attention, rope, staging = (BENCHMARKS[name] for name in ("attention", "rope", "staging"))
-    for module in (attention, rope, staging):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: BENCHMARKS["pipeline"].RANKS)
+    attention, rope = BENCHMARKS["attention"], BENCHMARKS["rope"]
+    for module in (attention, rope):
         monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(rope, "_random", lambda *shape: [])
     monkeypatch.setattr(rope, "copy_of", lambda num_bytes: lambda: None)
@@ -126,10 +114,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         monkeypatch.setattr(attention, name, lambda *arguments: calls)
     monkeypatch.setattr(attention.Shape, "inputs", lambda self: [])
     monkeypatch.setattr(attention, "Captured", lambda *arguments: SimpleNamespace(calls=calls))
-    work = [Work(staging.KERNEL, 1.0), Work(staging.COPY, 2.0), Work("add", 1.0)]
-    monkeypatch.setattr(staging, "_hidden", lambda *shape: torch.empty(1))
-    for name in ("device_work", "device_work_of"):
-        monkeypatch.setattr(staging, name, lambda *arguments, **how: work)
     return run
 
 
@@ -175,7 +159,7 @@ def test_the_drawing_finds_its_figures() -> None:
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`python -m benchmarks` with some arguments, on a machine with a GPU; each benchmark has one figure."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("benchmarks.measuring.figures.describe_environment", lambda: {})
+    monkeypatch.setattr("benchmarks.measuring.results.describe_environment", lambda: {})
     for module in BENCHMARKS.values():
         monkeypatch.setattr(module, "measure", lambda measurement: measurement.take("all", lambda: [FIGURE]))
 
@@ -204,9 +188,9 @@ def test_whatever_a_benchmark_raises_the_others_run(
         measurement.take("second", lambda: [{}["median"]])
 
     monkeypatch.setattr(BENCHMARKS["rope"], "measure", measure)
-    assert call("rope", "staging", "--out", str(tmp_path)) == 1
+    assert call("rope", "attention", "--out", str(tmp_path)) == 1
     assert "rope: RuntimeError: second: KeyError: 'median'" in capsys.readouterr().err
-    assert {path.stem for path in tmp_path.iterdir()} == {"rope", "staging"}, "what was measured stays"
+    assert {path.stem for path in tmp_path.iterdir()} == {"rope", "attention"}, "what was measured stays"
 
 
 def test_results_are_shown_without_being_measured(
@@ -247,17 +231,21 @@ def test_a_part_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
     assert read_result(measurement.path).figures == (FIGURE,)
 
 
-def test_a_process_answers_with_what_it_printed_last_or_why_it_failed(
+@pytest.mark.megatron
+def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    program = "import time\ndef answer(how):\n    print('{not json}')\n    print('{\"a\": 1}')\n"
-    program += "    print('{\"b\": 2}', flush=True)\n    if how == 'hang': time.sleep(60)\n"
-    program += "    if how == 'fail': raise ValueError('no')\n"
+    program = "import time\nfrom functools import partial\ndef measure(how):\n"
+    program += "    print('{not json}')\n    print('{\"a\": 1}', flush=True)\n"
+    program += "    if how == 'hang': time.sleep(60)\n    if how == 'fail': raise ValueError('no')\n"
+    program += "    if how == 'exit': raise SystemExit('gone')\n    return {'b': 2}\n"
+    program += "PARTS = {how: partial(measure, how) for how in ('well', 'fail', 'exit', 'hang')}\n"
     Path(tmp_path, "program.py").write_text(program)
     assert children.measure_part("program", "well") == {"b": 2}
-    assert children.try_part("program", "fail") == {"error": "ended with 1: ValueError: no"}
-    with pytest.raises(RuntimeError, match="program fail: ended with 1: ValueError: no"):
+    assert children.try_part("program", "fail") == {"error": "ValueError: no"}
+    assert children.try_part("program", "exit") == {"error": "ended with 1: gone"}
+    with pytest.raises(RuntimeError, match="program fail: ValueError: no"):
         children.measure_part("program", "fail")
     start = time.monotonic()
     assert "took over 3 s" in children.try_part("program", "hang", timeout=3)["error"]
@@ -272,17 +260,17 @@ def test_a_rivals_error_is_the_first_of_its_chain_in_one_short_line() -> None:
             raise OSError("cannot end") from error
 
     assert children.caught(fail) == {"error": "ValueError: operation not permitted"}
-    rows = figures.beside_each(FIGURE, {"a": {"us": 4}, "b": REFUSED}, lambda answer: answer["us"])
+    rows = results.beside_each(FIGURE, {"a": {"us": 4}, "b": REFUSED}, lambda answer: answer["us"])
     assert [(row.rival, row.rival_value) for row in rows] == [("a", 4), ("b: RuntimeError: no", None)]
     assert [row.bar for row in rows] == [3, None]
 
 
 def test_pairs_are_compared_before_their_median_is_taken() -> None:
-    assert figures.timed("f", figures.differences([1.0, 5.0, 9.0], [0.0, 5.5, 5.0]), "us").value == 1.0
-    figure = figures.timed("f", figures.ratios([2.0, 10.0, 6.0], [1.0, 10.0, 2.0]), "ratio")
+    assert results.timed("f", results.differences([1.0, 5.0, 9.0], [0.0, 5.5, 5.0]), "us").value == 1.0
+    figure = results.timed("f", results.ratios([2.0, 10.0, 6.0], [1.0, 10.0, 2.0]), "ratio")
     assert (figure.value, figure.p10, figure.p90) == (2.0, pytest.approx(1.2), pytest.approx(2.8))
     with pytest.raises(ValueError):
-        figures.ratios([1.0], [1.0, 2.0])
+        results.ratios([1.0], [1.0, 2.0])
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -322,11 +310,11 @@ def test_steps_of_different_packs_are_not_one_median() -> None:
     assert by_step([10.0, 30.0, 12.0, 32.0, 14.0, 34.0], [0, 1, 0, 1, 0, 1]) == [12.0, 32.0]
 
 
-@pytest.mark.parametrize(("variants", "slots"), flat_banks.BANKS.values())
+@pytest.mark.parametrize(("variants", "slots"), layers.BANKS.values())
 def test_every_bank_runs_as_many_micro_batches_of_each_variant(variants: int, slots: int) -> None:
-    measured = range(flat_banks.WARM_UP, flat_banks.WARM_UP + flat_banks.ROUNDS)
-    rounds = [flat_banks.keys_of_round(index, variants=variants, slots=slots) for index in measured]
-    assert {len(keys) * slots for keys in rounds} == {flat_banks.MICRO_BATCHES}
+    measured = range(layers.BANK_WARM_UP, layers.BANK_WARM_UP + layers.BANK_ROUNDS)
+    rounds = [layers.keys_of_round(index, variants=variants, slots=slots) for index in measured]
+    assert {len(keys) * slots for keys in rounds} == {layers.IN_A_ROUND}
     counts = Counter(key for keys in rounds for key in keys)
     assert len(counts) == variants and len(set(counts.values())) == 1
 
@@ -356,12 +344,12 @@ def test_a_timeline_tells_graphs_from_the_rest_of_the_last_step() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the models of a GPU take a GPU's time")
 @pytest.mark.filterwarnings("ignore")
 def test_eager_calls_are_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROUNDS", "CALLS"):
-        monkeypatch.setattr(eager_calls, name, 2)
+    for name in ("CALL_ROUNDS", "CALLS"):
+        monkeypatch.setattr(costs, name, 2)
     options = ModelOptions(layers=2, hidden=64, heads=2, max_tokens=256)
-    monkeypatch.setattr(eager_calls, "model_options", lambda *shape, **further: options)
+    monkeypatch.setattr(costs, "model_options", lambda *shape, **further: options)
     with megatron_on_cpu(), process_groups():
-        answers = eager_calls.measure_calls()
-    assert answers.keys() == eager_calls.CASES.keys()
+        answers = costs.measure_calls()
+    assert answers.keys() == costs.CASES.keys()
     for answer in answers.values():
-        assert len(answer["patched"]) == len(answer["unpatched"]) == 2 * eager_calls.SAMPLES
+        assert len(answer["patched"]) == len(answer["unpatched"]) == 2 * costs.SAMPLES

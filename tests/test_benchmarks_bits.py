@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks `bits` and `guards` count and time, on models that need no GPU."""
+"""What the benchmarks `bits` and `replay` count and time, on models that need no GPU."""
 
 import itertools
 import sys
@@ -13,7 +13,6 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks are not installed
 
 from benchmarks import bench_bits as bits
-from benchmarks import bench_guards as guards
 from benchmarks.subjects import costs, inside, layers
 from benchmarks.subjects.hosts import install_for
 from megagraph import megatron
@@ -89,24 +88,3 @@ def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyP
         out = replays.bank(replays.hidden)
     (grad,) = torch.autograd.grad(out, replays.hidden, replays.grad)
     assert report()["replays"] == before + OPTIONS.layers and bool(grad.any())
-
-
-def test_guards_and_a_verification_have_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "ROUNDS", 3)
-    answer = guards.measure_guards(OPTIONS, transformer_engine=False)
-    assert {len(times) for times in answer["times"].values()} == {3} and len(answer["times"]) == 4
-    assert answer["verification"]["verified"] == 1 and answer["eager"] > 0
-
-
-@pytest.mark.parametrize("name", guards.HOSTS)
-def test_calls_of_hosts_are_accounted_for_and_raise_no_alarm(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guards, "VERIFY_ONE_IN", 3)
-    host, steps = guards.HOSTS[name], 8
-    report = guards.measure_host(host, OPTIONS, steps)
-    assert report["calls"] == report["replays"] + sum(report["eager"].values())
-    phases = len(range(0, steps, host.every))
-    assert report["calls"] == (steps + phases) * 4 * OPTIONS.layers
-    assert not {"STATE_CHANGED", "VERIFY_FAILED"} & report["eager"].keys()
-    assert report["replays"] > 0 and report["verification"]["verified"] > 4 and report["failures"] == []

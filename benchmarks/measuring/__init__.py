@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How benchmarks measure: clocks, kernels, bare launches, timelines, processes, and the file they write."""
+"""How benchmarks measure: clocks, processes, figures, and the file they write."""

@@ -19,8 +19,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 # What a measurement answers, as JSON; with `error`, in one short line, where it failed.
 Answer = dict[str, Any]
+# What runs in processes of their own, by name.
+Parts = Mapping[str, Callable[[], Answer]]
 
 
 def described(error: BaseException) -> str:
@@ -45,7 +49,7 @@ def caught(measure: Callable[[], Answer]) -> Answer:
 def try_part(
     module: str, part: str, timeout: float = 400, environment: Mapping[str, str] | None = None
 ) -> Answer:
-    """Calls `MODULE.answer(PART)` elsewhere; out of time, it is killed with all that it started.
+    """Calls `MODULE.PARTS[PART]` elsewhere; out of time, it is killed with all that it started.
 
     `environment` are variables beside this process's own; `timeout` counts the imports, too. Answers the
     last object that the process printed; with `error` where it failed or printed none.
@@ -90,5 +94,20 @@ def measure_part(module: str, part: str, **how: Any) -> Answer:
     return answer
 
 
+def _answer(module: str, part: str) -> None:
+    """Measures a part among Megatron's groups, prints what it answers, and ends this process."""
+    from benchmarks.subjects.hosts import seed_streams
+    from megagraph.cli.demo import quiet_megatron
+    from megagraph.demo.trainer import process_groups
+
+    measure = importlib.import_module(module).PARTS[part]
+    quiet_megatron()
+    with process_groups():
+        if torch.cuda.is_available():  # else a test
+            seed_streams()
+        print(json.dumps(caught(measure)), flush=True)
+        os._exit(0)  # the group may wait for ever for what a rival's graph holds of it
+
+
 if __name__ == "__main__":
-    importlib.import_module(sys.argv[1]).answer(sys.argv[2])
+    _answer(*sys.argv[1:])

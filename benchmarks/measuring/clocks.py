@@ -6,8 +6,9 @@ On the GPU between events, or kernel by kernel with torch's profiler: no launch 
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,11 +53,6 @@ def _other_data() -> Tensor:
     return torch.zeros(_CACHE_BYTES // 4, device="cuda")
 
 
-def flush_cache() -> None:
-    """Enqueues a read of more than the second-level cache holds: it leaves nothing there to be written."""
-    torch.sum(_other_data())
-
-
 def device_us(
     calls: Sequence[Call], *, repeats: int = 30, warm_up: int = 3, cold: bool = False
 ) -> list[list[float]]:
@@ -71,7 +67,8 @@ def device_us(
     def one(call: Call) -> float:
         nonlocal sleep
         while sleep <= _LONGEST_SLEEP:
-            flush_cache() if cold else call()  # or its own data would be cold after another call
+            # Reads leave nothing there to be written; its own data would be cold after another call.
+            torch.sum(_other_data()) if cold else call()
             # Keeps the device busy while the host enqueues, so that launches wait for nothing.
             torch.cuda._sleep(sleep)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -104,54 +101,87 @@ def outside_bytes() -> int:
     return int(total - free - torch.cuda.memory_reserved())
 
 
-class Work(NamedTuple):
-    """One kernel, copy or fill on the device, and its duration in microseconds."""
-
-    name: str
-    us: float
-
-
-@functools.cache
-def _start_profiler() -> None:
-    """The first trace of a process may miss its first kernels."""
-    with profile(activities=ACTIVITIES, acc_events=True):
-        torch.zeros(1024, device="cuda").add_(1)
-        torch.cuda.synchronize()
-
-
-def device_work(call: Call, *, repeats: int, warm_up: int = 3, cold: bool = False) -> list[Work]:
-    """Everything that ran on the device in `repeats` calls; with `cold`, flushes of its cache, too."""
-    _start_profiler()
-    for _ in range(warm_up):
-        if cold:
-            flush_cache()
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=ACTIVITIES, acc_events=True) as trace:
-        for _ in range(repeats):
-            if cold:
-                flush_cache()
-            call()
-        torch.cuda.synchronize()
-    return [
-        Work(event.name, event.device_time_total)
+def kernel_us(call: Call, *, repeats: int = 10) -> float:
+    """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`."""
+    for _ in range(2):  # the first trace of a process may miss its first kernels
+        with profile(activities=ACTIVITIES, acc_events=True) as trace:
+            for _ in range(repeats):
+                call()
+            torch.cuda.synchronize()
+    times = [
+        event.device_time_total
         for event in trace.events()
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
-
-
-def kernel_us(call: Call, *, repeats: int = 10) -> float:
-    """Summed duration of all that one call runs on the device, its cache warm; the mean of `repeats`."""
-    work = device_work(call, repeats=repeats)
-    if not work:
-        raise RuntimeError("the profiler saw nothing run on the device")
-    return sum(item.us for item in work) / repeats
-
-
-def times_of(work: list[Work], name: str) -> list[float]:
-    """Durations of the work whose name contains `name`; raises `RuntimeError` if there is none."""
-    times = [item.us for item in work if name in item.name]
     if not times:
-        ran = sorted({item.name[:60] for item in work})
-        raise RuntimeError(f"the profiler saw no {name!r}; it saw {ran}")
-    return times
+        raise RuntimeError("the profiler saw nothing run on the device")
+    return float(sum(times)) / repeats
+
+
+STEP = "benchmark: step"  # the profiler's range of a step
+_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_CALLS = frozenset(("cuda_runtime", "cuda_driver"))
+
+
+class Span(NamedTuple):
+    """One kernel, copy or fill; times in microseconds."""
+
+    start: float
+    end: float
+    is_graphed: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What one step launched, by its start on the device."""
+
+    work: list[Span]
+
+    def kernels_ms(self) -> float:
+        """Summed duration of all work."""
+        return sum(work.end - work.start for work in self.work) / 1e3
+
+    def eager_ms(self) -> float:
+        """Time in which something outside of graphs ran; work side by side counts once."""
+        return _covered(work for work in self.work if not work.is_graphed)
+
+    def busy_ms(self) -> float:
+        """Time in which anything ran."""
+        return _covered(self.work)
+
+
+def _covered(work: Iterable[Span]) -> float:
+    """Length of the union of intervals that are sorted by their start."""
+    total, until = 0.0, float("-inf")
+    for item in work:
+        total += max(0.0, item.end - max(item.start, until))
+        until = max(until, item.end)
+    return total / 1e3
+
+
+def read_timeline(trace: Mapping[str, Any]) -> Timeline:
+    """The last step of a Chrome trace. Raises `ValueError` where it holds none."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [_span(event) for event in ranges if event["name"] == STEP]
+    if not steps:
+        raise ValueError(f"expected a trace with ranges {STEP!r}, found none")
+    start, end = max(steps)
+    calls = {_correlation(event): event for event in events if event.get("cat") in _CALLS}
+    calls.pop(None, None)
+    work = []
+    for event in events:
+        if event.get("cat") in _DEVICE:
+            call = calls.get(_correlation(event), event)  # what launched it
+            if start <= _span(call)[0] <= end:
+                work.append(Span(*_span(event), "GraphLaunch" in call["name"]))
+    return Timeline(sorted(work))
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
+
+
+def _span(event: Mapping[str, Any]) -> tuple[float, float]:
+    start = float(event["ts"])
+    return start, start + float(event["dur"])

@@ -1,16 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of measured figures, benchmarks/results/NAME.json: writes and reads it, measures nothing."""
+"""Figures of timings, beside rivals that may have failed; prints them, and writes and reads NAME.json."""
 
-import dataclasses
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import platform
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from operator import sub, truediv
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measuring.children import Answer, described
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+Times = Sequence[float]
 # Which types JSON may give for each key; bool is none of the numbers.
 Kinds = Mapping[str, tuple[type, ...]]
 Better = Literal["lower", "higher"]
@@ -25,8 +43,7 @@ _FIGURE: Kinds = {
     **{"rival": _TEXT_OR_NONE, "rival_value": _NUMBER_OR_NONE, "floor": _NUMBER_OR_NONE},
 }
 _SPREAD: Kinds = {"p10": _NUMBER, "p90": _NUMBER}
-_COUNTS: Kinds = dict.fromkeys(("steps", "calls", "replays"), (int,))
-_COMPARISON: Kinds = {"bitwise_equal": (bool,), **_COUNTS, "eager": (dict,)}
+_FOLDER = "--out"  # takes a path of the machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +58,7 @@ class Figure:
     rival: str | None = None  # what else was timed in the same run
     rival_value: float | None = None
     floor: float | None = None  # the best that anything could reach here
-    p10: float | None = None  # 10th percentile of the timings; older files have none
+    p10: float | None = None  # 10th percentile of repeated timings
     p90: float | None = None
 
     def __post_init__(self) -> None:
@@ -61,39 +78,124 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """How graph and eager compared: whether every bit was equal, in how many steps, and what replayed."""
-
-    bitwise_equal: bool
-    steps: int
-    calls: int
-    replays: int
-    eager: dict[str, int]
-
-    def __post_init__(self) -> None:
-        counted = self.replays + sum(self.eager.values())
-        if counted != self.calls or min(self.steps, self.replays, *self.eager.values(), 0) < 0:
-            raise ValueError(f"expected replays + eager = {counted} calls, none of them negative, got {self}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Result:
     """What one command measured, and where; `environment` is what `describe_environment()` answers."""
 
     environment: dict[str, str | None]
     figures: tuple[Figure, ...]
-    comparison: Comparison | None = None
 
 
-def write_result(path: Path, result: Result) -> None:
-    """Writes JSON; a reader sees the old file or the whole new one."""
-    figures = [
+def timed(name: str, times: Times, unit: str, *, value: float | None = None, **more: Any) -> Figure:
+    """A figure of repeated timings: their median, or `value`, and the 10th and the 90th percentile."""
+    ends = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    low, high = torch.tensor(times, dtype=torch.float64).quantile(ends).tolist()
+    middle = median(times) if value is None else value
+    return Figure(name=name, value=middle, unit=unit, p10=low, p90=high, **more)
+
+
+def timed_ratio(name: str, above: Times, below: Times, unit: str, **more: Any) -> Figure:
+    """The ratio of two medians, with the percentiles of the ratios of the pairs."""
+    value = median(above) / median(below)
+    return timed(name, ratios(above, below), unit, value=value, **more)
+
+
+def plain(where: str, values: Mapping[str, tuple[float, str]]) -> list[Figure]:
+    """Figures of values and their units, by what they are of."""
+    return [Figure(name=f"{where}: {what}", value=of, unit=unit) for what, (of, unit) in values.items()]
+
+
+def ratios(above: Times, below: Times) -> list[float]:
+    """Of paired samples. Raises `ValueError` if there are not as many of one as of the other."""
+    return [truediv(*pair) for pair in zip(above, below, strict=True)]
+
+
+def differences(more: Times, less: Times) -> list[float]:
+    """As `ratios()`."""
+    return [sub(*pair) for pair in zip(more, less, strict=True)]
+
+
+def beside(figure: Figure, rival: str, answer: Answer, read: Callable[[Answer], float]) -> Figure:
+    """A figure beside what `read` takes from a rival's answer, or beside why the rival has none."""
+    if "error" in answer:
+        return replace(figure, rival=f"{rival}: {answer['error']}")
+    return replace(figure, rival=rival, rival_value=read(answer))
+
+
+def beside_each(
+    figure: Figure, rivals: Mapping[str, Answer], read: Callable[[Answer], float]
+) -> list[Figure]:
+    """One figure beside each of several rivals; the bar, which is one, stands on the first."""
+    rows = [beside(figure, rival, answer, read) for rival, answer in rivals.items()]
+    return [*rows[:1], *(replace(row, bar=None) for row in rows[1:])]
+
+
+def describe_environment() -> dict[str, str | None]:
+    """Describes the running process, in the order of the file's keys.
+
+    The commit ends in `-dirty` where files other than results differ from it; without a checkout it is that
+    of `MEGAGRAPH_COMMIT`. Imports neither megatron-core nor Transformer Engine.
+    """
+    on_gpu = torch.cuda.is_available()
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    drivers = (_output(*query) or "").splitlines() if on_gpu else []
+    return {
+        "commit": _git_commit() or os.environ.get("MEGAGRAPH_COMMIT") or None,
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "driver": drivers[0].strip() if drivers else None,
+        "torch": str(torch.__version__),
+        "megatron_core": _version("megatron.core", "megatron-core"),
+        "transformer_engine": _version("transformer_engine", "transformer-engine-torch"),
+        "command": _command(),
+    }
+
+
+def _output(*command: str) -> str | None:
+    """The standard output of a command; None where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git_commit() -> str | None:
+    git = ("git", "-C", str(ROOT))
+    top = _output(*git, "rev-parse", "--show-toplevel")
+    # A copy may lie inside the checkout of another project.
+    if top is None or Path(top).resolve() != ROOT:
+        return None
+    commit = _output(*git, "rev-parse", "--verify", "HEAD")
+    # The first result that a run writes must not taint the second.
+    changes = _output(*git, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return f"{commit}-dirty" if commit and changes else commit
+
+
+def _version(module: str, distribution: str) -> str | None:
+    """Of the module where it is imported, else of what is installed."""
+    imported = getattr(sys.modules.get(module), "__version__", None)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution) if imported is None else str(imported)
+    return None
+
+
+def _command() -> str:
+    """What reproduces the result, wherever this run has put it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = None if spec is None else str(spec.name).removesuffix(".__main__")
+    program = ["python", "-m", module] if module else [Path(sys.argv[0]).name]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(f"{_FOLDER}=")]
+    if _FOLDER in arguments:
+        place = arguments.index(_FOLDER)
+        del arguments[place : place + 2]
+    return shlex.join([*program, *arguments])
+
+
+def write_result(path: Path, figures: Sequence[Figure]) -> None:
+    """Writes figures of this process as JSON; a reader sees the old file or the whole new one."""
+    records = [
         {key: of for key in (*_FIGURE, *_SPREAD) if (of := getattr(each, key)) is not None or key in _FIGURE}
-        for each in result.figures
+        for each in figures
     ]
-    record: dict[str, Any] = {**result.environment, "figures": figures}
-    if result.comparison is not None:
-        record |= dataclasses.asdict(result.comparison)
+    record = {**describe_environment(), "figures": records}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -104,27 +206,21 @@ def read_result(path: Path) -> Result:
     """Reads a result. Raises `ValueError`, naming the file, the key, what was expected and got."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        compared = isinstance(record, dict) and not record.keys().isdisjoint(_COMPARISON)
         if isinstance(record, dict):
             record.setdefault("transformer_engine", None)  # older files lack it
-        _check(record, {**_ENVIRONMENT, "figures": (list,), **(_COMPARISON if compared else {})}, "the file")
-        figures = tuple(_figure_of(each, f"figures[{i}]") for i, each in enumerate(record["figures"]))
-        if compared:
-            _check(record["eager"], dict.fromkeys(record["eager"], (int,)), "eager")
-        comparison = Comparison(**{key: record[key] for key in _COMPARISON}) if compared else None
+        _check(record, {**_ENVIRONMENT, "figures": (list,)}, "the file")
+        figures = tuple(_figure_of(each, f"figures[{i}]") for i, each in enumerate(record.pop("figures")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    environment = {key: record[key] for key in _ENVIRONMENT}
-    return Result(environment=environment, figures=figures, comparison=comparison)
+    return Result(environment=record, figures=figures)
 
 
 def _figure_of(record: Any, where: str) -> Figure:
     _check(record, _FIGURE, where, optional=_SPREAD)
-    holds, bar, value = record["holds"], record["bar"], record["value"]
+    holds, bar, value = record.pop("holds"), record["bar"], record["value"]
     if (holds is None) != (bar is None) or (value == bar and not holds):
         raise ValueError(f"{where}: expected `holds` to say whether {value} reaches {bar}, got {holds}")
-    better: Better = "lower" if bar is None or (value <= bar) == holds else "higher"
-    return Figure(**{key: of for key, of in record.items() if key != "holds"}, better=better)
+    return Figure(**record, better="lower" if bar is None or (value <= bar) == holds else "higher")
 
 
 def _check(record: Any, kinds: Kinds, where: str, optional: Kinds = MappingProxyType({})) -> None:
@@ -139,3 +235,57 @@ def _check(record: Any, kinds: Kinds, where: str, optional: Kinds = MappingProxy
         if type(value) not in known[key]:
             kind = " or ".join(kind.__name__ for kind in known[key])
             raise ValueError(f"{where}, key {key!r}: expected {kind}, got {value!r}")
+
+
+def show(title: str, figures: Sequence[Figure]) -> None:
+    """Prints ours, its spread, the rival, their ratio and the floor as Markdown, a line for each figure."""
+    columns = ("figure", "ours", "10 - 90 %", "unit", "bar", "rival", "its", "ours / its", "floor")
+    table = Table(*columns, title=title, box=MARKDOWN)
+    for figure in figures:
+        rival = figure.rival_value
+        table.add_row(
+            figure.name,
+            f"{figure.value:.4g}",
+            "" if figure.p10 is None else f"{figure.p10:.3g} - {figure.p90:.3g}",
+            figure.unit,
+            "" if figure.bar is None else f"{figure.bar:.4g} {'holds' if figure.holds else 'MISSED'}",
+            figure.rival or "",
+            "" if rival is None else f"{rival:.4g}",
+            "" if not rival else f"{figure.value / rival:.3g}",
+            "" if figure.floor is None else f"{figure.floor:.4g}",
+        )
+    Console(width=None if os.environ.get("COLUMNS") else 200).print(table)
+
+
+def publish(path: Path, figures: Sequence[Figure]) -> None:
+    """Prints the figures and writes them to `path`."""
+    show(path.stem, figures)
+    write_result(path, figures)
+    print(f"wrote {path}", flush=True)
+
+
+class Measurement:
+    """The figures of one benchmark, part by part: each is written at once, however the rest fares.
+
+    A part that fails is named, and the others stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path  # of its result
+        self.figures: list[Figure] = []
+        self._failures: list[str] = []
+
+    def take(self, what: str, part: Callable[[], Iterable[Figure]]) -> None:
+        try:
+            self.figures += list(part())
+            write_result(self.path, self.figures)
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._failures.append(f"{what}: {described(error)}")
+
+    def publish(self) -> None:
+        """Publishes what there is. Raises `RuntimeError` where a part failed, naming each."""
+        if self.figures:
+            publish(self.path, self.figures)
+        if self._failures or not self.figures:
+            raise RuntimeError("; ".join(self._failures) or "nothing was measured")

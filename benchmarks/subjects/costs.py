@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training around replayed layers costs: a step's last micro-batch, autograd's own call, other threads
-while the launch queue is full.
-
-Reads no more of the plugin than `inside.py` does, so that a copy of this file also measures an older tree.
+while the launch queue is full, and what the patch adds to a model call that runs eager.
 """
 
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.measuring.children import Answer
 from benchmarks.measuring.clocks import host_seconds, phases_us
-from benchmarks.subjects.hosts import install_for
-from benchmarks.subjects.inside import Replays, bare_loops
-from benchmarks.subjects.layers import captured, end_reductions
-from benchmarks.subjects.packs import a_pack, hidden_states
-from megagraph.demo.trainer import ModelOptions
+from benchmarks.subjects.hosts import check_replays, install_for
+from benchmarks.subjects.inside import Replays, bare_loops, graphs_of
+from benchmarks.subjects.layers import LAYERS, TOKENS, captured, end_reductions, made_quickly
+from benchmarks.subjects.packs import a_pack, hidden_states, model_options
+from megagraph import megatron
+from megagraph.demo.packs import Pack
+from megagraph.demo.trainer import ModelOptions, Trainer, packed_seq_params
 
 ROUNDS, LAST_ROUNDS = 40, 200  # reductions take turns with the host, so that a last micro-batch varies most
 DOCUMENTS = 8  # of the capacity
@@ -102,9 +105,7 @@ def measure_engine(options: ModelOptions) -> Answer:
 
 
 class _Counting(threading.Thread):
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.count, self.is_over = 0, False
+    count, is_over = 0, False
 
     def run(self) -> None:
         while not self.is_over:
@@ -117,7 +118,7 @@ def measure_thread(options: ModelOptions) -> Answer:
     `waited`: how long that forward took, in seconds.
     """
     replays = Replays(captured(options))
-    loader = _Counting()
+    loader = _Counting(daemon=True)
 
     def counted(call: Callable[[], object]) -> tuple[float, float]:
         start, before = time.perf_counter(), loader.count
@@ -147,3 +148,141 @@ def measure_costs(options: ModelOptions) -> Answer:
     install_for(options.max_tokens, DOCUMENTS, cuda_graph_warmup_steps=1)
     measured = {"last": measure_last, "engine": measure_engine, "thread": measure_thread}
     return {name: measure(options) for name, measure in measured.items()}
+
+
+# -- calls that run eager --------------------------------------------------------------------------
+
+# The model under the wrappers does nothing: its forward calls its block, whose forward returns the hidden
+# states. A real call scatters by a hundred microseconds, in which what is asked for here would be lost.
+HIDDEN = 256
+CALL_ROUNDS, SAMPLES, CALLS = 15, 3, 100  # samples of each round, calls of each sample
+
+
+class _Case(NamedTuple):
+    """One way to call the model, whose one capacity has room for `num_seqs` documents."""
+
+    mode: str = "off"  # patches nothing
+    num_seqs: int = 8
+    documents: int = 3  # of the pack; none for a call without one
+    scheduled: bool = True  # inside Megatron's schedule, or each call for itself
+    layers: int = 2
+    is_captured: bool = False
+    bar: float = 3.0  # us more
+
+
+_EAGER = "eager through the patch, {}: a call of a model that does nothing"
+_MISFIT, _PADDED = "pack that fits no capacity", "mode eager, padding of the pack to its capacity included"
+_OUTSIDE = f"call outside of any schedule, {LAYERS} layers captured"
+_CAPTURED = _Case(mode="graph", scheduled=False, layers=LAYERS, is_captured=True, bar=20.0)
+CASES = {
+    _EAGER.format("no pack"): _Case(mode="graph", documents=0),
+    _EAGER.format(_MISFIT): _Case(mode="graph", num_seqs=2),
+    _EAGER.format(f"{_MISFIT}, outside of a schedule"): _Case(mode="graph", num_seqs=2, scheduled=False),
+    _EAGER.format(_PADDED): _Case(mode="eager", bar=25.0),
+    f"{_OUTSIDE}, no pack": _CAPTURED._replace(documents=0),
+    f"{_OUTSIDE}, a {_MISFIT}": _CAPTURED._replace(documents=16),
+}
+
+
+class _TimedTrainer(Trainer):
+    """Times rounds of calls of its model while all models are idle."""
+
+    is_idle: ClassVar = False
+    times_us: list[float]
+    documents = 3
+
+    def call(self, pack: Pack, model: nn.Module) -> Tensor:
+        """One sample: `CALLS` calls, the device idle before."""
+        tokens = pack.tokens.unsqueeze(0).to(self.device)
+        hidden = torch.zeros(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device=self.device)
+        given = {"input_ids": tokens, "position_ids": hidden, "attention_mask": None, "labels": tokens}
+        ends = torch.linspace(0, TOKENS, self.documents + 1, device=self.device).int()
+        params = packed_seq_params(ends, TOKENS // 2) if self.documents else None
+
+        def calls() -> None:
+            for _ in range(CALLS):
+                model(**given, packed_seq_params=params)
+
+        self.times_us.append(host_seconds(calls) * 1e6 / CALLS)
+        return tokens.float()
+
+    def _forward_step(self, packs: Iterator[Pack], model: Any) -> tuple[Tensor, Any]:
+        if not self.is_idle:
+            return super()._forward_step(packs, model)
+        return self.call(next(packs), self.chunk), lambda losses: (losses.mean(), {"loss": losses.mean()})
+
+    def one_round(self, case: _Case) -> list[float]:
+        """Microseconds of a call in each sample. Raises `RuntimeError` where one replayed."""
+        self.times_us, self.documents = [], case.documents
+        if case.mode != "off":
+            install_for(TOKENS, case.num_seqs, mode=case.mode, cuda_graph_warmup_steps=1)
+        packs = [a_pack(TOKENS)] * (1 + SAMPLES)
+        before = 0
+        try:
+            if case.is_captured:
+                for _ in range(3):
+                    self.forward_backward(packs[:2])
+                check_replays(graphs_of(self).report())
+                before = graphs_of(self).report()["replays"]
+            _TimedTrainer.is_idle = True
+            with torch.no_grad():
+                if case.scheduled:
+                    self.forward_backward(packs, forward_only=True)
+                for pack in () if case.scheduled else packs:
+                    self.call(pack, self.chunk)
+            if sum(report["replays"] for report in megatron.reports()) != before:
+                raise RuntimeError("expected eager calls only, got replays")
+        finally:
+            _TimedTrainer.is_idle = False
+            megatron.uninstall()
+        return self.times_us[1:]
+
+
+@contextlib.contextmanager
+def _models_that_idle() -> Iterator[None]:
+    """Under whatever wraps the forwards, an idle model does nothing: its block returns its input.
+
+    What is given as positions are the hidden states then.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    model_forward, block_forward = GPTModel.forward, TransformerBlock.forward
+
+    @functools.wraps(model_forward)
+    def call_block(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _TimedTrainer.is_idle:
+            return model_forward(model, *args, **kwargs)
+        states, params = kwargs["position_ids"], kwargs.get("packed_seq_params")
+        return model.decoder(hidden_states=states, attention_mask=None, packed_seq_params=params)
+
+    @functools.wraps(block_forward)
+    def return_input(block: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_idle = _TimedTrainer.is_idle
+        return hidden_states if is_idle else block_forward(block, hidden_states, *args, **kwargs)
+
+    block = mock.patch.object(TransformerBlock, "forward", return_input)
+    with block, mock.patch.object(GPTModel, "forward", call_block):
+        yield
+
+
+def measure_calls() -> Answer:
+    """By case the samples `patched` and `unpatched` in us, those of one round at the same places."""
+    unpatched = {
+        name: _Case(documents=case.documents, scheduled=case.scheduled, layers=case.layers)
+        for name, case in CASES.items()
+    }
+    kinds = [*CASES.values(), *dict.fromkeys(unpatched.values())]
+    times: dict[_Case, list[float]] = {kind: [] for kind in kinds}
+    trainers = {
+        layers: made_quickly(_TimedTrainer, model_options(HIDDEN, layers=layers, tokens=TOKENS))
+        for layers in {kind.layers for kind in kinds}
+    }
+    with _models_that_idle():
+        for index in range(CALL_ROUNDS):
+            for offset in range(len(kinds)):  # another one is first in the next round
+                kind = kinds[(index + offset) % len(kinds)]
+                times[kind] += trainers[kind.layers].one_round(kind)
+    return {
+        name: {"patched": times[case], "unpatched": times[unpatched[name]]} for name, case in CASES.items()
+    }

@@ -2,41 +2,20 @@
 """Runs parts of benchmarks as hosts do: with Megatron's groups and random streams, on one or more ranks."""
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.measuring.children import Answer, caught
+from benchmarks.measuring.children import Answer
 from megagraph import megatron
-from megagraph.cli.demo import quiet_megatron
 from megagraph.config import GraphConfig
-from megagraph.demo.compare import time_steps
-from megagraph.demo.packs import Pack
-from megagraph.demo.trainer import Trainer, process_groups
-
-# What runs in processes of their own, by name.
-Parts = Mapping[str, Callable[[], Answer]]
 
 # Read when cuBLAS starts, and when Transformer Engine makes an attention module.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-
-
-def answering(parts: Parts) -> Callable[[str], None]:
-    """What a process of its own calls with a part's name: measures among Megatron's groups, and prints."""
-
-    def answer(name: str) -> None:
-        quiet_megatron()
-        with process_groups():
-            seed_streams()
-            print(json.dumps(caught(parts[name])), flush=True)
-            os._exit(0)  # the group may wait for ever for what a rival's graph holds of it
-
-    return answer
 
 
 def install(**options: Any) -> None:
@@ -55,27 +34,11 @@ def check_replays(report: dict[str, Any], *expected: str) -> None:
         raise RuntimeError(f"expected replays, got {report['eager']}, {report['failures']}")
 
 
-def walls_ms(trainer: Trainer, steps: Sequence[Sequence[Pack]], *, graphs: bool) -> tuple[list[float], int]:
-    """Walls of whole forward-backward steps, and the most memory that torch reserved meanwhile."""
-    walls, reserved = [], 0
-    for packs in steps:
-        walls.append(time_steps(trainer, [packs], graphs=graphs).median_ms)
-        reserved = max(reserved, torch.cuda.max_memory_reserved())
-    return walls, reserved
-
-
 def seed_streams(*, for_graphs: bool = False) -> None:
     """Megatron's random streams, from which weights are drawn; `for_graphs` a graph can advance them."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=for_graphs, force_reset_rng=True)
-
-
-def be_deterministic() -> None:
-    """Runs deterministic kernels from here on, without filling what nobody has written yet."""
-    torch.use_deterministic_algorithms(True)
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False
 
 
 def engines_spec(**kind: Any) -> Any:
@@ -91,16 +54,6 @@ def prepare_megatrons_graphs(micro_batches: int) -> None:
 
     seed_streams(for_graphs=True)
     init_num_microbatches_calculator(0, None, micro_batches, 1, 1)
-
-
-def create_engines_graphs(trainer: Trainer) -> Any:
-    """Makes the graphs of `cuda_graph_impl="transformer_engine"`, for a model that has run some steps."""
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-    of = {"model": [trainer.model], "config": trainer.chunk.config, "optimizers": [trainer.optimizer]}
-    helper = TECudaGraphHelper(**of, seq_length=trainer.options.max_tokens, micro_batch_size=1)
-    helper.create_cudagraphs()
-    return helper
 
 
 @contextlib.contextmanager
@@ -139,8 +92,3 @@ def _rank(
     distributed.init_process_group("nccl", store=store, rank=rank, world_size=number)
     found[rank] = function(*arguments)
     distributed.destroy_process_group()
-
-
-def of_slowest(ranks: Sequence[Answer], *walls: str) -> Answer:
-    """What the first rank answers, with the longest of all ranks in each of these lists of walls."""
-    return {**ranks[0], **{name: [*map(max, *(rank[name] for rank in ranks))] for name in walls}}

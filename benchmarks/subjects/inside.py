@@ -1,26 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reaches into what the plugin captured: the one place of the benchmarks that knows its insides."""
+"""Reaches into what the plugin captured: the one place of the benchmarks that knows its insides.
+
+`BareLoop` launches executable graphs from a loop in C: what no plugin can be faster than.
+"""
 
 import contextlib
+import ctypes
+import functools
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from benchmarks.measuring.launch_bare import BareLoop
-from benchmarks.subjects.hosts import seed_streams
 from benchmarks.subjects.packs import a_pack, hidden_states
-from megagraph import megatron
 from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
-from megagraph.megatron.parallel import context, peers
 from megagraph.megatron.patch.installation import installed_plugin
 from megagraph.modules import RotaryTables
 
-PRETENDED_RANKS = 8
+_SOURCE = """
+typedef int (*Launch)(void *, void *);
+int launch_all(Launch launch, void **execs, long count, long rounds, void *stream) {
+  for (long round = 0; round < rounds; ++round) {
+    for (long i = 0; i < count; ++i) {
+      int code = launch(execs[i], stream);
+      if (code != 0) return code;
+    }
+  }
+  return 0;
+}
+"""
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "loop.c"), Path(folder, "loop.so")
+        source.write_text(_SOURCE, encoding="ascii")
+        command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"cannot compile the loop that launches graphs: {done.stderr}")
+        loaded = ctypes.CDLL(str(library))
+    pointer = ctypes.c_void_p
+    loaded.launch_all.argtypes = (pointer, ctypes.POINTER(pointer), ctypes.c_long, ctypes.c_long, pointer)
+    loaded.launch_all.restype = ctypes.c_int
+    return loaded
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "/libcudart.so" in path:
+            return ctypes.CDLL(path)
+    raise RuntimeError("torch has loaded no libcudart in this process")
+
+
+class BareLoop:
+    """Launches the same graphs, `cudaGraphExec_t` handles whose owner keeps them, on the current stream."""
+
+    def __init__(self, execs: Sequence[int]) -> None:
+        if not all(execs):
+            raise ValueError("expected the handles of CUDA graphs, got null: these are the host backend's")
+        self._stream = torch.cuda.current_stream().cuda_stream
+        self._execs = (ctypes.c_void_p * len(execs))(*execs)
+        self._launch = ctypes.cast(_runtime().cudaGraphLaunch, ctypes.c_void_p)
+        self._loop = _compiled().launch_all
+
+    def __call__(self, rounds: int = 1) -> None:
+        code = self._loop(self._launch, self._execs, len(self._execs), rounds, self._stream)
+        if code != 0:
+            raise RuntimeError(f"cudaGraphLaunch failed with CUDA error {code}")
 
 
 def graphs_of(trainer: Trainer) -> Any:
@@ -92,41 +150,3 @@ def our_rope() -> Iterator[None]:
 
     with mock.patch.object(seam.owner(), seam.name, rotate):
         yield
-
-
-@contextlib.contextmanager
-def pretended_ranks(cp_sizes: Sequence[int]) -> Iterator[context.ContextGroups]:
-    """Groups of `PRETENDED_RANKS` data-parallel ranks, this one the first, and those that share packs."""
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    parallel_state.destroy_model_parallel()
-    if distributed.is_initialized():  # this process's own
-        distributed.destroy_process_group()
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED_RANKS)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    seed_streams()
-    parent = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    given = {
-        size: distributed.new_group(list(range(size))) for size in cp_sizes if 1 < size < PRETENDED_RANKS
-    }
-    groups = context.ContextGroups(parent, cp_sizes, {size: (group,) for size, group in given.items()})
-    with (
-        mock.patch.object(peers, "ContextRanks", _of_groups(groups)),
-        mock.patch.object(peers.Peers, "max_over_ranks", lambda _self, values: [*values]),
-        mock.patch.object(peers.Peers, "gather", lambda self, what: [what] * self.size),
-    ):
-        yield groups
-    megatron.uninstall()
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
-
-
-def _of_groups(groups: context.ContextGroups) -> Any:
-    """`ContextRanks` of these groups."""
-
-    def make(*given: Any) -> context.ContextRanks:
-        with mock.patch.object(context, "context_groups", lambda _sizes: groups):
-            return context.ContextRanks(*given)
-
-    return make

@@ -42,8 +42,7 @@ class Case:
 
     def _documents(self) -> Iterable[Document]:
         if self.mean_length is None:
-            limit = self.model.max_tokens
-            return load_documents(None, min_length=2, max_length=limit)
+            return load_documents(None, min_length=2, max_length=self.model.max_tokens)
         generator = torch.Generator().manual_seed(11)
         return (
             Document(name=str(i), tokens=torch.randint(256, (length,), generator=generator))
@@ -74,8 +73,7 @@ def lognormal_offsets(tokens: int, documents: int | None = None, *, device: str 
 
     By default about a document for each 1,024 rows.
     """
-    if documents is None:
-        documents = max(round(tokens / 1024), 1)
+    documents = documents or max(round(tokens / 1024), 1)
     mean = tokens // documents
     lengths = lognormal_lengths(
         documents, mean=mean, sigma=1.0, minimum=max(mean // 8, 1), maximum=8 * mean, seed=7

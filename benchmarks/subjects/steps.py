@@ -24,15 +24,8 @@ from torch.nn import functional
 from torch.profiler import profile, record_function
 
 from benchmarks.measuring.children import Answer, caught
-from benchmarks.measuring.clocks import ACTIVITIES, outside_bytes, wall_ms
-from benchmarks.measuring.timeline import STEP, Timeline, read_timeline
-from benchmarks.subjects.hosts import (
-    check_replays,
-    create_engines_graphs,
-    install,
-    on_side_stream,
-    prepare_megatrons_graphs,
-)
+from benchmarks.measuring.clocks import ACTIVITIES, STEP, Timeline, outside_bytes, read_timeline, wall_ms
+from benchmarks.subjects.hosts import check_replays, install, on_side_stream, prepare_megatrons_graphs
 from benchmarks.subjects.inside import bare_step, our_rope
 from benchmarks.subjects.packs import MICRO_BATCHES, Case, filled, model_options
 from megagraph import megatron
@@ -70,8 +63,7 @@ class StepTrainer(Trainer):
     """A model that runs whole steps.
 
     With `beside` it is built on a side stream, as Megatron-LM does: its DDP then adds gradients to
-    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once; `spec` is that of
-    its layers. Unless it is `packed`, each batch is one document without a pack.
+    `main_grad` beside the backward pass. `wrap` is put around Megatron's schedule, once.
     """
 
     def __init__(
@@ -79,12 +71,11 @@ class StepTrainer(Trainer):
         options: ModelOptions,
         *,
         beside: bool = False,
-        packed: bool = True,
         wrap: Callable[[Schedule], Schedule] | None = None,
         spec: Any = None,
         **transformer: Any,
     ) -> None:
-        self._wrap, self._packed = wrap, packed
+        self._wrap = wrap
         self._wrapped: Schedule | None = None
         self._wall_ms = 0.0
         with on_side_stream() if beside else contextlib.nullcontext():
@@ -125,12 +116,8 @@ class StepTrainer(Trainer):
 
     def _forward_step(self, packs: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         batch: Batch = next(packs)
-        given = {"packed_seq_params": self.params_of(batch)} if self._packed else {}
-        return model(**rows_of(batch), **given), partial(mean_loss, mask=batch["mask"])
-
-    def params_of(self, batch: Batch) -> Any:
-        """What the model is told of a pack."""
-        return packed_seq_params(batch["offsets"], batch["longest"])
+        params = packed_seq_params(batch["offsets"], batch["longest"])
+        return model(**rows_of(batch), packed_seq_params=params), partial(mean_loss, mask=batch["mask"])
 
 
 def rows_of(batch: Batch) -> dict[str, Any]:
@@ -158,13 +145,12 @@ def without_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase(Case):
-    """A model on packs whose whole training steps are timed."""
+    """Packs whose whole training steps are timed."""
 
     rivals: tuple[str, ...] = ()  # Megatron's graphs beside it, as its config calls them
 
     @property
     def tokens(self) -> int:
-        """Of a pack."""
         return self.model.max_tokens
 
     @property
@@ -179,7 +165,6 @@ class StepCase(Case):
 
     @property
     def capacity(self) -> Capacity:
-        """The only one."""
         return Capacity(tokens=self.tokens, num_seqs=NUM_SEQS, max_seqlen=self.tokens)
 
     def packs(self) -> list[list[Pack]]:
@@ -213,10 +198,9 @@ def step_case(hidden: int, *, layers: int, tokens: int, rivals: Sequence[str] = 
 def measure_ours(case: StepCase) -> Answer:
     """Graphed and eager steps in turn, unpatched ones before and after them, and what their floor is.
 
-    Returns:
-        Walls in ms of each round, `graphed`, `eager` and of a small model also `bare`, and which distinct
-        step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; `busy_ms` and
-        `kernels_ms` of one traced step; `unpatched`, its own walls, order and kernels.
+    Answers walls in ms of each round, `graphed`, `eager` and of a small model also `bare`, and which distinct
+    step it ran, `order`; `outside_ms` of graphs by distinct step of a small model; `busy_ms` and `kernels_ms`
+    of one traced step; `unpatched`, its own walls, order and kernels.
     """
     trainer = StepTrainer(case.model, beside=True)
     steps = case.batches(trainer.device)
@@ -279,23 +263,14 @@ def measure_steps(
     case: StepCase,
     *ways: str,
     rounds: int = 0,
-    packs: Sequence[Sequence[Pack]] | None = None,
+    packs: Sequence[Sequence[Pack]] | None = None,  # of each step, if not the case's
     trainer: dict[str, Any],
     **plugin: Any,
 ) -> Answer:
-    """Memory of a model that warms up and captures, then its steps.
+    """Memory of a model that warms up and captures, then `rounds` steps in turns, `graphed` or `eager`.
 
-    Args:
-        case: the model and its packs.
-        ways: to run it, in turns: `graphed`, `eager`, or both.
-        rounds: timed steps.
-        packs: of each step, if not the case's.
-        trainer: options of the trainer.
-        plugin: options of the plugin.
-
-    Returns:
-        Walls in ms by way; the `report`; the most that torch `reserved` before them, and device memory
-        outside of its allocator, `outside` and before a capture `outside_before`.
+    Answers walls in ms by way; the `report`; the most that torch `reserved` before them, and device memory
+    outside of its allocator, `outside` and before a capture `outside_before`.
     """
     install(**{"capacities": (case.capacity,), "cuda_graph_warmup_steps": WARM_UP_STEPS, **plugin})
     made, graphs = StepTrainer(case.model, **trainer), ways[0] == "graphed"
@@ -319,31 +294,17 @@ def measure_steps(
     return {**walls, **memory, "report": report}
 
 
-def measure_rival(
-    case: StepCase,
-    impl: str,
-    *,
-    modules: Sequence[str] = (),
-    rounds: int = RIVAL_ROUNDS,
-    **trainer: Any,
-) -> Answer:
-    """Walls of steps in ms in Megatron's own graphs, on batches of one shape.
-
-    Megatron's layers have our RoPE, since its own reads offsets on the host.
-    """
+def measure_rival(case: StepCase, impl: str) -> Answer:
+    """Walls of steps in ms in Megatron's own graphs, on batches of one shape, with our RoPE in its layers."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     prepare_megatrons_graphs(MICRO_BATCHES)
-    if impl == "full_iteration":
-        trainer["wrap"] = partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2)
+    wrap = partial(FullCudaGraphWrapper, cuda_graph_warmup_steps=2) if impl == "full_iteration" else None
     steps = case.batches(torch.device("cuda"), canonical=True)
-    with our_rope() if "spec" not in trainer else contextlib.nullcontext():
+    config: dict[str, Any] = {"cuda_graph_impl": impl, "cuda_graph_modules": []}
+    with our_rope():
         # Megatron's local graphs choose a stream themselves while the model is built.
-        config: dict[str, Any] = {"cuda_graph_impl": impl, "cuda_graph_modules": [*modules]}
-        made = StepTrainer(case.model, beside=impl != "local", **config, **trainer)
+        made = StepTrainer(case.model, beside=impl != "local", wrap=wrap, **config)
         made.walls_ms(steps, range(RIVAL_WARM_UP_STEPS))
-        if impl == "transformer_engine":
-            create_engines_graphs(made)
-            made.walls_ms(steps, range(RIVAL_WARM_UP_STEPS))
         with without_collection():
-            return {"walls": made.walls_ms(steps, case.rounds(rounds))}
+            return {"walls": made.walls_ms(steps, case.rounds(RIVAL_ROUNDS))}

@@ -23,8 +23,7 @@ from test_pretrain_example import log_figures
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks.measuring.figures import publish  # noqa: E402
-from benchmarks.measuring.results import Figure  # noqa: E402
+from benchmarks.measuring.results import Figure, publish  # noqa: E402
 
 pytestmark = [
     pytest.mark.soak,

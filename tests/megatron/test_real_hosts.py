@@ -9,8 +9,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from worlds import World, Worlds
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # benchmarks are not installed
 
 from benchmarks.measuring.clocks import ACTIVITIES
-from benchmarks.measuring.figures import publish
-from benchmarks.measuring.results import Comparison, Figure
+from benchmarks.measuring.results import Figure, publish
 from benchmarks.subjects.hosts import install_for
 from benchmarks.subjects.inside import Replays
 from benchmarks.subjects.packs import CASES, Case, model_options
@@ -167,36 +165,13 @@ def compare(job: Job) -> dict[str, Any]:
     return answer if job.main_case is None else answer | replay_costs(graphed)
 
 
-def comparison_of(compared: Sequence[dict[str, Any]]) -> Comparison:
-    """Adds up answers with `differences`, `steps` and the `reports` of every rank."""
-    reports = [report for answer in compared for report in answer["reports"]]
-    eager: Counter[str] = Counter()
-    for report in reports:
-        eager.update(report["eager"])
-    return Comparison(
-        bitwise_equal=not any(answer["differences"] for answer in compared),
-        steps=sum(answer["steps"] for answer in compared),
-        calls=sum(report["calls"] for report in reports),
-        replays=sum(report["replays"] for report in reports),
-        eager=dict(eager),
-    )
-
-
-@dataclass
-class Measured:
-    """What was compared, and the figures of it."""
-
-    figures: list[Figure] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-
-
 @pytest.fixture(scope="module")
-def measured() -> Iterator[Measured]:
+def measured() -> Iterator[list[Figure]]:
     """Of all jobs, written at the end where OUT names a folder."""
-    found = Measured()
-    yield found
-    if found.figures and "OUT" in os.environ:
-        publish(Path(os.environ["OUT"], "real_hosts.json"), found.figures, comparison_of(found.answers))
+    figures: list[Figure] = []
+    yield figures
+    if figures and "OUT" in os.environ:
+        publish(Path(os.environ["OUT"], "real_hosts.json"), figures)
 
 
 def _needs(ranks: int) -> Any:
@@ -204,7 +179,7 @@ def _needs(ranks: int) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_needs(job.ranks)) for name, job in JOBS.items()])
-def test_bits(name: str, worlds: Worlds, measured: Measured) -> None:
+def test_bits(name: str, worlds: Worlds, measured: list[Figure]) -> None:
     job = JOBS[name]
     if job.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
@@ -215,9 +190,8 @@ def test_bits(name: str, worlds: Worlds, measured: Measured) -> None:
     differences = [text for rank in ranks for text in rank["differences"]]
     replays, calls = (sum(report[key] for report in reports) for key in ("replays", "calls"))
     alarms = sum(report["eager"].get(reason, 0) for report in reports for reason in ALARMS)
-    measured.answers.append({"differences": differences, "steps": job.steps, "reports": reports})
     what = f"losses and gradients that differ from eager's in {job.steps} steps"
-    measured.figures += [
+    measured += [
         Figure(name=f"{name}: {what}", value=len(differences), unit="tensors", bar=0),
         Figure(name=f"{name}: share of layer calls replayed", value=replays / calls, unit="1"),
         Figure(
@@ -227,17 +201,17 @@ def test_bits(name: str, worlds: Worlds, measured: Measured) -> None:
     if job.main_case is not None:
         over = sum(n for why, n in reports[0]["eager"].items() if why.startswith(("TOO_", "SEQUENCE_")))
         title, packs = f"{name}: packs over the capacity, run eager", over // reports[0]["layers"]
-        measured.figures.append(Figure(name=title, value=packs, unit="packs", bar=3, better="higher"))
+        measured.append(Figure(name=title, value=packs, unit="packs", bar=3, better="higher"))
         for what, unit in {"allocations": "allocations", "synchronisations": "calls"}.items():
             title = f"{name}: {what} in {ranks[0]['replays']} replays"
-            measured.figures.append(Figure(name=title, value=ranks[0][what], unit=unit, bar=0))
+            measured.append(Figure(name=title, value=ranks[0][what], unit=unit, bar=0))
         assert ranks[0]["allocations"] == ranks[0]["synchronisations"] == 0
     assert differences == [] and alarms == 0
     assert replays > calls / 2 and not any(report["failures"] for report in reports)
 
 
 @pytest.mark.multi_gpu
-def test_processes_with_nccl_in_their_graphs_end_well(measured: Measured) -> None:
+def test_processes_with_nccl_in_their_graphs_end_well(measured: list[Figure]) -> None:
     codes = []
     for _ in range(NUM_EXITS):
         world = World(2)
@@ -245,5 +219,5 @@ def test_processes_with_nccl_in_their_graphs_end_well(measured: Measured) -> Non
         codes.append(world.close())
     well = codes.count([0, 0])
     name = f"runs with NCCL in their graphs that end well, of {NUM_EXITS}"
-    measured.figures.append(Figure(name=name, value=well, unit="runs", bar=NUM_EXITS, better="higher"))
+    measured.append(Figure(name=name, value=well, unit="runs", bar=NUM_EXITS, better="higher"))
     assert well == NUM_EXITS, codes

@@ -15,7 +15,7 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from benchmarks.subjects.stages import Batch, Pass, StageStep, StageTrainer
+from benchmarks.subjects.pipelines import Batch, Pass, StageStep, StageTrainer
 from megagraph.decide.dispatch import StageSchedule
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.specs import get_gpt_block_varlen_spec
