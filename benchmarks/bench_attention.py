@@ -155,10 +155,7 @@ def _compare(shape: Shape) -> list[Figure]:
 
 
 def _compare_padded(shape: Shape) -> list[Figure]:
-    """Ten documents in a bank's graphs of a capacity of 256, beside graphs of ten of their very lengths.
-
-    The capacity's documents are as long as the longest one, or as the whole pack.
-    """
+    """Ten documents in graphs of 256, each as long as the longest or the pack, beside graphs of ten."""
     (tight, longest), inputs, figures = shape.pack(USED), shape.inputs(), list[Figure]()
     alone = Captured(inputs, tight, USED, longest)
     for max_seqlen in (longest, shape.tokens):

@@ -23,8 +23,7 @@ Call = Callable[[], object]
 
 
 def host_seconds(call: Call) -> float:
-    """Host time of `call`, which only enqueues; the device is idle before, so that no full launch queue
-    holds the host up."""
+    """Host time of `call`, which only enqueues; the device is idle before, so that no full queue holds it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -87,8 +86,7 @@ def device_us(
 
 
 def copy_of(num_bytes: int) -> Call:
-    """What copies `num_bytes` from device memory to device memory: random ones, since equal ones may be
-    compressed on their way."""
+    """What copies `num_bytes` on the device: random ones, since equal ones may be compressed on their way."""
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

@@ -46,13 +46,22 @@ from megagraph.megatron.specs import get_gpt_block_varlen_spec
 BlockSpec = Callable[..., Any]
 # Calls a chunk on a micro-batch, with its device. Returns what its last layer leaves, and what reduces it.
 Forward = Callable[[Any, Any, torch.device], tuple[Tensor, Any]]
-Before = Callable[[int, "Pass"], None]  # called before each pass, with its place in the order; it may raise
 DOCUMENTS = 8  # of a pack, at most
 MANY = 48  # micro-batches of a step whose memory is measured
 LEARNING_RATE = 0.05
 MOST_MICRO_BATCHES = 12
 STEPS, SETTLED = 100, 10  # the first ones warm up, capture, and fill the allocator's cache
 ALONE = 5  # graphed steps at the end, whose slots the report shows without the eager ones between
+
+
+class Pass(NamedTuple):
+    is_forward: bool  # or else a backward of the micro-batch through one model chunk of the stage
+    chunk: int
+    micro_batch: int
+
+
+# Called before each pass, with its place in the order; it may raise.
+Before = Callable[[int, Pass], None]
 
 
 def transformer_engines_spec(config: Any, **place: Any) -> Any:
@@ -113,14 +122,6 @@ def chunks_of(
     modules = map(in_half_precision, models)
     made = partial(DistributedDataParallel, config=config, ddp_config=ddp_config)
     return models, [made(module=module) for module in modules]
-
-
-class Pass(NamedTuple):
-    """A forward, or else a backward, of a micro-batch through one model chunk of a stage."""
-
-    is_forward: bool
-    chunk: int
-    micro_batch: int
 
 
 class StageStep(NamedTuple):
