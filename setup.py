@@ -44,7 +44,9 @@ BANK = [
     "replay/site",
     "replay/slot_ring",
     "staging/grid_tables",
+    "staging/metadata",
     "staging/staging",
+    "verify/runs",
 ]
 SEAM = ["accumulator_hooks", "accumulators", "aliases", "numerics"]
 PYTHON = [

@@ -22,7 +22,7 @@ from benchmarks.subjects.inside import bare_loops
 from benchmarks.subjects.packs import lognormal_offsets, variant_of
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import MetadataSpec, SiteSpec
+from megagraph.bank.sites import SiteSpec
 from megagraph.packs import ops
 
 DEVICE = "cuda"
@@ -121,14 +121,14 @@ class Captured:
         attention = _Attention(keys, values, max_seqlen)
         bank = Bank([SiteSpec(name="attention", module=attention)], str(queries.device))
         example, kind = ops.pad_cu_seqlens(cu_seqlens, num_seqs), _C.SegmentKind.OFFSETS
-        metadata = {"cu_seqlens": MetadataSpec(kind=kind, example=example, source=0)}
+        metadata = {"cu_seqlens": _C.MetadataSpec(kind=kind, example=example, source=0)}
         arguments: dict[str, Any] = {"arguments": lambda buffers: {"cu_seqlens": buffers["cu_seqlens"]}}
         bank.capture([variant_of(queries, metadata=metadata, **arguments)])
         leaf = queries.clone().requires_grad_()
         with torch.enable_grad(), bank.micro_batch("pack", [cu_seqlens]) as reason:
             if reason is not None:
                 raise RuntimeError(f"expected a replay, got {reason.name}")
-            out = bank(leaf)
+            out = bank.replay_all(leaf)
         out.backward(grad)
         self._kept = bank, attention
         self.calls = dict(zip(DIRECTIONS, bare_loops(bank, "pack"), strict=True))

@@ -82,13 +82,8 @@ class Site:
 class MetadataSpec(metaclass=_pybind11_type):
     """A small buffer that graphs read and that staging refills for each micro-batch.
 
-    Args:
-        kind: how staging fills it (csrc/bank/staging/staging.h).
-        example: its content during warm-up and capture, [entries].
-        source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
-            and any other buffer is constant.
-        fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
-        shared: one buffer for all slots, the example itself (a counter).
+    `source` is an index into what a micro-batch hands over, -1 for none; `fill` comes past its entries, -1
+    repeats the last one; `shared` is of all slots. csrc/bank/staging/metadata.h.
     """
 
     def __init__(
@@ -100,8 +95,14 @@ class MetadataSpec(metaclass=_pybind11_type):
         fill: int = -1,
         shared: bool = False,
     ) -> None: ...
-    def buffer(self) -> Tensor:
-        """A slot's buffer, filled with the example."""
+    @property
+    def is_staged(self) -> bool: ...
+    def buffer(self) -> Tensor: ...
+    def content(self, buffer: Tensor, sources: Sequence[Tensor], end_source: int) -> Tensor:
+        """What staging would write for a micro-batch, in memory of its own."""
+
+def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor:
+    """What staging writes into a mask, bool [rows], of a pack that ends at `end`, a tensor of one entry."""
 
 class Boundaries(metaclass=_pybind11_type):
     """The static tensors on the edges of one site's graphs; csrc/bank/replay/site.h."""
@@ -145,8 +146,6 @@ class PoolHold(metaclass=_pybind11_type):
     @property
     def pool(self) -> tuple[int, int]: ...
 
-def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor: ...  # csrc/bank/staging/staging.h
-
 class GraphBank(metaclass=_pybind11_type):
     """All graphs of one chunk of a model; csrc/bank/replay/graph_bank.h."""
 
@@ -164,7 +163,10 @@ class GraphBank(metaclass=_pybind11_type):
     def state(self) -> BankState: ...
     def become(self, state: BankState) -> None: ...
     def count_eager(self, reason: EagerReason, calls: int) -> None: ...
-    def counters(self) -> dict[str, int]: ...
+    def counters(self) -> dict[str, int]:
+        """`calls`, `replays` and the eager calls of each reason; replays + eager == calls."""
+
+    def set_counters(self, counters: Mapping[str, int]) -> None: ...
     def continue_from(self, former: GraphBank) -> None: ...
     def release(self) -> None: ...
     @property
@@ -174,23 +176,18 @@ class GraphBank(metaclass=_pybind11_type):
     @property
     def most_in_flight(self) -> int: ...
     def last_leases(self) -> list[tuple[int, bool, int, int]]:
-        """Slot, whether for training, when it was leased and freed (0 while held); the oldest first.
-
-        In nanoseconds since 1970. None of a bank with one slot.
-        """
+        """Slot, whether for training, when it was leased and freed (0 while held), in ns since 1970."""
 
     @property
     def num_variants(self) -> int: ...
     @property
     def slot_index(self) -> int: ...
     def site(self, index: int) -> Site: ...
-    def replay_all(self) -> Site:
+    def span(self) -> Site:
         """Every site in one go, with one autograd node; NotImplemented, uncounted, if that is impossible."""
 
     def set_site_eager_reason(self, index: int, reason: EagerReason) -> None: ...
-    def set_site_calls(self, index: int, calls: int) -> None:
-        """How many calls one of a site counts as; one by default."""
-
+    def set_site_calls(self, index: int, calls: int) -> None: ...
     def add_variant(
         self,
         *,
@@ -205,31 +202,39 @@ class GraphBank(metaclass=_pybind11_type):
         """The `cudaGraphExec_t`s of the captured sites, forwards and backwards, in order of index."""
 
     def num_document_grids(self, variant: int, slot: int) -> int:
-        """How many kernels of a slot's graphs have their grids set by staging, to the documents of a pack.
-
-        Attention's on a GPU, csrc/ops/document_grids.h says how; 0 on the host.
-        """
+        """How many kernels of a slot's graphs have their grids set by staging; csrc/ops/document_grids.h."""
 
     def drop_variant(self, variant: int) -> None: ...
     def set_listener(
         self, wants: Callable[[], bool], done: Callable[[int, int], None], noticed: Sequence[int]
-    ) -> None: ...
+    ) -> None:
+        """Reports finished backward passes, from whatever thread runs them: `GradientListener` says how."""
+
+    def set_listening(self, is_listening: bool) -> None: ...
     def begin(self, variant: int, sources: Sequence[Tensor], look_at_grads: bool) -> EagerReason | None: ...
     def end(self) -> None: ...
     def all_free(self) -> bool: ...
-    def describe_holders(self) -> str: ...
+    def holders(self) -> str:
+        """Who holds slots, in words; empty where every slot is free."""
+
     def changed_setting(self, variant: int) -> str: ...
 
 class AccumulatorSwap(metaclass=_pybind11_type):
-    """Gradient accumulators of ours in place of the parameters' own; csrc/bank/capture/main_grad_node.h."""
+    """Gradient accumulators of ours; csrc/bank/capture/main_grad_node.h.
+
+    Inside of its context they stand in place of the parameters' own.
+    """
 
     def __init__(
         self, targets: Sequence[tuple[Tensor, Tensor | None, Callable[[], bool] | None]]
     ) -> None: ...
-    def install(self) -> None: ...
-    def join(self) -> None: ...
-    def restore(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, error: object, *further: object) -> None: ...
     def take_kept_grads(self) -> list[Tensor | None]: ...
+    @property
+    def reached(self) -> list[Tensor]:
+        """Targets with main_grad, in the order in which a backward pass first reached them."""
+
     @property
     def has_parts(self) -> bool:
         """Whether a target without main_grad got its gradient in more than one delivery."""
@@ -308,14 +313,7 @@ class Capacity(metaclass=_pybind11_type):
     def __hash__(self) -> int: ...
 
 class PackShape(metaclass=_pybind11_type):
-    """What a pack needs, read without touching the device.
-
-    Args:
-        tokens: physical tokens of this rank's share.
-        num_seqs: entries of `cu_seqlens` less one.
-        max_seqlen: the longest document the pack declares.
-        cp_size: context-parallel ranks that share the pack.
-    """
+    """What a pack needs, read without touching the device; csrc/decide/dispatch.h."""
 
     def __init__(self, tokens: int, num_seqs: int, max_seqlen: int, cp_size: int = 1) -> None: ...
     @staticmethod
@@ -373,15 +371,7 @@ class StageSchedule(metaclass=_pybind11_type):
     def most_in_flight(self) -> list[int]: ...
 
 class PackForm(metaclass=_pybind11_type):
-    """What of a pack changes the graph beside its shape: which fields it carries.
-
-    Args:
-        has_padded: carries padded offsets beside the actual ones.
-        is_aliased: its padded offsets are the actual ones, the same object, by which Transformer Engine
-            knows that there is no padding between documents.
-        pad_between_seqs: Megatron's field of that name; None if it is absent or unset.
-        has_seq_idx: carries `seq_idx`, int32 [1, T]: the document of each row, one more for the tail.
-    """
+    """What of a pack changes a graph beside its shape: which fields it carries; csrc/decide/variant_key.h."""
 
     def __init__(
         self, has_padded: bool, is_aliased: bool, pad_between_seqs: bool | None, has_seq_idx: bool = False
@@ -405,16 +395,7 @@ class PackForm(metaclass=_pybind11_type):
     def __hash__(self) -> int: ...
 
 class VariantKey(metaclass=_pybind11_type):
-    """The name of a variant: what graphs were captured for.
-
-    Args:
-        capacity: None of a micro-batch that may be padded to any.
-        form: which fields packs carry.
-        grad: gradients are recorded.
-        state: the number of the state that the layers are in.
-        has_mask: layers are given a padding mask of the user's.
-        cp_size: ranks that share the pack.
-    """
+    """The name of a variant: what graphs were captured for; csrc/decide/variant_key.h."""
 
     def __init__(
         self,
@@ -644,6 +625,23 @@ class StateWatch(metaclass=_pybind11_type):
     ) -> None: ...
     def now(self, whole: bool) -> int: ...
     def items(self) -> list[tuple[int, str, int, str]]: ...
+
+def has_bits(tensor: Tensor) -> bool: ...
+def have_same_bits(one: Tensor, other: Tensor) -> bool: ...
+def distance(one: Tensor, other: Tensor) -> float: ...
+
+class RunRange(metaclass=_pybind11_type):
+    """What several runs have made of one tensor; csrc/bank/verify/runs.h, Note [A run like others]."""
+
+    def __init__(self, first: Tensor) -> None: ...
+    def add(self, run: Tensor) -> None: ...
+    @property
+    def is_noisy(self) -> bool: ...
+    @property
+    def spread(self) -> float: ...
+    def differs_as_rounded(self, other: Tensor) -> bool: ...
+    def misfit(self, other: Tensor) -> tuple[float, float] | None:
+        """How far a run is off that is not like these, and how far these are apart where it is; else None."""
 
 def make_host_executable(body: Callable[[], None]) -> Executable: ...
 def count_accumulator_hooks(param: Tensor) -> int: ...

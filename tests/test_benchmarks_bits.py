@@ -85,6 +85,6 @@ def test_layers_replay_without_the_model_around_them(monkeypatch: pytest.MonkeyP
     report = inside.graphs_of(trainer).report
     before = report()["replays"]
     with replays.micro_batch():
-        out = replays.bank(replays.hidden)
+        out = replays.bank.replay_all(replays.hidden)
     (grad,) = torch.autograd.grad(out, replays.hidden, replays.grad)
     assert report()["replays"] == before + OPTIONS.layers and bool(grad.any())

@@ -54,7 +54,7 @@ def measure_last(options: ModelOptions) -> Answer:
     def sample() -> dict[str, float]:
         end_reductions(ddp)
         with replays.micro_batch():
-            out = bank(hidden)
+            out = bank.replay_all(hidden)
         nothing = hidden.view_as(hidden)
         with torch.autograd.set_multithreading_enabled(False):
             backward = host_seconds(lambda: torch.autograd.grad(out, hidden, grad))
@@ -134,7 +134,7 @@ def measure_thread(options: ModelOptions) -> Answer:
         forwards = []
         for _ in range(LAUNCHES // len(replays.bank.sites)):
             with replays.micro_batch():
-                forwards.append(counted(lambda: replays.bank(replays.hidden)))
+                forwards.append(counted(lambda: replays.bank.replay_all(replays.hidden)))
         torch.cuda.synchronize()
     finally:
         loader.is_over = True

@@ -22,7 +22,7 @@ from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer, packed_seq_params
 from megagraph.megatron import seams
 from megagraph.megatron.patch.installation import installed_plugin
-from megagraph.modules import RotaryTables
+from megagraph.packs.rope import RotaryTables
 
 _SOURCE = """
 typedef int (*Launch)(void *, void *);
@@ -90,7 +90,7 @@ def graphs_of(trainer: Trainer) -> Any:
 
 def bare_loops(bank: Bank, key: Any, slot: int = 0) -> tuple[BareLoop, BareLoop]:
     """Launch the forwards, and the backwards, that were captured for a variant into a slot."""
-    forward, backward = bank.core.raw_graph_execs(bank.variants[key], slot)
+    forward, backward = bank.raw_graph_execs(bank.variants[key], slot)
     return BareLoop(forward), BareLoop(backward)
 
 
@@ -98,7 +98,7 @@ def bare_step(trainer: Trainer) -> BareLoop:
     """Launches forwards and backwards of a micro-batch. Raises `RuntimeError` where none was captured."""
     bank = graphs_of(trainer).captures.bank
     (variant,) = bank.variants.values()  # one capacity, training only
-    forward, backward = bank.core.raw_graph_execs(variant, 0)
+    forward, backward = bank.raw_graph_execs(variant, 0)
     if not forward or not backward:
         raise RuntimeError("no graphs were captured")
     return BareLoop([*forward, *reversed(backward)])

@@ -284,7 +284,7 @@ def _time_replays(trainer: Trainer, before: Callable[[], None]) -> Answer:
         decided = time.perf_counter()
         with replays.running(batch):
             begun = time.perf_counter()
-            out = bank(hidden)
+            out = bank.replay_all(hidden)
             done = time.perf_counter()
         ended = time.perf_counter()
         nothing = hidden.view_as(hidden)
@@ -374,7 +374,7 @@ class _Measured:
                 with self._bank.micro_batch(key) as reason:
                     if reason is not None:
                         raise RuntimeError(f"a micro-batch ran eager: {reason.name}")
-                    self._time("forward", lambda outs=outs: outs.append(self._bank(self._hidden)))  # type: ignore[misc]
+                    self._time("forward", lambda outs=outs: outs.append(self._bank.replay_all(self._hidden)))  # type: ignore[misc]
             while outs:
                 self._differentiate("backward", outs.pop(0))
                 self._differentiate("engine", self._hidden.view_as(self._hidden))

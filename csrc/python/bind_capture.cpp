@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captures, and what is swapped and watched meanwhile.
+// Captures, what is swapped and watched meanwhile, and how their bits are compared.
 
 #include <tuple>
 #include <utility>
@@ -7,6 +7,7 @@
 #include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
+#include "csrc/bank/verify/runs.h"
 #include "csrc/python/bindings.h"
 #include "csrc/torch/graph_pool.h"
 #include "csrc/torch/pool_loan.h"
@@ -35,9 +36,39 @@ ExecutableHandle make_host_executable_of(py::function body) {
   })};
 }
 
+// Puts the accumulators back, even if joining what ran beside them fails.
+struct SwapEnd {
+  explicit SwapEnd(AccumulatorSwap& ending) : swap(ending) {}
+  ~SwapEnd() { swap.restore(); }
+  SwapEnd(const SwapEnd&) = delete;
+  SwapEnd& operator=(const SwapEnd&) = delete;
+  AccumulatorSwap& swap;
+};
+
 // Same memory, owned by somebody else: what a graph's boundary in a pool is.
 at::Tensor unowned_alias(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
+}
+
+void bind_runs(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> no_gil;
+  m.def("has_bits", &has_bits, py::arg("tensor"), no_gil);
+  m.def("have_same_bits", &have_same_bits, py::arg("one"), py::arg("other"), no_gil);
+  m.def("distance", &distance, py::arg("one"), py::arg("other"), no_gil);
+  py::class_<RunRange>(m, "RunRange")
+      .def(py::init<const at::Tensor&>(), py::arg("first"), no_gil)
+      .def("add", &RunRange::add, py::arg("run"), no_gil)
+      .def_property_readonly("is_noisy", &RunRange::is_noisy)
+      .def_property_readonly("spread", &RunRange::spread, no_gil)
+      .def("differs_as_rounded", &RunRange::differs_as_rounded, py::arg("other"), no_gil)
+      .def(
+          "misfit",
+          [](const RunRange& runs, const at::Tensor& other) {
+            std::optional<std::pair<double, double>> found;
+            if (const auto misfit = runs.misfit(other)) found.emplace(misfit->off, misfit->spread);
+            return found;
+          },
+          py::arg("other"), no_gil);
 }
 
 #ifdef MEGAGRAPH_WITH_CUDA
@@ -97,16 +128,21 @@ void bind_capture(py::module_& m) {
              return std::make_unique<AccumulatorSwap>(std::move(swapped));
            }),
            py::arg("targets"))
-      .def("install", &AccumulatorSwap::install)
-      .def("join", &AccumulatorSwap::join)
-      .def("restore", &AccumulatorSwap::restore)
+      .def("__enter__", &AccumulatorSwap::install)
+      .def("__exit__",
+           [](AccumulatorSwap& swap, const py::object& error, const py::args&) {
+             const SwapEnd end(swap);
+             if (error.is_none()) swap.join();
+           })
       .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
+      .def_property_readonly("reached", &AccumulatorSwap::reached)
       .def("take_kept_grads",
            [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())
       .def_property_readonly("last_op", &OpTrace::last_op);
+  bind_runs(m);
 #ifdef MEGAGRAPH_WITH_CUDA
   m.attr("WITH_CUDA") = true;
   bind_cuda(m);

@@ -53,6 +53,15 @@ std::map<std::string, int64_t> counters_of(GraphBank& bank) {
   return result;
 }
 
+void set_counters(GraphBank& bank, const std::map<std::string, int64_t>& values) {
+  Counters& counters = bank.counters();
+  counters.calls = values.at("calls");
+  counters.replays = values.at("replays");
+  for (size_t i = 0; i < kEagerReasonNames.size(); ++i) {
+    counters.eager[i] = values.at(kEagerReasonNames[i]);
+  }
+}
+
 // Only a CUDA build has pools to keep alive.
 #ifdef MEGAGRAPH_WITH_CUDA
 using Pools = std::vector<std::shared_ptr<PoolHold>>;
@@ -172,9 +181,10 @@ void bind_graph_bank(py::module_& m) {
            }),
            py::kw_only(), py::arg("kind"), py::arg("example"), py::arg("source") = -1,
            py::arg("fill") = -1, py::arg("shared") = false)
-      .def("buffer", [](const MetadataSpec& spec) {
-        return spec.shared ? spec.example : spec.example.clone();
-      });
+      .def_property_readonly("is_staged", &MetadataSpec::is_staged)
+      .def("buffer", &MetadataSpec::buffer)
+      .def("content", &MetadataSpec::content, py::arg("buffer"), py::arg("sources"),
+           py::arg("end_source"));
   m.def(
       "mask_content",
       [](int64_t rows, const std::optional<at::Tensor>& given, const at::Tensor& end) {
@@ -193,6 +203,7 @@ void bind_graph_bank(py::module_& m) {
           },
           py::arg("reason"), py::arg("calls"))
       .def("counters", &counters_of)
+      .def("set_counters", &set_counters, py::arg("counters"))
       .def("continue_from", &GraphBank::continue_from, py::arg("former"))
       .def("release", &GraphBank::release, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("num_sites", &GraphBank::num_sites)
@@ -216,7 +227,7 @@ void bind_graph_bank(py::module_& m) {
             return py::reinterpret_steal<py::object>(make_site_object(bank, index));
           },
           py::arg("index"))
-      .def("replay_all",
+      .def("span",
            [](const std::shared_ptr<GraphBank>& bank) {
              return py::reinterpret_steal<py::object>(make_span_object(bank));
            })
@@ -247,11 +258,12 @@ void bind_graph_bank(py::module_& m) {
            py::arg("slot"))
       .def("drop_variant", &GraphBank::drop_variant, py::arg("variant"))
       .def("set_listener", &set_listener, py::arg("wants"), py::arg("done"), py::arg("noticed"))
+      .def("set_listening", &GraphBank::set_listening, py::arg("is_listening"))
       .def("begin", &begin_micro_batch, py::arg("variant"), py::arg("sources"),
            py::arg("look_at_grads"))
       .def("end", &GraphBank::end)
       .def("all_free", &GraphBank::all_free)
-      .def("describe_holders", &GraphBank::describe_holders)
+      .def("holders", &GraphBank::describe_holders)
       .def(
           "changed_setting",
           [](const GraphBank& bank, int variant) {

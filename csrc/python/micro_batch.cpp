@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "csrc/bank/staging/staging.h"
+#include "csrc/bank/staging/metadata.h"
 #include "csrc/torch/python_tensors.h"
 #include "csrc/watch/references.h"
 

@@ -37,7 +37,7 @@ StateItems items_of_global_hooks(const StateRules& rules);
 
 // What the items depend on beside the owner's own dictionary. Borrowed.
 std::vector<PyObject*> tables_of_module(PyObject* attributes);
-// The attributes of a module that hold its hooks; megagraph/bank/eligibility.py reads the same.
+// The attributes of a module that hold its hooks; megagraph/bank/sites.py reads the same.
 const std::array<pybind11::str, 4>& hook_tables();
 std::vector<PyObject*> global_hook_tables();
 

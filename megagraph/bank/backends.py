@@ -11,27 +11,16 @@ import gc
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megagraph import _C
 
-__all__ = [
-    "Backend",
-    "CudaBackend",
-    "HostBackend",
-    "KeptMemoryError",
-    "Lent",
-    "Notes",
-    "PassMemories",
-    "backend_for",
-]
+__all__ = ["Backend", "CudaBackend", "KeptMemoryError", "Lent", "PassMemories", "backend_for"]
 
 Generators = Callable[[], Sequence[torch.Generator]]
-# Which memory of a slot's pool was taken when the last pass of a site, by index, was captured.
-Notes: TypeAlias = "Mapping[int, _C.PoolNote | None]"
 # Of each pass, by a name: what it allocates (`_C.PassMemory`); one that is asked for is made.
 PassMemories: TypeAlias = Mapping[Hashable, Any]
 # Entered around work on the backend's stream that is to get memory of a pool.
@@ -42,54 +31,57 @@ class KeptMemoryError(RuntimeError):
     """Somebody keeps memory that graphs will write over."""
 
 
-class Backend(Protocol):
-    """Records a body of work over static buffers and returns what replays it."""
+class Backend:
+    """Records a body of work over static buffers, and returns what replays it.
 
-    device: torch.device
-    runs_while_recording: bool
+    This one runs the body again on the static buffers, on the CPU. Claims no speed, shows no pool hazard.
+    """
+
+    runs_while_recording = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
-        """Makes one memory pool for each slot; returns what keeps them alive."""
-        ...
+        """Makes one memory pool for each slot; returns what keeps them alive. The host's memory has none."""
+        return []
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """The stream on which everything of a warm-up and a capture happens."""
-        ...
+        return contextlib.nullcontext()
 
     def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
         """Gives a pool for one capture of a variant, whose memory goes back afterwards, and what it learns.
 
         None where slots share nothing.
         """
-        ...
+        return contextlib.nullcontext()
 
     def reserve(self, slot_pool: int, num_bytes: int) -> None:
         """Before its first pass: has the pool of a slot hold so many bytes in one block."""
-        ...
 
     def record(
         self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
     ) -> _C.Executable:
         """Records `body` into the pool of a slot.
 
-        Args:
-            slot_pool: the pool.
-            body: the work.
-            memory: what the pass allocates, of which slots share what is temporary; None to share nothing.
+        `memory` is what the pass allocates, of which slots share what is temporary; None to share nothing.
         """
-        ...
+        body()
+        return _C.make_host_executable(body)
 
     def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
         """Makes `value` the content of a static buffer; `kept` is the buffer of an earlier run."""
-        ...
+        value = value.detach()
+        return value.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(value)
 
     def boundary(self, tensor: Tensor) -> Tensor:
         """The tensor by which a site's graph knows a static buffer once its capture is over."""
-        ...
+        return tensor
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
         """Which memory of a slot's pool is taken, between two captures."""
-        ...
+        return None
 
     def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
         """Lends memory of a slot's pool, that was free at the note, to work that is not captured.
@@ -99,67 +91,16 @@ class Backend(Protocol):
         Raises:
             KeptMemoryError: where some of it is still in use afterwards.
         """
-        ...
-
-    def collect(self) -> None:
-        """Before a capture: ends what only a garbage collector would find, and then in the middle of it."""
-        ...
-
-    def settle(self) -> None:
-        """Waits for the device and returns unused memory; once before and once after a capture."""
-        ...
-
-    def pool_bytes(self) -> int:
-        """Device memory that all pools hold, and an equal share of what is shared with others."""
-        ...
-
-
-class HostBackend:
-    """Runs the body again on the static buffers, on the CPU. Claims no speed, shows no pool hazard."""
-
-    runs_while_recording = True
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def add_pools(self, num_slots: int) -> list[_C.PoolHold]:
-        return []
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def learning(self) -> contextlib.AbstractContextManager[tuple[int, PassMemories] | None]:
-        return contextlib.nullcontext()
-
-    def reserve(self, slot_pool: int, num_bytes: int) -> None:
-        """See `Backend`: the host's memory has no pools."""
-
-    def record(
-        self, slot_pool: int, body: Callable[[], None], memory: _C.PassMemory | None = None
-    ) -> _C.Executable:
-        body()
-        return _C.make_host_executable(body)
-
-    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
-        value = value.detach()
-        return value.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(value)
-
-    def boundary(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def note(self, slot_pool: int) -> _C.PoolNote | None:
-        return None
-
-    def lend(self, slot_pool: int, note: _C.PoolNote | None) -> contextlib.AbstractContextManager[Lent]:
         return contextlib.nullcontext(contextlib.nullcontext)
 
     def collect(self) -> None:
-        """See `Backend`: nothing of the host's gets in the way of a capture."""
+        """Before a capture: ends what only a garbage collector would find, and then in the middle of it."""
 
     def settle(self) -> None:
-        pass
+        """Waits for the device and returns unused memory; once before and once after a capture."""
 
     def pool_bytes(self) -> int:
+        """Device memory that all pools hold, and an equal share of what is shared with others."""
         return 0
 
 
@@ -185,15 +126,12 @@ class _Scratch:
         return scratch
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Captures CUDA graphs on one process-wide side stream, into one private pool for each slot.
 
     Where there are several slots what is temporary comes from a pool that all backends of the device share.
-
-    Args:
-        device: the CUDA device.
-        generators: asked at each capture for what its work may draw from beside the device's default
-            generator; each must be safe under capture.
+    `generators` is asked at each capture for what its work may draw from beside the device's default
+    generator; each must be safe under capture.
     """
 
     runs_while_recording = False
@@ -205,7 +143,7 @@ class CudaBackend:
                 "the CUDA toolkit (nvcc), then reinstall megagraph"
             )
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        super().__init__(torch.device("cuda", index))
         self._generators = generators
         self._stream = torch.cuda.ExternalStream(_C.capture_stream(index), device=self.device)
         self._pools: list[tuple[int, int]] = []
@@ -298,8 +236,7 @@ class CudaBackend:
                 raise KeptMemoryError(f"{taken} bytes that were lent are still in use")
 
     def collect(self) -> None:
-        """See `Backend`: events and memory must not be freed on a stream that is being captured."""
-        gc.collect()
+        gc.collect()  # events and memory must not be freed on a stream that is being captured
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -318,7 +255,7 @@ class CudaBackend:
 def backend_for(device: torch.device, generators: Generators = tuple) -> Backend:
     """The backend of a device. Raises `RuntimeError` if this build has none for it."""
     if device.type == "cpu":
-        return HostBackend()
+        return Backend(device)
     if device.type == "cuda":
         return CudaBackend(device, generators)
     raise RuntimeError(f"graphs need a CUDA device or the CPU's host backend, got {device}")

@@ -12,6 +12,10 @@ Where something eager lies between two sites, it is passed over: each site takes
 variant's shape. What crosses such a gap is written right before the pass that reads it. So the gradients on
 both sides of it go back to the pool as soon as their pass is captured, and so do outputs that are transient.
 
+Meanwhile our gradient accumulators stand in place of torch's (csrc/bank/capture/main_grad_node.h, Note
+[Accumulator swap]). What of its input and outputs a backward pass reads is noted in the warm-up: nobody would
+notice that a graph's were written meanwhile, as autograd does by the tensors that eager saves.
+
 What one of the ranks that share communicators cannot capture, none does. No process group is known here:
 whoever makes a bank hands over `max_over_ranks`.
 """
@@ -20,7 +24,7 @@ import contextlib
 import enum
 import pathlib
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,22 +35,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.edges import Edges, Saves, saved_tensors, swap_of, swapped
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
-from megagraph.bank.rng import RngSources, Snapshot
-from megagraph.bank.sites import CaptureError, SiteSpec, StepOrder, VariantSpec, as_tuple
+from megagraph.bank.rng import RngSources, Snapshot, TrackerSource
+from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, StepOrder, as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["CapturePlan", "Conditions", "GroupGaveUp", "Guard", "MaxOverRanks", "Verdict", "alone"]
+__all__ = ["BankOptions", "CapturePlan", "GroupGaveUp", "MaxOverRanks", "Saves", "Verdict", "swap_of"]
 
 
 # From this rank's values to the largest of each over the group. Every rank calls it equally often.
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
-
-
-def alone(values: Sequence[int]) -> list[int]:
-    """For a rank that shares no communicator: its own values."""
-    return list(values)
 
 
 class Verdict(enum.IntEnum):
@@ -64,29 +62,32 @@ class GroupGaveUp(RuntimeError):
         super().__init__("another rank of the group gave this capture up")
 
 
-# Entered around everything that runs in a capture, and around replays of the host backend.
-Guard = Callable[[], contextlib.AbstractContextManager[None]]
-
 _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """What every capture of a bank runs under.
+class BankOptions:
+    """What graphs are captured under.
 
     Args:
-        backend: where captures are recorded.
-        rng: restored after each warm-up and capture.
-        guard: entered around everything that runs.
-        max_over_ranks: asks the ranks that share communicators, after each part.
-        left_out: names of attributes that calls may change.
+        holds_collectives: they contain some, so that no rank may fall back alone.
+        max_over_ranks: asks the ranks whose graphs hold the same collectives, after each part of a capture: a
+            site that one of them cannot capture stays eager on all of them.
+        trackers: named random streams that the model draws from.
+        guard: entered around everything that runs in a capture, and around replays of the host backend.
+        left_out: names of attributes that calls may change: graphs do not, and the caller answers for that.
+        poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
+            reads them too late shows.
+        annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
     """
 
-    backend: Backend
-    rng: RngSources
-    guard: Guard
-    max_over_ranks: MaxOverRanks
+    holds_collectives: bool = False
+    max_over_ranks: MaxOverRanks = list
+    trackers: Sequence[TrackerSource] = ()
+    guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     left_out: Collection[str] = ()
+    poison: bool = False
+    annotate: bool = False
 
 
 def _line_of(error: BaseException) -> str:
@@ -98,38 +99,71 @@ def _line_of(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def _already_added(param: Tensor) -> Callable[[], bool] | None:
+    """Asks, at the gradient's turn, whether a layer with fused accumulation has added it itself."""
+    if main_grad_of(param) is None or not hasattr(param, "grad_added_to_main_grad"):
+        return None
+    return lambda: bool(param.grad_added_to_main_grad) and not getattr(param, "zero_out_wgrad", False)
+
+
+def swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
+    """Accumulators of ours for the parameters of a site."""
+    params = [param for _name, param in site.trainable()] if training else []
+    return _C.AccumulatorSwap([(param, main_grad_of(param), _already_added(param)) for param in params])
+
+
+# Whether a backward pass reads the call's input, and each of its outputs.
+Saves = tuple[bool, list[bool]]
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def _saved_places() -> Iterator[set[int]]:
+    """Notes where tensors lie that autograd saves inside."""
+    places: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            places.add(_place(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield places
+
+
 class CapturePlan:
     """Warms up, or captures into one slot, one variant of a bank. Leaves no trace of either.
 
     Args:
-        conditions: the bank's.
-        sites: what to capture, by index, in execution order; sites that stay eager are left out.
+        backend: records it.
+        rng: put back after the warm-up and the capture.
+        options: the bank's.
         order: of all steps.
-        variant: what to capture for.
-        buffers: the slot's metadata buffers by name, filled with their examples.
-        arguments: the variant's, over these buffers.
+        sites: what to capture, by index, in execution order; sites that stay eager are left out.
+        variant: what to capture for; its buffers are filled with their examples.
+        slot: where to.
     """
 
     def __init__(
         self,
-        conditions: Conditions,
-        sites: Mapping[int, SiteSpec],
+        backend: Backend,
+        rng: RngSources,
+        options: BankOptions,
         order: StepOrder,
-        variant: VariantSpec,
-        buffers: Mapping[str, Tensor],
-        arguments: Mapping[str, Any],
+        sites: Mapping[int, SiteSpec],
+        variant: CapturedVariant,
+        slot: int,
     ) -> None:
-        self._backend = conditions.backend
-        self._guard = conditions.guard
-        self._rng = conditions.rng
-        self._max_over_ranks = conditions.max_over_ranks
-        self._leaves_no_trace = partial(leaves_no_trace, left_out=conditions.left_out)
-        self._sites = sites
-        self._order = order
-        self._variant = variant
-        self._arguments = arguments
-        self._end = None if variant.end_buffer is None else buffers[variant.end_buffer]
-        self._edges = Edges(sites, order, self._backend)
+        self._backend, self._rng, self._order, self._sites = backend, rng, order, sites
+        self._guard, self._max_over_ranks = options.guard, options.max_over_ranks
+        self._leaves_no_trace = partial(leaves_no_trace, left_out=options.left_out)
+        self._variant, self._slot, self._arguments = variant.spec, slot, variant.given[slot]
+        end_buffer = variant.spec.end_buffer
+        self._end = None if end_buffer is None else variant.buffers[slot][end_buffer]
+        self._edges = _Edges(sites, order, backend)
         # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
@@ -249,11 +283,11 @@ class CapturePlan:
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
         site, training = self._sites[index], self._variant.training
         swap = swap_of(site, training)
-        with swapped(swap), torch.set_grad_enabled(training):
+        with swap, torch.set_grad_enabled(training):
             given = x.detach().requires_grad_(training)
-            with saved_tensors() as saved:
+            with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
-            self._saves[index] = saved.of(given, outputs)
+            self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:
@@ -271,12 +305,12 @@ class CapturePlan:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
 
-    def capture(self, pool: int, memories: PassMemories | None = None) -> dict[int, _C.SiteGraph]:
+    def capture(self, memories: PassMemories | None, pool: int | None = None) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up.
 
         Args:
-            pool: the slot's.
             memories: what each pass allocates, learned or to be learned; None where slots share nothing.
+            pool: in place of the slot's.
 
         Returns:
             What each site captured, by index. Its boundaries own no memory: the pool does.
@@ -286,8 +320,7 @@ class CapturePlan:
         """
         work_runs = self._backend.runs_while_recording
         with self._traced(), self._leaves_no_trace([*self._sites.values()], work_runs=work_runs):
-            graphs = self._record(pool, memories)
-        return graphs
+            return self._record(self._slot if pool is None else pool, memories)
 
     def _record(self, pool: int, memories: PassMemories | None) -> dict[int, _C.SiteGraph]:
         def memory(index: int, phase: str) -> Any:
@@ -300,8 +333,7 @@ class CapturePlan:
             )
             self._backend.reserve(pool, sum(forward) + max(backward))
         training = self._variant.training
-        accumulated: dict[int, dict[nn.Parameter, None]] = {index: {} for index in self._sites}
-        swaps = {i: swap_of(site, training, accumulated[i]) for i, site in self._sites.items()}
+        swaps = {index: swap_of(site, training) for index, site in self._sites.items()}
         forwards, backwards = {}, {}
         for index in self._sites:
             with self._named(index, "capture of the forward"):
@@ -321,7 +353,7 @@ class CapturePlan:
                 forward=forwards[index],
                 backward=backwards.get(index),
                 boundaries=self._edges[index],
-                accumulated=[*accumulated[index]],
+                accumulated=swaps[index].reached,
                 is_entry=self._order.is_entry(index),
                 is_chained=self._edges.is_chained(index),
                 is_transient=self._edges.is_transient(index),
@@ -334,7 +366,7 @@ class CapturePlan:
 
         def body() -> None:
             x = edges.input(index, self._empty_rows).detach().requires_grad_(training)
-            with swapped(swap), self._guard(), torch.set_grad_enabled(training):
+            with swap, self._guard(), torch.set_grad_enabled(training):
                 outputs = as_tuple(site.call(x, **self._arguments))
             edges.keep_outputs(index, outputs)
             if training:
@@ -352,7 +384,7 @@ class CapturePlan:
             given = [(begin, grad) for begin, grad in pairs if begin is not None and grad is not None]
             if not given:
                 raise ValueError("expected an output that needs a gradient, got none")
-            with swapped(swap), self._guard():
+            with swap, self._guard():
                 torch.autograd.backward([begin for begin, _ in given], [grad for _, grad in given])
             if x.grad is None:
                 raise ValueError("expected a gradient of the hidden states, got none")
@@ -364,7 +396,7 @@ class CapturePlan:
         return body
 
     def _keep_param_grads(self, index: int, swap: _C.AccumulatorSwap) -> None:
-        kept = [param for param in self._sites[index].trainable() if main_grad_of(param) is None]
+        kept = [param for _name, param in self._sites[index].trainable() if main_grad_of(param) is None]
         grads = zip(kept, swap.take_kept_grads(), strict=True)
         self._edges.keep_param_grads(index, {param: grad for param, grad in grads if grad is not None})
 
@@ -372,3 +404,115 @@ class CapturePlan:
 def _gradient_edge(output: Tensor) -> GradientEdge | None:
     """Where the backward of an output begins; holds none of its memory."""
     return get_gradient_edge(output) if output.requires_grad else None
+
+
+class _Edges:
+    """The static tensors between the sites of a plan: boundaries of every site, by index."""
+
+    def __init__(self, sites: Mapping[int, SiteSpec], order: StepOrder, backend: Backend) -> None:
+        self._sites = sites
+        self._order = order
+        self._backend = backend
+        self._of = {index: _C.Boundaries() for index in sites}
+
+    def __getitem__(self, index: int) -> _C.Boundaries:
+        return self._of[index]
+
+    def _before(self, index: int) -> _C.Boundaries | None:
+        """Of the site whose output a site takes where it lies."""
+        return self._of.get(index - 1) if self._order.joins(index) else None
+
+    def _after(self, index: int) -> _C.Boundaries | None:
+        return self._of.get(index + 1) if self._order.joins(index + 1) else None
+
+    def is_chained(self, index: int) -> bool:
+        """Whether a site's input is the output of the one before it."""
+        return self._before(index) is not None
+
+    def is_transient(self, index: int) -> list[bool]:
+        """Of each output of a site: whether later passes use its memory."""
+        return [number in self._sites[index].transient for number in range(len(self._of[index].outputs))]
+
+    # -- inside of a pass ------------------------------------------------------------------------
+
+    def input(self, index: int, empty: Callable[[], Tensor]) -> Tensor:
+        """A site's input; `empty` makes one, where no site before it does."""
+        edges = self._of[index]
+        if not edges.inputs:
+            before = self._before(index)
+            edges.inputs = [empty()] if before is None else before.outputs
+        return edges.inputs[0]
+
+    def keep_outputs(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """Makes them a site's outputs."""
+        edges = self._of[index]
+        edges.outputs = self._keep_all(edges.outputs, outputs)
+
+    def output_grads(self, index: int, has_grad: Iterable[bool]) -> Sequence[Tensor | None]:
+        """The gradients of a site's outputs, of those that have one."""
+        edges = self._of[index]
+        if not edges.grad_outputs:
+            after = self._after(index)
+            with unfilled():
+                made = [
+                    torch.empty_like(output) if has else None
+                    for output, has in zip(edges.outputs, has_grad, strict=True)
+                    if after is None
+                ]
+            edges.grad_outputs = made if after is None else after.grad_inputs
+        return edges.grad_outputs
+
+    def keep_input_grad(self, index: int, grad: Tensor) -> Tensor:
+        """Makes it the gradient of a site's input; returns where that lies."""
+        edges = self._of[index]
+        edges.grad_inputs = kept = self._keep_all(edges.grad_inputs, [grad])
+        return kept[0]
+
+    def keep_param_grads(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Makes them the gradients of a site's parameters without main_grad."""
+        edges = self._of[index]
+        edges.params = [*grads]
+        edges.param_grads = self._keep_all(edges.param_grads, [*grads.values()])
+
+    def _keep_all(self, kept: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+        """Makes values the content of static buffers, those of an earlier run where there was one."""
+        buffers = kept or [None] * len(values)
+        return [self._backend.keep(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+
+    # -- after a pass ----------------------------------------------------------------------------
+
+    def give_back_outputs(self, index: int) -> None:
+        """After a site's forward: returns memory to the pool that others use from now on."""
+        edges, transient = self._of[index], self._sites[index].transient
+        edges.outputs = [
+            self._backend.boundary(output) if number in transient else output
+            for number, output in enumerate(edges.outputs)
+        ]
+
+    def give_back_gradients(self, index: int) -> None:
+        """After a site's backward: the same of gradients that cross a gap."""
+        edges = self._of[index]
+        if self._after(index) is None:
+            edges.grad_outputs = self._boundaries(edges.grad_outputs)
+        if not self._order.is_entry(index) and self._before(index) is None:
+            edges.grad_inputs = self._boundaries(edges.grad_inputs)
+
+    def _boundaries(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if tensor is None else self._backend.boundary(tensor) for tensor in tensors]
+
+    def disown(self) -> None:
+        """After the last pass: the slot's pool owns all of it, and the nesting rule guards it."""
+        seen: dict[Any, Tensor] = {}
+
+        def alias(tensor: Tensor) -> Tensor:
+            key = tensor.data_ptr(), tensor.shape, tensor.dtype  # gaps let other tensors lie at one address
+            return seen.setdefault(key, self._backend.boundary(tensor))
+
+        def aliases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+            return [None if tensor is None else alias(tensor) for tensor in tensors]
+
+        for edges in self._of.values():
+            edges.inputs, edges.outputs = [*map(alias, edges.inputs)], [*map(alias, edges.outputs)]
+            edges.param_grads = [*map(alias, edges.param_grads)]
+            edges.grad_outputs = aliases(edges.grad_outputs) or [None] * len(edges.outputs)
+            edges.grad_inputs = aliases(edges.grad_inputs) or [None] * len(edges.inputs)

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.bits import Results, has_bits, have_same_bits
 from megagraph.bank.sites import SiteSpec
 
 __all__ = [
     "KeptGradients",
     "KeptState",
     "PlainAttributes",
+    "Results",
     "leaves_no_trace",
     "main_grad_of",
     "plain_tensors",
@@ -39,6 +39,8 @@ __all__ = [
     "written_by",
 ]
 
+
+Results = dict[str, Tensor]  # of one run, by what they are in words
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
@@ -209,30 +211,15 @@ def leaves_no_trace(
         ValueError: where a buffer is another one afterwards, or an attribute has another value: Note
             [Plain attributes].
     """
-    params = [param for site in sites for param in site.trainable()]
-    saved: list[tuple[Tensor, Tensor]] = []
-    if work_runs:
-        grads_of = (main_grad_of(param) for param in params)
-        # Hosts free gradients outside of training; work without a backward pass does not touch them.
-        saved += [(grad, grad.clone()) for grad in grads_of if grad is not None and _has_memory(grad)]
-        saved += [(it, it.detach().clone()) for site in sites for it in written_by(site).values()]
+    gradients, state = KeptGradients(sites, work_runs), KeptState(sites if work_runs else ())
     attributes = PlainAttributes([named for site in sites for named in site.named_modules()])
-    tables = [(module._buffers, dict(module._buffers)) for site in sites for module in site.modules()]
-    grads = [(param, param.grad) for param in params]
-    flag = "grad_added_to_main_grad"
-    flags = [(param, getattr(param, flag)) for param in params if hasattr(param, flag)]
-    for param in params:
-        param.grad = None
+    modules = [module for site in sites for module in site.modules()]
+    tables = [(module._buffers, dict(module._buffers)) for module in modules]
     try:
-        yield
+        with gradients.put_back_afterwards():
+            yield
     finally:
-        with torch.no_grad():
-            for tensor, content in saved:
-                tensor.copy_(content)
-        for param, grad in grads:
-            param.grad = grad
-        for param, value in flags:
-            setattr(param, flag, value)
+        state.put_all_back()
         rebound = any(
             table.get(name) is not buffer for table, before in tables for name, buffer in before.items()
         )
@@ -264,21 +251,24 @@ _FLAG = "grad_added_to_main_grad"
 
 
 class KeptGradients:
-    """Of all trainable parameters of a site.
+    """Of all trainable parameters of some sites, with the flags of fused accumulation.
 
     Args:
-        site: whose parameters.
+        sites: whose parameters.
+        work_runs: main gradients may change, too.
     """
 
-    def __init__(self, site: SiteSpec) -> None:
-        self._params = {name: param for name, param in site.named_parameters() if param.requires_grad}
-        main_grads = {name: main_grad_of(param) for name, param in self._params.items()}
-        self._main = {name: grad for name, grad in main_grads.items() if grad is not None}
-        # Most often they are zero between two steps, and need no copy.
-        self._before = {name: grad.clone() if has_bits(grad) else None for name, grad in self._main.items()}
-        self._flags = [
-            (param, getattr(param, _FLAG)) for param in self._params.values() if hasattr(param, _FLAG)
+    def __init__(self, sites: Sequence[SiteSpec], work_runs: bool = True) -> None:
+        self._params = [named for site in sites for named in site.trainable()]
+        main_grads = (main_grad_of(param) for _name, param in self._params if work_runs)
+        # Hosts free them outside of training; work without a backward pass does not touch them. Most often
+        # they are zero between two steps, and need no copy.
+        self._before = [
+            (grad, grad.clone() if _C.has_bits(grad) else None)
+            for grad in main_grads
+            if grad is not None and _has_memory(grad)
         ]
+        self._flags = [(param, getattr(param, _FLAG)) for _, param in self._params if hasattr(param, _FLAG)]
 
     def found(self, swap: _C.AccumulatorSwap | None = None) -> Results:
         """What is there, by what it is in words; in no memory of its own.
@@ -286,33 +276,29 @@ class KeptGradients:
         Args:
             swap: the accumulators of the backward pass; None for autograd's own.
         """
-        results = {f"gradient of {name}": grad for name, grad in self._main.items()}
-        others = {name: param for name, param in self._params.items() if name not in self._main}
-        kept = [param.grad for param in others.values()] if swap is None else swap.take_kept_grads()
-        named = zip(others, kept, strict=True)
-        return results | {f"gradient of {name}": grad for name, grad in named if grad is not None}
+        named = [(name, param, main_grad_of(param)) for name, param in self._params]
+        results = [(name, grad) for name, _param, grad in named if grad is not None]
+        others = [(name, param) for name, param, grad in named if grad is None]
+        kept = [param.grad for _name, param in others] if swap is None else swap.take_kept_grads()
+        results += [(name, grad) for (name, _), grad in zip(others, kept, strict=True) if grad is not None]
+        return {f"gradient of {name}": grad for name, grad in results}
 
     @contextlib.contextmanager
     def put_back_afterwards(self) -> Iterator[None]:
         """Leaves everything as it was, whatever happens inside, where no parameter has a `.grad` at first."""
-        grads: list[tuple[nn.Parameter, Tensor | None]] = [(p, p.grad) for p in self._params.values()]
-        for param, _ in grads:
+        grads = [(param, param.grad) for _name, param in self._params]
+        for param, _grad in grads:
             param.grad = None
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, main_grad in self._main.items():
-                    before = self._before[name]
+                for main_grad, before in self._before:
                     _ = main_grad.zero_() if before is None else main_grad.copy_(before)
             for param, grad in grads:
                 param.grad = grad
             for param, flag in self._flags:
-                _set_flag(param, flag)
-
-
-def _set_flag(param: nn.Parameter, flag: Any) -> None:
-    setattr(param, _FLAG, flag)
+                setattr(param, _FLAG, flag)
 
 
 class KeptState:
@@ -323,7 +309,7 @@ class KeptState:
         further: what they write that is put back at the end only, and never shown.
     """
 
-    def __init__(self, sites: Sequence[SiteSpec], further: Sequence[Tensor]) -> None:
+    def __init__(self, sites: Sequence[SiteSpec], further: Sequence[Tensor] = ()) -> None:
         written = [written_by(site) for site in sites]
         tensors = [*further, *(tensor for of_site in written for tensor in of_site.values())]
         # Aliases of one storage and version with what sites hold: some of it requires a gradient.
@@ -338,7 +324,7 @@ class KeptState:
     def changed(self, index: int) -> Results:
         """Copies of what differs from before."""
         found = self._of_site[index].items()
-        return {name: now.clone() for name, now in found if not have_same_bits(now, self._was(now))}
+        return {name: now.clone() for name, now in found if not _C.have_same_bits(now, self._was(now))}
 
     def with_unchanged(self, index: int, changed: Results) -> Results:
         """What `changed()` gave, and the rest of the site as it was before."""

@@ -10,7 +10,6 @@ not their states. A region that draws nothing may be swapped around as it likes.
 """
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -134,11 +133,7 @@ def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
         one.set_offset(offset)
 
 
-def _itself(tracker: RngTracker) -> RngTracker:
-    return tracker
-
-
-TrackerSource = Callable[[], RngTracker]
+TrackerSource = Callable[[], RngTracker]  # which may be replaced
 Snapshot = tuple[list[Tensor], list[dict[str, Tensor | torch.Generator]]]
 
 
@@ -147,13 +142,11 @@ class RngSources:
 
     Args:
         device: its default generator is always included, and the CPU's.
-        trackers: named streams beside it; a function where a tracker may be replaced.
+        trackers: named streams beside it.
     """
 
-    def __init__(self, device: torch.device, trackers: Sequence[RngTracker | TrackerSource] = ()) -> None:
-        self._sources = [
-            tracker if callable(tracker) else functools.partial(_itself, tracker) for tracker in trackers
-        ]
+    def __init__(self, device: torch.device, trackers: Sequence[TrackerSource] = ()) -> None:
+        self._sources = trackers
         self._device = device
         self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what can be graphed: a site (a call of a module, or of parts of it), and a variant.
+"""Names what can be graphed, a site (a call of a module, or of parts of it) and a variant; finds what cannot.
 
 Sites are captured for variants, and what lies between two sites stays eager. Beside the hidden states a
 variant's calls are given constants and buffers of metadata, which staging fills
-(csrc/bank/staging/staging.h). Holds no graph.
+(csrc/bank/staging/metadata.h). Holds no graph.
 
 Note [Arguments of a variant]
 `VariantSpec.arguments` runs at the capture, and no replay runs it again. What it hands on of the buffers
@@ -14,9 +14,10 @@ example's: it is an error. It is found by asking again while the buffers hold so
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,80 +27,21 @@ from megagraph.decide.reasons import EagerReason
 
 __all__ = [
     "CaptureError",
+    "CapturedVariant",
     "EagerPart",
     "JoinedSites",
-    "MetadataSpec",
     "Outputs",
     "SiteSpec",
     "StepOrder",
     "VariantSpec",
-    "arguments_of",
     "as_tuple",
+    "ineligible_sites",
     "tensors_in",
 ]
 
-
-_Kind = _C.SegmentKind
-
-
-class MetadataSpec(_C.MetadataSpec):
-    """A small buffer that graphs read and that staging refills for each micro-batch.
-
-    Args:
-        kind: how staging fills it (csrc/bank/staging/staging.h).
-        example: its content during warm-up and capture, [entries].
-        source: index into what a micro-batch hands over; -1 for none: a mask then has the pack's end alone,
-            and any other buffer is constant.
-        fill: int32 that fills the entries past the source's; -1 repeats the source's last one.
-        shared: one buffer for all slots, the example itself (a counter).
-    """
-
-    def __init__(
-        self,
-        *,
-        kind: _C.SegmentKind,
-        example: Tensor,
-        source: int = -1,
-        fill: int = -1,
-        shared: bool = False,
-    ) -> None:
-        super().__init__(kind=kind, example=example, source=source, fill=fill, shared=shared)
-        self._kind, self._source, self._fill = kind, source, fill
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether its content differs from micro-batch to micro-batch."""
-        return self._source >= 0 or self._kind == _Kind.MASK
-
-    def content(self, buffer: Tensor, sources: Sequence[Tensor], end: Tensor | None) -> Tensor:
-        """What staging would write for a micro-batch, in memory of its own.
-
-        A call that runs eager may need it in its backward pass, when `buffer` holds another micro-batch's.
-        Counters and constants are `buffer` itself. Never waits for the device.
-
-        Args:
-            buffer: the slot's.
-            sources: what the micro-batch handed over.
-            end: the pack's physical end, of one entry; a mask needs it.
-        """
-        if not self.is_staged or self._kind == _Kind.COUNT:
-            return buffer
-        source = None if self._source < 0 else sources[self._source].flatten()
-        if self._kind == _Kind.MASK:
-            assert end is not None
-            return _C.mask_content(buffer.numel(), source, end).view(buffer.shape)
-        assert source is not None
-        if self._kind == _Kind.OFFSETS:
-            given = (source, buffer.numel() - 1, None if self._fill < 0 else self._fill)
-            offsets: Tensor = torch.ops.megagraph.pad_cu_seqlens(*given)
-            return offsets.view(buffer.shape)
-        out = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
-        out.view(-1)[: source.numel()] = source
-        return out
-
-
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
+_Owned = TypeVar("_Owned", bound=Tensor)
 
 
 class CaptureError(RuntimeError):
@@ -125,6 +67,13 @@ def _call(module: nn.Module, hidden: Tensor, **arguments: Any) -> Outputs:
     return out
 
 
+def _each_once(named: Iterable[tuple[str, _Owned]]) -> list[tuple[str, _Owned]]:
+    found: dict[int, tuple[str, _Owned]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (name, tensor))
+    return [*found.values()]
+
+
 def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
     """The outputs of a call."""
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
@@ -141,6 +90,10 @@ class _OfModule:
     def short_name(self) -> str:
         """The name without what it says in brackets."""
         return self.name.partition(" (")[0]
+
+    def within(self, name: str) -> str:
+        """The name of something inside of it."""
+        return f"{self.short_name}.{name}" if name else self.short_name
 
     @property
     def module(self) -> nn.Module:
@@ -225,46 +178,34 @@ class SiteSpec(_OfModule):
         """The same without names."""
         return [module for _name, module in self.named_modules()]
 
-    def owners(self) -> list[nn.Module]:
-        """Those of them that own the parameters and buffers that the call uses."""
-        return [module for _name, root in self._roots() for module in root.modules()]
-
-    def _roots(self) -> list[tuple[str, nn.Module]]:
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """Those of them whose parameters and buffers the call uses, with all that lies within, by name."""
         module = self.module
         return [(part, module.get_submodule(part)) for part in self._parts] or [("", module)]
 
+    def owners(self) -> list[nn.Module]:
+        """Those of them that own the parameters and buffers that the call uses."""
+        return [module for _name, root in self.roots() for module in root.modules()]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that the call uses, each once, by name."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for prefix, root in self._roots():
-            for name, param in root.named_parameters(prefix=prefix):
-                found.setdefault(id(param), (name, param))
-        return [*found.values()]
+        return _each_once(it for name, root in self.roots() for it in root.named_parameters(prefix=name))
 
     def parameters(self) -> list[nn.Parameter]:
         """The same without names."""
         return [param for _name, param in self.named_parameters()]
 
-    def further_state(self) -> Sequence[Tensor]:
-        """The further tensors that the call changes."""
-        return self.state(self.module)
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that get a gradient, by name."""
+        return [(name, param) for name, param in self.named_parameters() if param.requires_grad]
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers that the call uses, each once, by name."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for prefix, root in self._roots():
-            for name, buffer in root.named_buffers(prefix=prefix):
-                found.setdefault(id(buffer), (name, buffer))
-        return [*found.values()]
+        return _each_once(it for name, root in self.roots() for it in root.named_buffers(prefix=name))
 
-    def buffers(self) -> list[Tensor]:
-        """The buffers that the call uses, and further tensors that it changes, each once."""
-        found = [buffer for _name, buffer in self.named_buffers()]
-        return [*{id(tensor): tensor for tensor in (*found, *self.further_state())}.values()]
-
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters that get a gradient, each once."""
-        return [param for param in self.parameters() if param.requires_grad]
+    def further_state(self) -> Sequence[Tensor]:
+        """The further tensors that the call changes."""
+        return self.state(self.module)
 
 
 class JoinedSites(SiteSpec):
@@ -294,51 +235,27 @@ class JoinedSites(SiteSpec):
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for site in self.sites:
-            for name, module in site.named_modules():
-                yield ".".join(filter(None, (site.short_name, name))), module
+            yield from ((site.within(name), module) for name, module in site.named_modules())
 
-    def owners(self) -> list[nn.Module]:
-        return [module for site in self.sites for module in site.owners()]
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = (
-            (f"{site.short_name}.{name}", param)
-            for site in self.sites
-            for name, param in site.named_parameters()
-        )
-        return [*{id(param): (name, param) for name, param in named}.values()]
-
-    def named_buffers(self) -> list[tuple[str, Tensor]]:
-        named = (
-            (f"{site.short_name}.{name}", buffer)
-            for site in self.sites
-            for name, buffer in site.named_buffers()
-        )
-        return [*{id(buffer): (name, buffer) for name, buffer in named}.values()]
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        return [(site.within(name), root) for site in self.sites for name, root in site.roots()]
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepOrder:
     """What lies between the sites of a bank.
 
-    Args:
-        gaps: sites, by index, behind which something stays eager.
-        begins_with_site: nothing eager comes before the first one.
+    Attributes:
+        gaps: sites, by index, behind which something stays eager; -1 where it comes before the first one.
     """
 
-    gaps: frozenset[int]
-    begins_with_site: bool
-
-    @staticmethod
-    def of(steps: Sequence[SiteSpec | EagerPart]) -> "StepOrder":
-        """That of some steps."""
+    def __init__(self, steps: Sequence[SiteSpec | EagerPart]) -> None:
         gaps, index = set(), -1
         for step in steps:
             if isinstance(step, SiteSpec):
                 index += 1
             else:
                 gaps.add(index)
-        return StepOrder(gaps=frozenset(gaps - {-1}), begins_with_site=-1 not in gaps)
+        self.gaps = frozenset(gaps)
 
     def joins(self, index: int) -> bool:
         """Whether a site takes what the site before it hands out."""
@@ -346,7 +263,7 @@ class StepOrder:
 
     def is_entry(self, index: int) -> bool:
         """Whether a site takes the bank's input as it was given."""
-        return index == 0 and self.begins_with_site
+        return index == 0 and -1 not in self.gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,7 +293,7 @@ class VariantSpec:
     rows: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
-    metadata: Mapping[str, MetadataSpec] = field(default_factory=dict)
+    metadata: Mapping[str, _C.MetadataSpec] = field(default_factory=dict)
     end_source: int = -1
     end_buffer: str | None = None
     fewer_rows: bool = False
@@ -386,6 +303,47 @@ class VariantSpec:
 
     def __str__(self) -> str:
         return self.name or str(self.key)
+
+
+class CapturedVariant:
+    """A variant in a bank: its buffers of metadata, and what its sites are called with over them.
+
+    Attributes:
+        spec: as it was given.
+        buffers: its metadata buffers, by slot and name.
+        given: the arguments over these at the capture, by slot.
+        num_graphs: forwards and backwards, in every slot.
+        notes: by slot, which memory of its pool was taken when the last pass of a site was captured.
+    """
+
+    def __init__(self, spec: VariantSpec, num_slots: int) -> None:
+        self.spec = spec
+        self.buffers = [{name: it.buffer() for name, it in spec.metadata.items()} for _ in range(num_slots)]
+        with spec.context():
+            self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
+        self.num_graphs = 0
+        self.notes: Sequence[Mapping[int, _C.PoolNote | None]] = ()
+
+    def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
+        """The arguments of a call that runs eager, over its micro-batch's metadata in memory of their own."""
+        spec, buffers = self.spec, self.buffers[slot]
+        contents = {
+            name: it.content(buffers[name], sources, spec.end_source) for name, it in spec.metadata.items()
+        }
+        return spec.arguments(contents)
+
+    def staged(self, hidden: Tensor, sources: Sequence[Tensor]) -> Tensor:
+        """The first input as staging would write it: in the captured rows, zero past the pack's end.
+
+        Where only as many rows as were captured may be given, others stay as they are.
+        """
+        rows = max(self.spec.rows, hidden.shape[0]) if self.spec.fewer_rows else hidden.shape[0]
+        if self.spec.end_source >= 0:
+            offsets = sources[self.spec.end_source]
+            out: Tensor = torch.ops.megagraph.zero_tail(hidden, offsets, rows)
+            return out
+        missing = rows - hidden.shape[0]
+        return hidden if missing == 0 else torch.cat([hidden, hidden.new_zeros(missing, *hidden.shape[1:])])
 
 
 _DEPTH = 4
@@ -448,7 +406,7 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(((value == other) | both_nan).all())
 
 
-def arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
+def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
     """A variant's arguments over the metadata buffers of a slot, filled with their examples.
 
     Raises:
@@ -474,3 +432,76 @@ def arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mapping
                 "would keep the example's; hand the buffer on, or a view of it, and compute in the module"
             )
     return arguments
+
+
+# -- what a graph would bypass or double: hooks and shared parameters ---------------------------------
+
+# csrc/watch/state_items.cpp reads the same tables.
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_MODULES = tuple(f"_global{name}" for name in _MODULE_HOOKS)
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    for name in _MODULE_HOOKS:
+        yield from getattr(module, name).values()
+
+
+def _global_hook(is_expected: Callable[[Callable[..., Any]], bool]) -> str | None:
+    for name in _OF_ALL_MODULES:
+        for hook in getattr(torch.nn.modules.module, name).values():
+            if not is_expected(hook):
+                return f"hook {getattr(hook, '__qualname__', hook)} of all modules"
+    return None
+
+
+def _carries_foreign_hook(
+    site: SiteSpec,
+    is_expected: Callable[[Callable[..., Any]], bool],
+    accumulator_hooks: Callable[[nn.Parameter], int],
+) -> str | None:
+    for name, module in site.named_modules():
+        for hook in _hooks(module):
+            if not is_expected(hook):
+                where = f"{name or type(module).__name__}"
+                return f"hook {getattr(hook, '__qualname__', hook)} of module {where}"
+    for name, param in site.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            return f"gradient hook of parameter {name}"
+        if not param.requires_grad:
+            continue
+        found, expected = _C.count_accumulator_hooks(param), accumulator_hooks(param)
+        if found > expected:
+            return f"hook on the gradient accumulator of parameter {name}"
+        if found < expected:
+            return f"the gradient accumulator of parameter {name} has lost its hook, and eager its gradient"
+    return None
+
+
+def ineligible_sites(
+    sites: Sequence[SiteSpec],
+    *,
+    other_params: Iterable[nn.Parameter] = (),
+    is_expected_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False,
+    accumulator_hooks: Callable[[nn.Parameter], int] = lambda param: 0,
+) -> Mapping[int, tuple[EagerReason, str]]:
+    """Sites that must stay eager: index to the reason and what was found.
+
+    Args:
+        sites: of one bank.
+        other_params: parameters of the model that are used outside of these.
+        is_expected_hook: hooks that the caller answers for.
+        accumulator_hooks: how many hooks the caller has on a parameter's gradient accumulator. Tensors that
+            are moved to another device by `param.data = ...` lose theirs.
+    """
+    uses = Counter(id(param) for site in sites for param in site.parameters())
+    uses.update({id(param) for param in other_params})
+    found: dict[int, tuple[EagerReason, str]] = {}
+    global_hook = _global_hook(is_expected_hook)
+    for index, site in enumerate(sites):
+        shared = [name for name, param in site.named_parameters() if uses[id(param)] > 1]
+        hook = global_hook or _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)
+        if shared:
+            found[index] = EagerReason.SHARED_PARAMETER, f"parameter {shared[0]} is used elsewhere too"
+        elif hook is not None:
+            found[index] = EagerReason.FOREIGN_HOOK, hook
+    return found

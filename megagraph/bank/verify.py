@@ -14,8 +14,8 @@ they were.
 
 Afterwards gradients, buffers, random states and counters are as they were. Where a module differs from itself
 (it adds with atomics), it runs several times more, and its graph has to be a run like these
-(megagraph/bank/bits.py, Note [A run like others]). Where differences are rare and of several sizes that is no
-bound, so that a graph which lies further off has to do so twice; and where no more than roundings of few
+(csrc/bank/verify/runs.h, Note [A run like others]). Where differences are rare and of several sizes that is
+no bound, so that a graph which lies further off has to do so twice; and where no more than roundings of few
 entries differ, four times, unless torch is asked for deterministic algorithms.
 
 A site that has a graph and does not take the micro-batch, on any rank, is not verified; `not_run` says which,
@@ -31,17 +31,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megagraph import _C
 from megagraph.bank.backends import Lent
-from megagraph.bank.bank import Bank, CapturedVariant
-from megagraph.bank.bits import MOST_FURTHER, Difference, Misfit, Range, Results, have_same_bits
-from megagraph.bank.edges import swap_of, swapped
-from megagraph.bank.restore import KeptGradients, KeptState
+from megagraph.bank.bank import Bank
+from megagraph.bank.capture import swap_of
+from megagraph.bank.restore import KeptGradients, KeptState, Results
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["Example", "Verification", "verify"]
+__all__ = ["Difference", "Example", "Verification", "verify"]
 
+# Further verifications: of dozens of tensors some differ by chance in two verifications, hardly any in four.
+_MOST_FURTHER = 3
 # Of a module that may differ from itself; up to as many in all where it does, but not yet in some tensor in
 # which its graph does.
 _FURTHER_RUNS, _MOST_RUNS = 4, 20
@@ -72,6 +74,42 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A tensor of a site that its graph and its module make differently.
+
+    Args:
+        slot: whose graph.
+        index: the site.
+        tensor: what differs, in words.
+        off: by how much the graph misses the module, at most.
+        spread: how far runs of the module are apart, at most, where it does.
+        is_noisy: runs of the module differ in this tensor.
+        is_rounding: it is as small and as rare as what kernels that add with atomics make of one call.
+    """
+
+    slot: int
+    index: int
+    tensor: str
+    off: float
+    spread: float
+    is_noisy: bool = False
+    is_rounding: bool = False
+
+    def may_be_chance(self, times: int) -> bool:
+        """Whether it may not recur in further verifications, having recurred in `times` of them."""
+        return times < (_MOST_FURTHER if self.is_rounding else 1 if self.is_noisy else 0)
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """What differs: of which slot and site, which tensor."""
+        return self.slot, self.index, self.tensor
+
+    def __str__(self) -> str:
+        own = f", and eager there from itself by up to {self.spread:.3g}" if self.is_noisy else ""
+        return f"{self.tensor} differs from eager by up to {self.off:.3g}{own}"
+
+
+@dataclass(kw_only=True)
 class _Flight:
     """One site between its forward and its backward."""
 
@@ -81,15 +119,14 @@ class _Flight:
     written: Results  # what the forward has changed beside gradients
     begins: Sequence[GradientEdge | None]  # where the backward of each output begins
     before: Snapshot
+    # What every backward pass gets: gradients of the outputs that have one, and those of its parameters as
+    # they were; None without a backward.
+    grads: Sequence[Tensor] = ()
+    kept: KeptGradients | None = None
 
 
 class Verification:
     """Compares one captured variant with its modules.
-
-    Args:
-        bank: with no micro-batch running.
-        key: the variant.
-        example: what runs.
 
     Attributes:
         differences: what graphs and modules make differently.
@@ -103,7 +140,7 @@ class Verification:
         self._bank = bank
         self._key = key
         self._example = example
-        self._variant: CapturedVariant = bank.captured[bank.variants[key]]
+        self._variant = bank.captured[bank.variants[key]]
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
         self.differences: list[Difference] = []
@@ -112,13 +149,11 @@ class Verification:
         self.num_replays = 0
         self.most_bytes = 0
 
-    def run(self) -> EagerReason | None:
+    def run(self) -> None:
         """Runs the micro-batch both ways; `differences` says what came out.
 
-        Returns:
-            Why it could not run, or None.
-
         Raises:
+            RuntimeError: where the variant cannot run it, with the reason.
             KeptMemoryError: where a module keeps memory of its call.
         """
         start = self._bank.rng.snapshot()
@@ -130,9 +165,11 @@ class Verification:
                 self._variant.spec.context(),
                 self._bank.micro_batch(self._key, self._example.sources) as reason,
             ):
-                if reason is None:
-                    self._run_forwards()
-                    self._run_backwards()
+                if reason is not None:
+                    what = f"variant {self._key} runs eager ({reason.name}) and cannot be verified"
+                    raise RuntimeError(what)
+                self._run_forwards()
+                self._run_backwards()
         finally:
             self._flights.clear()
             try:
@@ -140,27 +177,21 @@ class Verification:
             finally:
                 del self._state
                 self._bank.rng.restore(start)
-        return reason
 
     def is_doubtful(self, times: int) -> bool:
         """Whether something differs, on any rank, that may be chance after `times` further verifications."""
         return self._somewhere(any(found.may_be_chance(times) for found in self.differences))
 
     def _somewhere(self, here: bool) -> bool:
-        (found,) = self._bank.max_over_ranks([int(here)])
+        (found,) = self._bank.options.max_over_ranks([int(here)])
         return bool(found)
 
     def keep_what_recurs(self, again: "Verification", times: int) -> None:
-        """Forgets what may be chance and does not differ in another verification.
-
-        Args:
-            again: of the same graphs.
-            times: how many there were between.
-        """
+        """Forgets what may be chance and does not differ in another verification, after `times` between."""
         recurs, mine = {found.place for found in again.differences}, self.differences
         chance = [found for found in mine if found.may_be_chance(times) and found.place not in recurs]
         self.within_spread |= {found.index for found in chance}
-        self.differences = [found for found in self.differences if found not in chance]
+        self.differences = [found for found in mine if found not in chance]
 
     def _in_valid_rows(self, output: Tensor) -> Tensor:
         valid, counts = self._example.valid_rows, (self._variant.spec.rows, self._example.hidden.shape[0])
@@ -178,23 +209,23 @@ class Verification:
 
     def _run_forwards(self) -> None:
         bank, training = self._bank, self._variant.spec.training
-        self._arguments = self._variant.arguments(bank.core.slot_index, self._example.sources)
+        self._arguments = self._variant.arguments(bank.slot_index, self._example.sources)
         # A site behind something eager takes as many rows as were captured; the first one stages itself.
         given = self._variant.staged(self._example.hidden, self._example.sources)
         for index, site in enumerate(bank.sites):
             if index in bank.eager_sites:
                 continue
-            before, counts = self._bank.rng.snapshot(), self._bank.core.counters()
+            before, counts = self._bank.rng.snapshot(), self._bank.counters()
             taken = self._example.hidden if bank.order.is_entry(index) else given
             leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
             is_refused = out is NotImplemented
             # Ranks are at one site. Where one of them does not run it, the others would wait in its module.
-            refused, _site = self._bank.max_over_ranks([int(is_refused), index])
+            refused, _site = self._bank.options.max_over_ranks([int(is_refused), index])
             if refused:
                 self.not_run[index] = (
-                    _counted_since(counts, self._bank.core.counters()) if is_refused else _ELSEWHERE
+                    _counted_since(counts, self._bank.counters()) if is_refused else _ELSEWHERE
                 )
                 self._state.put(index)
                 del out
@@ -218,7 +249,7 @@ class Verification:
             else:
                 after = self._bank.rng.snapshot()
                 written = self._state.with_unchanged(index, flight.written)
-                self._compare(flight, self._named(flight.outputs) | written, None)
+                self._compare(flight, self._named(flight.outputs) | written)
                 self._bank.rng.restore(after)
             if index not in bank.order.gaps:
                 given = out
@@ -235,57 +266,45 @@ class Verification:
             grad = before if float(before.abs().max()) <= _LARGEST_GRADIENT else None
 
     def _compare_backward(self, flight: _Flight, of_first: Tensor | None) -> Tensor:
-        """Returns the gradient of the site's input.
-
-        Args:
-            flight: of the site.
-            of_first: the gradient of its first output, where it has as many rows or fewer.
-        """
+        """Gives the gradient of a site's input; `of_first` is that of its first output, or of fewer rows."""
         differentiable = [
             output for output, begin in zip(flight.outputs, flight.begins, strict=True) if begin is not None
         ]
-        grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
-        kept = KeptGradients(self._bank.specs[flight.index])
-        results, before = self._replay_backward(flight, grads, kept)
-        self._compare(flight, results, _Backward(grads=grads, kept=kept))
-        return before
-
-    def _replay_backward(
-        self, flight: _Flight, grads: Sequence[Tensor], kept: KeptGradients
-    ) -> tuple[Results, Tensor]:
-        """Copies of what the graph makes, and the gradient of its input."""
+        flight.grads = [_whole(of_first, differentiable[0]), *map(torch.ones_like, differentiable[1:])]
+        flight.kept = kept = KeptGradients([self._bank.specs[flight.index]])
         results, state, index = _copies(self._named(flight.outputs)), self._state, flight.index
         state.put(index, flight.written)
         with kept.put_back_afterwards():
-            torch.autograd.backward([begin for begin in flight.begins if begin is not None], grads)
+            torch.autograd.backward([begin for begin in flight.begins if begin is not None], flight.grads)
             before = flight.leaf.grad
             assert before is not None
             results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found())
             results |= state.with_unchanged(index, state.changed(index))
         state.put(index)
-        return results, before
+        self._compare(flight, results)
+        return before
 
     # -- the modules -----------------------------------------------------------------------------
 
-    def _compare(self, flight: _Flight, graph: Results, backward: "_Backward | None") -> None:
-        slot = self._bank.core.slot_index
+    def _compare(self, flight: _Flight, graph: Results) -> None:
         # A communicator's own threads keep tensors for a moment longer than the call.
-        note = None if self._bank.holds_collectives else self._variant.notes[slot].get(flight.index)
+        has_threads, slot = self._bank.options.holds_collectives, self._bank.slot_index
+        note = None if has_threads else self._variant.notes[slot].get(flight.index)
         with self._bank.backend.lend(slot, note) as lent:
-            self._compare_runs(flight, graph, lambda: self._module_run(flight, backward, lent))
+            self._compare_runs(flight, graph, lambda: self._module_run(flight, lent))
 
     def _compare_runs(self, flight: _Flight, graph: Results, run: _Run) -> None:
         with run() as eager:
             for name in sorted(graph.keys() ^ eager.keys()):  # made by one of them only
-                self._add(flight, name, Misfit(off=float("inf"), spread=0.0))
+                self._add(flight, name, float("inf"), 0.0)
             both = [name for name in graph if name in eager]
-            differing = [name for name in both if not have_same_bits(graph[name], eager[name])]
-            ranges = {name: Range(eager[name]) for name in differing}
+            differing = [name for name in both if not _C.have_same_bits(graph[name], eager[name])]
+            ranges = {name: _C.RunRange(eager[name]) for name in differing}
         del eager  # what is lent suffices for one run
         if not self._somewhere(bool(differing)):
             return
 
-        def run_again(times: int) -> dict[str, Misfit]:
+        def run_again(times: int) -> dict[str, tuple[float, float]]:
             for _ in range(times):
                 with run() as eager:
                     for name, range_ in ranges.items():
@@ -301,35 +320,36 @@ class Verification:
         if len(unlike) < len(differing):
             self.within_spread.add(flight.index)
         is_exact = torch.are_deterministic_algorithms_enabled()
-        for name, misfit in unlike.items():
-            is_rounding = not is_exact and ranges[name].as_rounded(graph[name])
-            self._add(flight, name, misfit, is_noisy=ranges[name].is_noisy, is_rounding=is_rounding)
+        for name, (off, spread) in unlike.items():
+            is_rounding = not is_exact and ranges[name].differs_as_rounded(graph[name])
+            is_noisy = ranges[name].is_noisy
+            self._add(flight, name, off, spread, is_noisy=is_noisy, is_rounding=is_rounding)
 
-    def _add(self, flight: _Flight, tensor: str, misfit: Misfit, **how: bool) -> None:
-        slot, index = self._bank.core.slot_index, flight.index
-        found = Difference(slot=slot, index=index, tensor=tensor, off=misfit.off, spread=misfit.spread, **how)
+    def _add(self, flight: _Flight, tensor: str, off: float, spread: float, **noise: bool) -> None:
+        slot, index = self._bank.slot_index, flight.index
+        found = Difference(slot=slot, index=index, tensor=tensor, off=off, spread=spread, **noise)
         self.differences.append(found)
 
     @contextlib.contextmanager
-    def _module_run(self, flight: _Flight, backward: "_Backward | None", lent: Lent) -> Iterator[Results]:
+    def _module_run(self, flight: _Flight, lent: Lent) -> Iterator[Results]:
         """What the module makes of the graph's input, from the same random state; until the context ends."""
-        site = self._bank.specs[flight.index]
-        leaf = flight.leaf.detach().requires_grad_(backward is not None)
+        site, kept = self._bank.specs[flight.index], flight.kept
+        leaf = flight.leaf.detach().requires_grad_(kept is not None)
         self._bank.rng.restore(flight.before)
         try:
-            if backward is None:
+            if kept is None:
                 with lent(), torch.no_grad():
                     outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
                 yield self._named(outputs) | self._state.found(flight.index)
                 return
             swap = swap_of(site, training=True)
-            with backward.kept.put_back_afterwards():
-                with lent(), swapped(swap), torch.enable_grad():
+            with kept.put_back_afterwards():
+                with lent(), swap, torch.enable_grad():
                     outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
                     self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
-                    torch.autograd.backward([it for it in outputs if it.requires_grad], backward.grads)
+                    torch.autograd.backward([it for it in outputs if it.requires_grad], flight.grads)
                 assert leaf.grad is not None
-                given_back = {_INPUT: self._in_valid_rows(leaf.grad)} | backward.kept.found(swap)
+                given_back = {_INPUT: self._in_valid_rows(leaf.grad)} | kept.found(swap)
                 yield self._named(outputs) | given_back | self._state.found(flight.index)
         finally:
             self._state.put(flight.index)
@@ -353,7 +373,7 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
         KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
     """
     verification = _verify_once(bank, key, example)
-    for times in range(MOST_FURTHER):
+    for times in range(_MOST_FURTHER):
         if not verification.is_doubtful(times):
             break
         verification.keep_what_recurs(_verify_once(bank, key, example), times)
@@ -362,28 +382,13 @@ def verify(bank: Bank, key: Any, example: Example) -> Verification:
 
 def _verify_once(bank: Bank, key: Any, example: Example) -> Verification:
     verification = Verification(bank, key, example)
-    with bank.uncounted():
-        try:
-            with bank.without_listener(), bank.backend.recording():
-                for _slot in range(bank.num_slots):  # which take turns
-                    if (reason := verification.run()) is not None:
-                        raise RuntimeError(f"variant {key} runs eager ({reason.name}) and cannot be verified")
-        finally:
-            bank.backend.settle()  # no later work on this stream would take that memory
+    try:
+        with bank.unnoticed(), bank.backend.recording():
+            for _slot in range(bank.num_slots):  # which take turns
+                verification.run()
+    finally:
+        bank.backend.settle()  # no later work on this stream would take that memory
     return verification
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Backward:
-    """What every backward pass of a site gets.
-
-    Args:
-        grads: of the outputs that have one.
-        kept: the gradients of its parameters as they were.
-    """
-
-    grads: Sequence[Tensor]
-    kept: KeptGradients
 
 
 def _counted_since(before: Mapping[str, int], now: Mapping[str, int]) -> str:

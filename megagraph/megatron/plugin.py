@@ -148,7 +148,7 @@ class Plugin:
         while self._gone:
             graphs = self._gone.pop(0)
             self._retired.append(graphs.report())
-            self._retired_leases[graphs.name] = graphs.captures.bank.last_leases()
+            self._retired_leases[graphs.name] = graphs.captures.bank.leases()
             graphs.captures.bank.release()
 
     def reports(self) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ class Plugin:
     def leases(self) -> dict[str, list[Lease]]:
         """When slots were last leased, by the names of models that have several, gone ones included."""
         self._retire()
-        living = {graphs.name: graphs.captures.bank.last_leases() for graphs in self.all_graphs()}
+        living = {graphs.name: graphs.captures.bank.leases() for graphs in self.all_graphs()}
         return {name: leases for name, leases in {**self._retired_leases, **living}.items() if leases}
 
     def all_graphs(self) -> list[GraphedModel]:

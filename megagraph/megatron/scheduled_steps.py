@@ -17,8 +17,18 @@ from torch import Tensor
 
 from megagraph.megatron.parallel.context import ContextGroups
 from megagraph.megatron.seams import PACKED_SEQ_PARAMS
-from megagraph.packs.exchange import Contents, Document, contents_of, deal, gather_contents, share
-from megagraph.packs.schedule import PackSchedule, ScheduledPack, ScheduleLimits, schedule_packs
+from megagraph.packs.schedule import (
+    Contents,
+    Document,
+    PackSchedule,
+    ScheduledPack,
+    ScheduleLimits,
+    contents_of,
+    deal,
+    gather_contents,
+    schedule_packs,
+    share,
+)
 
 __all__ = ["MicroBatch", "ScheduledStep", "ScheduledSteps"]
 

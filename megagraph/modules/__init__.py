@@ -4,6 +4,5 @@
 from megagraph.modules.attention import VarlenAttention
 from megagraph.modules.experts import GroupedLinear, SortedRows
 from megagraph.modules.norm import Norm
-from megagraph.modules.rotary import RotaryTables
 
-__all__ = ["GroupedLinear", "Norm", "RotaryTables", "SortedRows", "VarlenAttention"]
+__all__ = ["GroupedLinear", "Norm", "SortedRows", "VarlenAttention"]

@@ -13,12 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megagraph.decide.dispatch import PackShape
-
 __all__ = [
     "PackedSequences",
     "TailConvention",
-    "pack_shape",
 ]
 
 
@@ -47,21 +44,3 @@ class TailConvention(enum.Enum):
 
     def __init__(self, name: str) -> None:
         self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
-
-
-def pack_shape(
-    params: PackedSequences, tokens: int, tail: TailConvention, *, cp_size: int = 1
-) -> PackShape | None:
-    """What a pack needs, from shapes and host integers alone.
-
-    Args:
-        params: the pack.
-        tokens: physical tokens of this rank's share, from the shape of its input.
-        tail: adds its own documents to the count.
-        cp_size: context-parallel ranks that share the pack.
-
-    Returns:
-        The shape, or None if `params` describes no packed sequences. A `max_seqlen` that lives on
-        the device is not read: the longest document it could mean, all tokens, is assumed.
-    """
-    return PackShape.of(params, tokens, tail.extra_seqs, cp_size)

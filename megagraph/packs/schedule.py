@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says which documents of a step run together, on which ranks, and in which micro-batch.
+"""Says which documents of a step run together, on which ranks and in which micro-batch; hands them out.
 
-The deciding is in csrc/decide/pack_schedule.h, Note [Schedules of packs]. Moves no tokens and knows no
-process groups; what a rank counts is its place among the ranks that share one global batch.
+The deciding is in csrc/decide/pack_schedule.h, Note [Schedules of packs]; what a rank counts is its place
+among the ranks that share one global batch. Which rows of a document a rank has is the zigzag layout of
+`megagraph.packs.ops.thd_partition_indices`. Knows no Megatron.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch  # noqa: F401  # loads what the core is linked with
+import torch
+from torch import Tensor, distributed
 
 from megagraph import _C
 from megagraph.decide.dispatch import Capacity
 
-__all__ = ["PackSchedule", "ScheduleLimits", "ScheduledPack", "schedule_packs"]
+__all__ = [
+    "Contents",
+    "Document",
+    "PackSchedule",
+    "ScheduleLimits",
+    "ScheduledPack",
+    "contents_of",
+    "deal",
+    "gather_contents",
+    "schedule_packs",
+    "share",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +107,6 @@ class PackSchedule:
     micro_batches: tuple[tuple[ScheduledPack, ...], ...]
     costs: tuple[float, ...]
 
-    @property
-    def imbalance(self) -> float:
-        """The costliest rank's cost over the mean; 1 is even."""
-        return max(self.costs) * len(self.costs) / sum(self.costs)
-
     def of_rank(self, rank: int) -> list[ScheduledPack]:
         """The packs of one rank, one for each micro-batch."""
         return [
@@ -135,3 +144,151 @@ def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedu
         micro_batches=tuple(tuple(map(ScheduledPack._make, packs)) for packs in micro_batches),
         costs=tuple(costs),
     )
+
+
+# -- the exchange ---------------------------------------------------------------------------------
+
+Document = Mapping[str, Tensor]
+"""What belongs to each token of a document, by name: tensors [L] of any dtypes, on one device."""
+
+
+class Contents(NamedTuple):
+    """What one rank brings to a step.
+
+    Args:
+        lengths: of its documents, in tokens.
+        dtypes: of their tensors, by name; empty where it has no document.
+        error: what is wrong with them; None if nothing is.
+        is_over: it has no further step.
+    """
+
+    lengths: tuple[int, ...] = ()
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    error: str | None = None
+    is_over: bool = False
+
+
+def contents_of(documents: Sequence[Document]) -> Contents:
+    """Describes documents; says what is wrong with them instead of raising, for all ranks to hear."""
+    lengths: list[int] = []
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    for index, document in enumerate(documents):
+        own = tuple(sorted((name, tensor.dtype) for name, tensor in document.items()))
+        if not own or (dtypes and own != dtypes):
+            return Contents(error=f"document {index}: expected tensors {dict(dtypes) or ''}, got {dict(own)}")
+        shapes = {tuple(tensor.shape) for tensor in document.values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            return Contents(
+                error=f"document {index}: expected tensors of one shape [L], got {sorted(shapes)}"
+            )
+        dtypes = own
+        lengths.append(next(iter(shapes))[0])
+    return Contents(tuple(lengths), dtypes)
+
+
+def gather_contents(own: Contents, group: distributed.ProcessGroup) -> list[Contents]:
+    """What every rank of a group brings, by rank. Collective.
+
+    Raises:
+        ValueError: on every rank alike, if something is wrong on one, or tensors differ between two.
+    """
+    every: list[Contents] = [own] * group.size()
+    distributed.all_gather_object(every, own, group=group)
+    for rank, contents in enumerate(every):
+        if contents.error is not None:
+            raise ValueError(f"rank {rank}: {contents.error}")
+    found = {contents.dtypes: rank for rank, contents in enumerate(every) if contents.lengths}
+    if len(found) > 1:
+        described = "; ".join(f"rank {rank}: {dict(dtypes)}" for dtypes, rank in found.items())
+        raise ValueError(f"expected documents with the same tensors on every rank, got {described}")
+    return every
+
+
+def share(tensor: Tensor, rows: int, size: int, place: int) -> Tensor:
+    """The rows of one document that one rank of a group holds; zeros past the document's end.
+
+    Args:
+        tensor: [L, ...].
+        rows: of each rank; even if `size` is not 1.
+        size: ranks of the group.
+        place: of the rank in the group.
+
+    Returns:
+        [rows, ...].
+    """
+    padded = torch.cat([tensor, tensor.new_zeros(rows * size - tensor.size(0), *tensor.shape[1:])])
+    if size == 1:
+        return padded
+    pieces = padded.unflatten(0, (2 * size, rows // 2))
+    return torch.cat([pieces[place], pieces[2 * size - 1 - place]])
+
+
+def deal(
+    documents: Sequence[Document],
+    every: Sequence[Contents],
+    schedule: PackSchedule,
+    limits: ScheduleLimits,
+    group: distributed.ProcessGroup,
+    device: torch.device,
+) -> list[dict[str, Tensor]]:
+    """Exchanges documents once. Collective; every byte goes to those ranks only that need it.
+
+    Args:
+        documents: of this rank.
+        every: what each rank brings, as `gather_contents` returns it. The schedule counts documents through:
+            rank 0's first.
+        schedule: of all documents.
+        limits: that it was made with.
+        group: whose ranks the schedule counts.
+        device: where the exchange happens.
+
+    Returns:
+        This rank's share of its pack in each micro-batch, by name: [rows of the pack's documents, in turn].
+    """
+    lengths = [length for contents in every for length in contents.lengths]
+    owners = [rank for rank, contents in enumerate(every) for _ in contents.lengths]
+    first = sum(len(contents.lengths) for contents in every[: group.rank()])
+    dtypes = next(contents.dtypes for contents in every if contents.lengths)
+    widths = [dtype.itemsize for _, dtype in dtypes]
+    nothing = torch.empty(0, sum(widths), dtype=torch.uint8, device=device)  # rows are bytes of all tensors
+
+    outgoing: list[list[Tensor]] = [[] for _ in every]
+    for pack in (pack for packs in schedule.micro_batches for pack in packs):
+        for document in (index for index in pack.documents if owners[index] == group.rank()):
+            rows = limits.rows(lengths[document], pack.cp_size)
+            tensors = (documents[document - first][name].to(device).unsqueeze(1) for name, _ in dtypes)
+            whole = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
+            for place in range(pack.cp_size):
+                outgoing[pack.first_rank + place].append(share(whole, rows, pack.cp_size, place))
+    packs = schedule.of_rank(group.rank())
+    taken_rows = [0] * group.size()
+    for pack in packs:
+        for document in pack.documents:
+            taken_rows[owners[document]] += limits.rows(lengths[document], pack.cp_size)
+    taken = nothing.new_empty(sum(taken_rows), sum(widths))
+    distributed.all_to_all_single(
+        taken,
+        torch.cat([nothing, *itertools.chain.from_iterable(outgoing)]),
+        output_split_sizes=taken_rows,
+        input_split_sizes=[sum(part.size(0) for part in of_rank) for of_rank in outgoing],
+        group=group,
+    )
+
+    # By rank; a rank's documents are in the order of the packs.
+    starts = [*itertools.accumulate(taken_rows, initial=0)]
+    dealt = []
+    for pack in packs:
+        shares = []
+        for document in pack.documents:
+            owner, rows = owners[document], limits.rows(lengths[document], pack.cp_size)
+            shares.append(taken[starts[owner] : starts[owner] + rows])
+            starts[owner] += rows
+        columns = zip(dtypes, torch.cat(shares).split(widths, dim=1), strict=True)
+        # Copied: a dtype is not viewed where its bytes are not aligned.
+        dealt.append(
+            {
+                name: column.clone(memory_format=torch.contiguous_format).view(dtype).flatten()
+                for (name, dtype), column in columns
+            }
+        )
+    return dealt

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One model twice: under a bank, and plain eager beside it. Whatever differs in a bit fails."""
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.bank import Bank, BankOptions
-from megagraph.bank.sites import EagerPart, SiteSpec, VariantSpec
+from megagraph.bank.bank import Bank
+from megagraph.bank.capture import BankOptions
+from megagraph.bank.sites import CapturedVariant, EagerPart, SiteSpec, VariantSpec
 from megagraph.decide.reasons import EagerReason
 
 WIDTH = 8
@@ -21,11 +23,53 @@ ROWS = 6
 _banks: weakref.WeakSet[Bank] = weakref.WeakSet()
 
 
+class RunningBank(Bank):
+    """A bank that runs its steps by itself, as the loop of Megatron's layers does.
+
+    What is eager runs as its graph would: on the captured rows, with the variant's arguments over the
+    micro-batch's own metadata.
+    """
+
+    _running: tuple[CapturedVariant, Sequence[Tensor]] | None = None
+
+    @contextlib.contextmanager
+    def micro_batch(self, key: Hashable, sources: Sequence[Tensor] = ()) -> Iterator[EagerReason | None]:
+        with super().micro_batch(key, sources) as reason:
+            if reason is None:
+                self._running = self.captured[self.variants[key]], sources
+            try:
+                yield reason
+            finally:
+                self._running = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        given = self.replay_all(hidden)
+        if given is not NotImplemented:
+            return given
+        given = hidden
+        arguments: Mapping[str, Any] | None = None  # of what is eager: made once
+        try:
+            sites = iter(self.sites)
+            for place, step in enumerate(self.steps):
+                out: Any = NotImplemented if isinstance(step, EagerPart) else next(sites)(given)
+                if out is NotImplemented:
+                    assert self._running is not None  # a site would have raised
+                    variant, sources = self._running
+                    if arguments is None:
+                        arguments = variant.arguments(self.slot_index, sources)
+                    out = step.call(variant.staged(given, sources) if place == 0 else given, **arguments)
+                given = out
+        except BaseException:
+            given = out = None  # the traceback keeps this frame, and would keep a slot
+            raise
+        return given
+
+
 def new_bank(
     modules: Sequence[nn.Module | SiteSpec | EagerPart], device: str, *, num_slots: int = 1, **options: Any
-) -> Bank:
+) -> RunningBank:
     """A bank that poisons freed slots, and that ends with its test."""
-    bank = Bank(modules, device, num_slots=num_slots, options=BankOptions(poison=True, **options))
+    bank = RunningBank(modules, device, num_slots=num_slots, options=BankOptions(poison=True, **options))
     _banks.add(bank)
     return bank
 
@@ -173,7 +217,7 @@ class Pair:
             if reason is None:
                 out = (ours or self.bank)(x)
             else:
-                self.bank.core.count_eager(int(reason), len(self.layers))
+                self.bank.count_eager(reason, len(self.layers))
                 out = run_eager(self.layers, x)
         eager_out = eager(eager_x) if eager else run_eager(self.eager_layers, eager_x)
         micro_batch = MicroBatch(x, out, eager_x, eager_out, reason)

@@ -10,7 +10,7 @@ from offsets import offsets
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.bank.sites import VariantSpec
 
 TOKENS, NUM_SEQS = 10, 4
 Kind = _C.SegmentKind
@@ -70,8 +70,10 @@ class PackPair(Pair):
             "dtype": self.dtype,
             "fewer_rows": True,
             "metadata": {
-                "cu_seqlens": MetadataSpec(kind=Kind.OFFSETS, example=example, source=0),
-                "tokens_seen": MetadataSpec(kind=Kind.COUNT, example=self.tokens_seen, source=0, shared=True),
+                "cu_seqlens": _C.MetadataSpec(kind=Kind.OFFSETS, example=example, source=0),
+                "tokens_seen": _C.MetadataSpec(
+                    kind=Kind.COUNT, example=self.tokens_seen, source=0, shared=True
+                ),
             },
             "end_source": 0,
             "end_buffer": "cu_seqlens",

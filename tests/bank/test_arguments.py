@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, RunningBank, new_bank, variant
 from offsets import offsets
 from pack_pair import PACKS, TOKENS, Kind, PackPair, canonical
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.bank.bank import Bank
-from megagraph.bank.sites import EagerPart, MetadataSpec
+from megagraph import _C
+from megagraph.bank.sites import EagerPart
 from megagraph.decide.reasons import EagerReason
 
 Arguments = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
@@ -42,12 +42,12 @@ class Takes(nn.Module):
 TAKES = Takes()
 
 
-def captured(device: str, arguments: Arguments) -> Bank:
+def captured(device: str, arguments: Arguments) -> RunningBank:
     bank = new_bank([TAKES], device, num_slots=2)
     metadata = {
-        "cu": MetadataSpec(kind=Kind.OFFSETS, example=offsets([3, 4, 0], device), source=0),
-        "mask": MetadataSpec(kind=Kind.MASK, example=torch.zeros(TOKENS, dtype=torch.bool, device=device)),
-        "table": MetadataSpec(kind=Kind.COPY, example=torch.arange(WIDTH, device=device).float()),
+        "cu": _C.MetadataSpec(kind=Kind.OFFSETS, example=offsets([3, 4, 0], device), source=0),
+        "mask": _C.MetadataSpec(kind=Kind.MASK, example=torch.zeros(TOKENS, dtype=torch.bool, device=device)),
+        "table": _C.MetadataSpec(kind=Kind.COPY, example=torch.arange(WIDTH, device=device).float()),
     }
     spec = variant(
         training=False, rows=TOKENS, metadata=metadata, end_source=0, fewer_rows=True, arguments=arguments

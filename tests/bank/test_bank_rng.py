@@ -124,7 +124,7 @@ def test_every_replay_draws_anew(device: str) -> None:
 @pytest.mark.parametrize("graph_safe", [True, False])
 def test_capture_leaves_every_stream_where_it_was(device: str, graph_safe: bool) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
-    pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[tracker])
+    pair = Pair(device, [*with_dropout(), Noisy(tracker)], num_slots=2, trackers=[lambda: tracker])
     before, content = rng_states(device), tracker.content()
     pair.capture(variant(), variant("eval", training=False))
     for got, want in zip(rng_states(device), before, strict=True):
@@ -159,7 +159,7 @@ def test_a_tracker_of_generators_is_captured_and_one_of_saved_states_leaves_its_
     device: str, graph_safe: bool
 ) -> None:
     tracker = Tracker(device, graph_safe=graph_safe)
-    pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[tracker]).capture()
+    pair = Pair(device, [nn.Tanh(), Noisy(tracker), *blocks(1)], trackers=[lambda: tracker]).capture()
     assert pair.bank.eager_sites == ({} if graph_safe else {1: EagerReason.RNG_NOT_GRAPH_SAFE})
     check_draws(pair, tracker)
     assert pair.eager_calls() == ({} if graph_safe else {"RNG_NOT_GRAPH_SAFE": 4})
@@ -185,7 +185,7 @@ def check_draws(pair: Pair, tracker: Tracker) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_draw_is_unsafe_where_no_graph_can_advance_the_stream(graph_safe: bool, which: int) -> None:
     trackers = [Tracker("cpu", graph_safe=graph_safe) for _ in range(2)]
-    sources = RngSources(torch.device("cpu"), trackers)
+    sources = RngSources(torch.device("cpu"), [lambda: trackers[0], lambda: trackers[1]])
     before = sources.snapshot()
     assert not sources.drew_unsafely(before)
     with trackers[which].fork() as generator:
@@ -199,7 +199,7 @@ def test_one_stream_of_several_that_has_moved_is_enough() -> None:
     tracker = Tracker("cpu", graph_safe=False)
     for name in ("first", "last"):
         tracker.states = {name: rng_states("cpu")[0], **tracker.states, f"{name} too": rng_states("cpu")[0]}
-    sources = RngSources(torch.device("cpu"), [tracker])
+    sources = RngSources(torch.device("cpu"), [lambda: tracker])
     for name in tracker.states:
         before = sources.snapshot()
         with torch.random.fork_rng(devices=[]):
@@ -221,7 +221,7 @@ def test_a_draw_on_the_host_is_safe_only_where_the_host_runs_the_replays(name: s
 def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str) -> None:
     """Graphs went on drawing from those that a checkpoint had replaced."""
     tracker = Tracker(device, graph_safe=True)
-    pair = Pair(device, [Noisy(tracker)], trackers=[tracker])
+    pair = Pair(device, [Noisy(tracker)], trackers=[lambda: tracker])
     rng = pair.bank.rng
     tracker.set_states({"dropout": torch.Generator(device).manual_seed(8)})
     assert not rng.has_other_streams(), "nothing draws yet"
@@ -245,7 +245,7 @@ def test_generators_that_took_the_place_of_captured_ones_are_noticed(device: str
 def test_generators_of_one_state_are_the_same_stream() -> None:
     """Megatron's tracker makes a new one each time that somebody draws from a stream."""
     tracker = Tracker("cuda", graph_safe=True)
-    pair = Pair("cuda", [Noisy(tracker)], trackers=[tracker]).capture()
+    pair = Pair("cuda", [Noisy(tracker)], trackers=[lambda: tracker]).capture()
     (stream,) = tracker.get_states().values()
     assert isinstance(stream, torch.Generator)
     for _ in range(2):

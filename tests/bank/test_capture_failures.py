@@ -146,7 +146,7 @@ def check_failure(device: str, troubled: Troubled, phase: str, what: list[str], 
         assert expected in message
     assert pair.bank.state == _C.BankState.SEALED
     assert_same_bits(contents(pair), before, "what the failed capture left")
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     check_goes_on(pair)
 
 

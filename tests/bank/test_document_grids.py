@@ -92,8 +92,8 @@ def test_every_attention_kernel_is_launched_for_the_documents_that_are_there() -
     pair = attention("cuda", num_slots=2)
     bank = pair.capture(pair.variant(), pair.variant("eval", training=False)).bank
     for slot in range(2):
-        assert bank.core.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS
-        assert bank.core.num_document_grids(bank.variants["eval"], slot) == LAYERS
+        assert bank.num_document_grids(bank.variants["train"], slot) == LAYERS * KERNELS
+        assert bank.num_document_grids(bank.variants["eval"], slot) == LAYERS
 
 
 @pytest.mark.gpu

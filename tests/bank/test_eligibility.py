@@ -9,8 +9,7 @@ import torch
 from bank_pair import Block, give_main_grads
 from torch import Tensor, nn
 
-from megagraph.bank.eligibility import ineligible_sites
-from megagraph.bank.sites import SiteSpec
+from megagraph.bank.sites import SiteSpec, ineligible_sites
 from megagraph.decide.reasons import EagerReason
 
 

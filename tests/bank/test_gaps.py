@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.eligibility import ineligible_sites
-from megagraph.bank.sites import EagerPart, SiteSpec
+from megagraph.bank.sites import EagerPart, SiteSpec, ineligible_sites
 from megagraph.bank.verify import Example, verify
 from megagraph.decide.reasons import EagerReason
 
@@ -178,7 +177,7 @@ def test_what_was_transient_is_not_there_any_more(device: str) -> None:
         assert seen[-1].isnan().all()
     out.sum().backward()
     del out
-    assert bank.core.all_free()
+    assert bank.all_free()
 
 
 def test_an_eager_part_may_come_first_and_last(device: str) -> None:
@@ -204,10 +203,10 @@ def test_micro_batches_in_flight_in_the_order_of_a_pipeline(device: str) -> None
         flying.pop(0).backward()
         pair.check_state()
     flying.append(pair.forward())
-    assert pair.bank.begin("train") is EagerReason.NO_FREE_SLOT
+    assert pair.bank.begin(pair.bank.variants["train"], [], True) is EagerReason.NO_FREE_SLOT
     while flying:
         flying.pop(0).backward()
-    assert pair.bank.core.all_free() and set(pair.counts()) == {"calls", "replays"}
+    assert pair.bank.all_free() and set(pair.counts()) == {"calls", "replays"}
 
 
 @pytest.mark.parametrize("place", ["route", "apply_experts", "finish"])
@@ -266,8 +265,8 @@ def test_a_site_answers_for_its_own_modules_alone() -> None:
     names = {name for name, _param in route.named_parameters()}
     assert names == {f"{part}.{of}" for part in ROUTER_PARTS for of in ("weight", "bias")}
     assert {id(param) for param in finish.parameters()} == {id(param) for param in layer.after.parameters()}
-    assert any(buffer is layer.metric for buffer in route.buffers())
-    assert not any(buffer is layer.metric for buffer in finish.buffers())
+    assert any(buffer is layer.metric for buffer in route.further_state())
+    assert not any(buffer is layer.metric for buffer in finish.further_state())
 
 
 @pytest.mark.parametrize(("hooked", "found"), [("experts.0", set()), ("gate", {0}), ("", {0, 1})])

@@ -27,23 +27,23 @@ def pair(device: str) -> Pair:
 
 def test_a_finished_backward_frees_the_slot_once_the_output_is_gone(pair: Pair) -> None:
     micro_batch = pair.forward()
-    assert pair.bank.core.describe_holders() == (
+    assert pair.bank.holders() == (
         "slot 0: 1 pending backward of site 0, 1 pending backward of site 1, "
         "1 pending backward of site 2, 1 tensor of site 2"
     )
     micro_batch.backward()
-    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert pair.bank.holders() == "slot 0: 1 tensor of site 2"
     del micro_batch
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 def test_without_gradients_the_output_alone_holds_the_slot(device: str) -> None:
     pair = Pair(device, blocks()).capture(variant(training=False))
     with torch.no_grad():
         out = pair.forward(requires_grad=False).output
-    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 2"
+    assert pair.bank.holders() == "slot 0: 1 tensor of site 2"
     del out
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 def emptied(out: Tensor) -> None:
@@ -62,7 +62,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
     for _ in range(3):
         micro_batch = pair.forward()
         deallocate(micro_batch.output)
-        assert "tensor" not in pair.bank.core.describe_holders()
+        assert "tensor" not in pair.bank.holders()
         grad = torch.randn_like(micro_batch.eager_output)
         # Megatron's custom_backward: the engine itself, since the shape is gone.
         torch.autograd.Variable._execution_engine.run_backward(
@@ -74,7 +74,7 @@ def test_deallocating_an_output_frees_the_slot_and_not_the_buffer(
             allow_unreachable=True,
             accumulate_grad=True,
         )
-        assert pair.bank.core.all_free()
+        assert pair.bank.all_free()
         micro_batch.eager_output.backward(grad)
         assert_same_bits(micro_batch.input.grad, micro_batch.eager_input.grad, "gradient of the input")
         pair.check_state()
@@ -96,9 +96,9 @@ def test_views_and_aliases_of_an_output_hold_the_slot(pair: Pair) -> None:
         assert micro_batch.reason is None
         held = make(micro_batch.output)
         del micro_batch
-        assert "1 tensor of site 2" in pair.bank.core.describe_holders()
+        assert "1 tensor of site 2" in pair.bank.holders()
         del held
-        assert pair.bank.core.all_free()
+        assert pair.bank.all_free()
 
 
 def test_an_output_is_a_plain_tensor(pair: Pair) -> None:
@@ -116,7 +116,7 @@ def test_the_gradient_of_a_leaf_input_does_not_hold_the_slot(pair: Pair) -> None
     first.backward()
     kept = first.input.grad
     del first
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     assert kept is not None
     before = kept.clone()
     pair.step()
@@ -134,14 +134,14 @@ def test_a_gradient_that_somebody_keeps_holds_the_slot_and_its_bits(device: str)
     out.sum().backward()
     before = kept[0].clone()
     del out, scaled
-    assert pair.bank.core.describe_holders() == "slot 0: 1 tensor of site 0"
+    assert pair.bank.holders() == "slot 0: 1 tensor of site 0"
     for layer in pair.layers:
         layer.zero_grad()
     for _ in range(3):
         assert pair.step() is None
     assert torch.equal(kept[0], before)
     kept.clear()
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
@@ -154,7 +154,7 @@ def test_autograd_grad_of_the_input_has_the_same_bits(device: str, main_grad: bo
         want = torch.autograd.grad(micro_batch.eager_output, micro_batch.eager_input, grad)[0]
         assert micro_batch.input.grad is None and all(param.grad is None for param in pair.params())
         del micro_batch
-        assert pair.bank.core.all_free()
+        assert pair.bank.all_free()
         pair.forward().backward()
         assert_same_bits(got, want, "gradient of the input, after another micro-batch")
         for layer in [*pair.layers, *pair.eager_layers]:
@@ -167,7 +167,7 @@ def test_a_second_backward_is_an_error(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"site 2 was asked for a second backward"):
         micro_batch.output.sum().backward()
     del micro_batch
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 def test_a_backward_out_of_order_is_an_error_that_spoils_nothing(pair: Pair) -> None:
@@ -179,7 +179,7 @@ def test_a_backward_out_of_order_is_an_error_that_spoils_nothing(pair: Pair) -> 
         hidden.sum().backward()
     out.sum().backward()
     del hidden, out
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     for layer in pair.layers:
         layer.zero_grad()
     assert pair.step() is None
@@ -211,7 +211,7 @@ def test_leaving_a_micro_batch_in_its_middle_spoils_nothing(pair: Pair) -> None:
             for site in pair.bank.sites[:num_sites]:
                 hidden = site(hidden)
         del hidden
-        assert pair.bank.core.all_free()
+        assert pair.bank.all_free()
         assert pair.step() is None
 
 
@@ -229,7 +229,7 @@ def test_a_long_bank_is_dropped_without_recursion(device: str) -> None:
     pair = Pair(device, [nn.Tanh() for _ in range(300)]).capture()
     micro_batch = pair.forward()
     del micro_batch
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     assert pair.step() is None
 
 
@@ -237,17 +237,17 @@ def test_a_bank_knows_when_its_slots_were_last_leased(device: str) -> None:
     pair = Pair(device, blocks(1), num_slots=2).capture()
     first = pair.forward()
     second = pair.forward()
-    (slot, training, begin, end), held = pair.bank.core.last_leases()
+    (slot, training, begin, end), held = pair.bank.last_leases()
     assert (slot, training, end) == (0, True, 0)
     assert abs(begin / 1e9 - time.time()) < 60
     assert held[0] == 1 and held[2] >= begin
     second.backward()
     del second
-    (*_, still), ended = pair.bank.core.last_leases()
+    (*_, still), ended = pair.bank.last_leases()
     assert still == 0 and ended[3] > ended[2]
     first.backward()
     del first
-    (_, freed) = (lease[3] for lease in pair.bank.core.last_leases()[::-1])
+    (_, freed) = (lease[3] for lease in pair.bank.last_leases()[::-1])
     assert freed > ended[3]
 
 
@@ -259,16 +259,16 @@ def test_a_lease_is_forgotten_by_the_256th_after_it(device: str, others: int) ->
         late = pair.forward(requires_grad=False)
         for _ in range(others):
             pair.forward(requires_grad=False)
-    held, *rest = pair.bank.core.last_leases()
+    held, *rest = pair.bank.last_leases()
     assert len(rest) == 255 and {slot for slot, *_ in rest} == {1}
     assert [lease[2] for lease in rest] == sorted(lease[2] for lease in rest)
     assert (held[0], held[3]) == (0, 0) if others == 255 else held[0] == 1
     del late
-    ended, *others_then = pair.bank.core.last_leases()
+    ended, *others_then = pair.bank.last_leases()
     assert others_then == rest
     assert ended[:3] == held[:3] and (ended[3] > rest[-1][3] if others == 255 else ended == held)
 
 
 def test_a_single_slot_has_no_leases_to_show(pair: Pair) -> None:
     assert pair.step() is None
-    assert pair.bank.core.last_leases() == []
+    assert pair.bank.last_leases() == []

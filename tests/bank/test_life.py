@@ -29,7 +29,7 @@ PATHS = {
 }
 
 
-def core_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
+def bank_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
     return _C.GraphBank(
         torch.device("cpu"),
         num_sites,
@@ -43,17 +43,17 @@ def core_of(num_sites: int = 1, num_slots: int = 1) -> _C.GraphBank:
 @pytest.mark.parametrize("start", list(PATHS), ids=lambda state: state.name)
 def test_states_change_only_as_a_bank_lives(start: State) -> None:
     for target in PATHS:
-        core = core_of()
+        bank = bank_of()
         for state in PATHS[start]:
-            core.become(state)
-        assert core.state is start or core.state == start
+            bank.become(state)
+        assert bank.state is start or bank.state == start
         if target == State.RELEASED or (start, target) in ALLOWED:
-            core.become(target)
-            assert core.state == target
+            bank.become(target)
+            assert bank.state == target
         else:
             with pytest.raises(RuntimeError, match=r"bank cannot become"):
-                core.become(target)
-            assert core.state == start
+                bank.become(target)
+            assert bank.state == start
 
 
 def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
@@ -62,7 +62,7 @@ def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
     with pytest.raises(ValueError, match=r"at least one slot, got 0"):
         Bank(blocks(1), device, num_slots=0)
     with pytest.raises(ValueError, match=r"at least one site, got 0"):
-        core_of(num_sites=0)
+        bank_of(num_sites=0)
 
 
 def test_before_capture_everything_runs_eager(device: str) -> None:
@@ -128,7 +128,7 @@ def test_graphs_with_collectives_name_who_keeps_a_tensor(device: str) -> None:
         RuntimeError, match=r"no slot is free.*collectives.*held: slot 0: 1 tensor of site 2$"
     ):
         pair.forward()
-    assert pair.bank.core.slot_index == -1
+    assert pair.bank.slot_index == -1
     del kept
     assert pair.forward().reason is None
 
@@ -160,18 +160,18 @@ def test_capture_needs_free_slots_and_names_who_holds_them(device: str) -> None:
 
 def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) -> None:
     pair = Pair(device, blocks(1), num_slots=2).capture()
-    core = pair.bank.core
-    assert pair.bank.begin("train") is None
-    assert core.slot_index == 0
+    bank, index = pair.bank, pair.bank.variants["train"]
+    assert bank.begin(index, [], True) is None
+    assert bank.slot_index == 0
     with pytest.raises(RuntimeError, match=r"previous micro-batch of this bank has not ended"):
-        pair.bank.begin("train")
-    core.end()
-    assert core.slot_index == -1
+        bank.begin(index, [], True)
+    bank.end()
+    assert bank.slot_index == -1
     with pytest.raises(RuntimeError, match=r"no micro-batch of this bank is running"):
-        core.end()
+        bank.end()
     with pytest.raises(RuntimeError, match=r"site 0 was called outside a micro-batch"):
         pair.bank.sites[0](pair.input())
-    assert core.all_free()
+    assert bank.all_free()
 
 
 def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
@@ -179,7 +179,7 @@ def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
     with pytest.raises(KeyError), pair.bank.micro_batch("train"):
         pair.bank(pair.input())
         raise KeyError("of the caller")
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     assert pair.step() is None
 
 
@@ -203,10 +203,10 @@ def test_an_input_of_another_signature_is_refused_before_any_state_changes(
     pair = Pair(device, blocks()).capture()
     with pair.bank.micro_batch("train") as reason:
         assert reason is None
-        held = pair.bank.core.describe_holders()
+        held = pair.bank.holders()
         assert pair.bank.sites[0](change(pair.input())) is NotImplemented
         assert pair.bank.sites[0](pair.input(), pair.input()) is NotImplemented
-        assert pair.bank.core.describe_holders() == held
+        assert pair.bank.holders() == held
         pair.check_counters()
         assert pair.eager_calls() == {"SIGNATURE_CHANGED": 2}
         assert pair.bank.sites[0](pair.input()) is not NotImplemented
@@ -251,7 +251,7 @@ def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> N
     with autocast(torch.bfloat16):
         pair.capture()
     with autocast(torch.float16):
-        assert pair.bank.core.changed_setting(pair.bank.variants["train"]) == "autocast dtype"
+        assert pair.bank.changed_setting(pair.bank.variants["train"]) == "autocast dtype"
         assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     with autocast(torch.bfloat16):
@@ -264,10 +264,10 @@ def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device
     first, second, _ = pair.bank.sites
     with pair.bank.micro_batch("train"):
         hidden = second(first(pair.input()))
-        held = pair.bank.core.describe_holders()
+        held = pair.bank.holders()
         assert first(pair.input()) is NotImplemented
         assert second(pair.input()) is NotImplemented
-        assert pair.bank.core.describe_holders() == held
+        assert pair.bank.holders() == held
         assert pair.eager_calls() == {"NESTING": 2}
         pair.check_counters()
     hidden.sum().backward()

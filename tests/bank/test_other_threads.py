@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, new_bank, variant
+from bank_pair import ROWS, WIDTH, Block, RunningBank, new_bank, variant
 from torch import Tensor, nn
 
-from megagraph.bank.bank import Bank
 from megagraph.bank.sites import EagerPart, SiteSpec
 
 SECONDS = 0.05  # until the other thread lets go
@@ -64,7 +63,7 @@ def captured(
     *,
     training: bool,
     ends: bool = False,
-) -> Bank:
+) -> RunningBank:
     """Graphs with a part between them that stays eager; the last step if the bank `ends` there."""
     first = SiteSpec(name="split", module=sender, forward=Sender.split, parts=("first",), transient=(1,))
     between = EagerPart(name="part", module=sender, forward=part)
@@ -77,7 +76,7 @@ def captured(
     return bank
 
 
-def run(sender: Sender, bank: Bank, *, training: bool) -> Tensor:
+def run(sender: Sender, bank: RunningBank, *, training: bool) -> Tensor:
     hidden = torch.randn(ROWS, WIDTH, device=next(sender.parameters()).device, requires_grad=training)
     with torch.set_grad_enabled(training), bank.micro_batch("train") as reason:
         assert reason is None

@@ -11,7 +11,7 @@ from offsets import offsets
 from pack_pair import PACKS, TOKENS, Kind, PackPair
 from torch import Tensor, nn
 
-from megagraph.bank.sites import MetadataSpec
+from megagraph._C import MetadataSpec
 
 
 def test_packs_of_any_length_have_the_bits_of_the_canonical_pack(device: str) -> None:
@@ -98,8 +98,8 @@ def test_metadata_of_micro_batches_in_flight_is_kept_apart(
 def test_unfit_metadata_is_an_error_that_leases_nothing(device: str, make: Any, expected: str) -> None:
     pair = PackPair(device).capture()
     with pytest.raises(ValueError, match=expected):
-        pair.bank.begin("train", make(device))
-    assert pair.bank.core.all_free() and pair.bank.core.slot_index == -1
+        pair.bank.begin(pair.bank.variants["train"], make(device), True)
+    assert pair.bank.all_free() and pair.bank.slot_index == -1
     assert pair.counts() == {}
 
 
@@ -161,7 +161,7 @@ def test_staging_and_calls_that_run_eager_have_metadata_as_it_was_specified(devi
         sources = [offsets(lengths, device), mask, copied]
         if is_own:
             assert torch.equal(own, before)
-        eager = spec.content(own, sources, sources[0][-1:])
+        eager = spec.content(own, sources, 0)
         assert eager.dtype == own.dtype and eager.shape == own.shape and (eager is not own) == is_own
         assert not is_own or eager.long().tolist() == content
         with bank.micro_batch("train", sources) as reason:
@@ -190,4 +190,4 @@ def test_one_launch_stages_a_limited_number_of_buffers(device: str) -> None:
         pytest.raises(RuntimeError, match=r"takes up to 16 buffers"),
     ):
         bank(torch.randn(6, WIDTH, device=device))
-    assert bank.core.all_free()
+    assert bank.all_free()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, new_bank, run_eager, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, RunningBank, blocks, new_bank, run_eager, variant
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 
 
@@ -156,7 +155,7 @@ def test_a_layer_that_draws_on_the_host_stays_eager() -> None:
 WIDE, MANY = 640, 8192  # of matrix products that need a workspace
 
 
-def captured_wide(layers: Sequence[nn.Module]) -> Bank:
+def captured_wide(layers: Sequence[nn.Module]) -> RunningBank:
     bank = new_bank([layer.to("cuda", torch.bfloat16) for layer in layers], "cuda")
     bank.capture([variant(rows=MANY, row_shape=(WIDE,), dtype=torch.bfloat16)])
     return bank
@@ -169,7 +168,7 @@ def strangers(*sizes: int) -> list[Tensor]:
     return [torch.full((size,), torch.nan, device="cuda") for size in sizes]
 
 
-def replayed(bank: Bank, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+def replayed(bank: RunningBank, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """The output and all gradients of a replay."""
     params = [param for layer in layers for param in layer.parameters()]
     for leaf in (x, *params):

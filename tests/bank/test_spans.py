@@ -81,7 +81,7 @@ def test_finished_backwards_are_told_where_asked_for_and_at_the_end(
 ) -> None:
     pair = Pair(device, blocks(SITES), main_grad=True).capture()
     heard: list[tuple[int, int]] = []
-    pair.bank.listen(lambda: True, lambda *sites: heard.append(sites), noticed)
+    pair.bank.set_listener(lambda: True, lambda *sites: heard.append(sites), noticed)
     pair.step()
     assert heard == told
 
@@ -91,7 +91,7 @@ def test_sites_that_run_one_by_one_are_told_one_by_one(device: str) -> None:
     pair.bank.keep_eager(2, EagerReason.FOREIGN_HOOK)
     pair.capture()
     heard: list[tuple[int, int]] = []
-    pair.bank.listen(lambda: True, lambda *sites: heard.append(sites), [1])
+    pair.bank.set_listener(lambda: True, lambda *sites: heard.append(sites), [1])
     pair.step()
     assert heard == [(3, 3), (1, 1), (0, 0)]
 
@@ -107,7 +107,7 @@ def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:
     def done(first: int, last: int) -> None:
         raise AssertionError("nobody asked for it")
 
-    pair.bank.listen(wants, done, range(SITES))
+    pair.bank.set_listener(wants, done, range(SITES))
     for count in (1, 2):
         pair.step()
         assert len(asked) == count, "once for each micro-batch"
@@ -144,7 +144,7 @@ def raising_pair(raises_in: str) -> Pair:
         return out
 
     pair = Pair("cpu", [Block(), Block(), Applies(raises), Block()], main_grad=True).capture()
-    pair.bank.listen(lambda: True, lambda first, _last: first == 2 and give_up("the listener"), [2])
+    pair.bank.set_listener(lambda: True, lambda first, _last: first == 2 and give_up("the listener"), [2])
     is_captured = True
     return pair
 
@@ -157,6 +157,6 @@ def test_what_raises_in_the_middle_frees_its_slot(raises_in: str) -> None:
             out = pair.bank(pair.input().requires_grad_())
         out.sum().backward()
     out = None
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
     with pair.bank.micro_batch("train") as reason:
         assert reason is None

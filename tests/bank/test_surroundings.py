@@ -184,7 +184,7 @@ def test_hooks_inside_a_micro_batch_are_seen_by_each_site(device: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda bank: bank.begin("train"),
+        lambda bank: bank.begin(0, [], True),
         lambda bank: bank.end(),
         lambda bank: bank.replay_all(torch.zeros(ROWS, WIDTH)),
     ],

@@ -35,7 +35,7 @@ def test_a_gradient_waits_for_its_parameter_while_slots_are_leased_again(device:
             (first.square().sum() + middle.square().sum() + last.square().sum()).backward()
             del first, middle, last
         pair.check_state()
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 @contextmanager
@@ -81,9 +81,9 @@ def test_a_numeric_setting_that_changed_runs_eager_and_is_named(device: str, nam
         pytest.skip("torch without CUDA has one")
     pair = Pair(device, blocks()).capture()
     index, hidden = pair.bank.variants["train"], pair.input()
-    assert pair.bank.core.changed_setting(index) == ""
+    assert pair.bank.changed_setting(index) == ""
     with SETTINGS[name](device):
-        changed = pair.bank.core.changed_setting(index)
+        changed = pair.bank.changed_setting(index)
         assert changed == name or (name == "plain attention" and "attention" in changed)
         assert pair.forward(hidden).reason is EagerReason.NUMERICS_CHANGED
     assert pair.step() is None
@@ -132,7 +132,7 @@ def test_a_write_into_an_output_is_the_error_that_it_is_in_eager(
     pair = Pair(device, [Block(), nn.Sequential(Block(), Applies(last))]).capture()
     ours, eager = _both_backwards(pair, lambda given, out: out.mul_(2))
     assert ours == eager == ("inplace operation" if last is torch.tanh else "")
-    assert pair.bank.core.all_free()
+    assert pair.bank.all_free()
 
 
 def test_a_write_into_an_input_is_the_error_that_it_is_in_eager(device: str) -> None:

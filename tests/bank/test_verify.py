@@ -15,7 +15,8 @@ from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads
 from torch import Tensor, nn
 
 from megagraph.bank.backends import KeptMemoryError
-from megagraph.bank.bank import Bank, BankOptions
+from megagraph.bank.bank import Bank
+from megagraph.bank.capture import BankOptions
 from megagraph.bank.sites import EagerPart, SiteSpec
 from megagraph.bank.verify import Example, Verification, verify
 
@@ -76,7 +77,7 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
     held = give_main_grads(layers) if main_grads else []
     bank = captured(layers, device, training=training)
     heard: list[Any] = []
-    bank.listen(lambda: True, lambda *sites: heard.append(sites), [0])
+    bank.set_listener(lambda: True, lambda *sites: heard.append(sites), [0])
     params = [param for layer in layers for param in layer.parameters()]
     for param in params:
         if main_grads:
@@ -91,7 +92,7 @@ def test_graphs_that_are_right_differ_in_nothing_and_nothing_is_left(
     after = [getattr(param, "main_grad", param.grad) for param in params]
     assert all(map(torch.equal, before, after))
     assert all(map(torch.equal, states, rng_states(device))) and bank.counters() == counters
-    assert bank.core.all_free() and len(held) == (len(params) if main_grads else 0)
+    assert bank.all_free() and len(held) == (len(params) if main_grads else 0)
 
 
 @pytest.mark.parametrize("factor", [2.5, ONE_BIT_MORE])
@@ -240,7 +241,7 @@ def test_what_one_rank_cannot_run_no_rank_compares() -> None:
     is_verified = True
     verified = verify(bank, "it", example("cpu"))
     assert verified.not_run == {1: "on another rank"} and verified.num_replays == 2
-    assert verified.differences == [] and bank.core.all_free()
+    assert verified.differences == [] and bank.all_free()
 
 
 # -- what is compared --------------------------------------------------------------------------------

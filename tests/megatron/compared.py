@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from megagraph.bank.bank import CapturedVariant
+from megagraph.bank.sites import CapturedVariant
 from megagraph.bank.verify import Verification
 from megagraph.megatron.graphs.captures import Captures
 

@@ -16,7 +16,7 @@ from worlds import World, on_ranks
 
 import megagraph
 from benchmarks.subjects.pipelines import Cut
-from megagraph.bank.backends import CudaBackend, HostBackend
+from megagraph.bank.backends import Backend, CudaBackend
 from megagraph.bank.capture import CapturePlan
 
 pytestmark = pytest.mark.megatron
@@ -114,7 +114,7 @@ def test_several_layers_at_fault_are_each_cut_out(pair: rig.Pair) -> None:
 
 def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[int] = []  # layers in the graph that is being captured, or of a warm-up of one
-    for backend in (HostBackend, CudaBackend):
+    for backend in (Backend, CudaBackend):
         _note_passes(backend, passed, monkeypatch)
     warm_up = CapturePlan._run_once
     monkeypatch.setattr(CapturePlan, "_run_once", lambda *args: (passed.clear(), warm_up(*args))[1])

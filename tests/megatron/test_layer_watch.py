@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megagraph.bank.eligibility import ineligible_sites
-from megagraph.bank.sites import SiteSpec
+from megagraph.bank.sites import SiteSpec, ineligible_sites
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.watch import LayerWatch
 

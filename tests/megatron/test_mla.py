@@ -25,7 +25,7 @@ from megagraph.megatron import seams
 from megagraph.megatron.graphs.layer_arguments import MlaTables
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.megatron.patch.inside_layers import wrap_key_rope, wrap_query_rope
-from megagraph.packs.mla_rope import Rotation, rope_mla
+from megagraph.packs.rope import Rotation, rope_mla
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

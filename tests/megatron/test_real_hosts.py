@@ -136,7 +136,7 @@ def replay_costs(trainer: Trainer) -> dict[str, int]:
 
     def replay() -> None:
         with replays.micro_batch():
-            out = replays.bank(replays.hidden)
+            out = replays.bank.replay_all(replays.hidden)
         torch.autograd.grad(out, replays.hidden, replays.grad)
 
     replay()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megagraph._C import mark_canonical
 from megagraph.megatron.patch.inside_layers import wrap_engine_attention, wrap_rope
-from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
+from megagraph.packs.rope import RotaryTables
 
 NAN = float("nan")
 ENDS, TOKENS, HEADS, WIDTH = (0, 4, 10), 12, 2, 8  # two rows past the last offset

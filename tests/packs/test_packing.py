@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
 from megagraph.packs.ops import pad_cu_seqlens
-from megagraph.packs.packing import TailConvention, pack_shape
+from megagraph.packs.packing import TailConvention
 
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)
@@ -125,7 +125,7 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
     lengths: list[int], tokens: int, cp_size: int, longest: int, on_host_tensor: bool, tail: TailConvention
 ) -> None:
     pack = pack_of(offsets(lengths), max_seqlen_q=torch.tensor(longest) if on_host_tensor else longest)
-    assert pack_shape(pack, tokens, tail, cp_size=cp_size) == PackShape(
+    assert PackShape.of(pack, tokens, tail.extra_seqs, cp_size) == PackShape(
         tokens=tokens,
         num_seqs=len(lengths) + (1 if tail is EMPTY_DUMMY else 0),
         max_seqlen=max(longest, 1),
@@ -134,7 +134,7 @@ def test_a_shape_is_what_the_host_knows_and_the_tails_own_documents(
 
 
 def test_a_pack_that_declares_no_longest_document_may_hold_one_of_all_tokens() -> None:
-    shape = pack_shape(pack_of(offsets([2]), max_seqlen_q=None), 8, HIDDEN, cp_size=2)
+    shape = PackShape.of(pack_of(offsets([2]), max_seqlen_q=None), 8, HIDDEN.extra_seqs, 2)
     assert shape == PackShape(tokens=8, num_seqs=1, max_seqlen=16, cp_size=2)
 
 
@@ -148,7 +148,7 @@ def test_nothing_on_the_device_is_read(tail: TailConvention) -> None:
     with pytest.raises(RuntimeError):
         int(longest)
     pack = pack_of(on_device, max_seqlen_q=longest, max_seqlen_kv=longest)
-    shape = pack_shape(pack, 8, tail, cp_size=2)
+    shape = PackShape.of(pack, 8, tail.extra_seqs, 2)
     assert shape == PackShape(tokens=8, num_seqs=4 + tail.extra_seqs, max_seqlen=16, cp_size=2)
 
 
@@ -162,7 +162,7 @@ def test_nothing_on_the_device_is_read(tail: TailConvention) -> None:
     ],
 )
 def test_what_is_no_pack_has_no_shape(pack: Any) -> None:
-    assert pack_shape(pack, 8, HIDDEN) is None
+    assert PackShape.of(pack, 8, 0) is None
 
 
 # -- tail conventions ----------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def staged(
 
     added = packs_of(tail, tokens, has_padded=has_padded).added_offsets()
     metadata = {
-        name: MetadataSpec(
+        name: _C.MetadataSpec(
             kind=_C.SegmentKind.OFFSETS,
             example=torch.full((num_seqs + 1,), -7, dtype=torch.int32),
             source=int(has_padded and name == "padded"),
@@ -275,7 +275,7 @@ def staged(
             bank.micro_batch("pack", [given for given in pack if given is not None]) as why,
         ):
             assert why is None
-            bank(torch.zeros(2, 1))
+            bank.replay_all(torch.zeros(2, 1))
     assert bank.counters()["replays"] == len(packs)
     return seen
 

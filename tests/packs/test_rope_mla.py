@@ -15,9 +15,9 @@ from rope_cases import Rank, frequencies, tables, without_empty_documents
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.packs.mla_rope import Rotation
-from megagraph.packs.mla_rope import rope_mla as rotate
 from megagraph.packs.ops import rope_thd
+from megagraph.packs.rope import Rotation
+from megagraph.packs.rope import rope_mla as rotate
 
 MSCALE = 1.2079
 # heads, content, rotary and value dimensions

@@ -214,6 +214,6 @@ def test_ten_thousand_documents_onto_64_ranks(tokens: int) -> None:
         seconds.append(time.thread_time() - start)
     check(schedule, lengths, limits)
     assert min(seconds) <= 0.05
-    assert schedule.imbalance <= 1.01
+    assert max(schedule.costs) <= 1.01 * statistics.mean(schedule.costs)
     fewest = sum(lengths) / (limits.ranks * tokens)
     assert len(schedule.micro_batches) <= fewest * 1.02 + 1

@@ -16,10 +16,12 @@ using torch::autograd::variable_list;
 // A sink like AccumulateGrad, with its highest priority.
 class AccumulatorSwap::MainGradNode final : public Node {
  public:
-  MainGradNode(GradTarget target, std::shared_ptr<SideBranch> additions)
+  MainGradNode(GradTarget target, std::shared_ptr<SideBranch> additions,
+               std::shared_ptr<std::vector<at::Tensor>> reached)
       : Node(std::numeric_limits<uint64_t>::max()),
         target_(std::move(target)),
-        additions_(std::move(additions)) {
+        additions_(std::move(additions)),
+        reached_(std::move(reached)) {
     add_input_metadata(target_.param);
   }
 
@@ -28,6 +30,7 @@ class AccumulatorSwap::MainGradNode final : public Node {
     if (!grad.defined()) return {};
     const at::NoGradGuard no_grad;
     if (target_.main_grad.defined()) {
+      if (!std::exchange(is_reached_, true)) reached_->push_back(target_.param);
       if (target_.already_added && target_.already_added()) return {};
       additions_->run(grad, [&] { target_.main_grad.add_(grad); });
     } else if (kept_.defined()) {
@@ -47,19 +50,22 @@ class AccumulatorSwap::MainGradNode final : public Node {
  private:
   const GradTarget target_;
   const std::shared_ptr<SideBranch> additions_;
+  const std::shared_ptr<std::vector<at::Tensor>> reached_;
+  bool is_reached_ = false;
   at::Tensor kept_;
   bool has_parts_ = false;
 };
 
 AccumulatorSwap::AccumulatorSwap(std::vector<GradTarget> targets)
     : additions_(std::make_shared<SideBranch>(targets.empty() ? c10::Device(c10::kCPU)
-                                                              : targets.front().param.device())) {
+                                                              : targets.front().param.device())),
+      reached_(std::make_shared<std::vector<at::Tensor>>()) {
   swapped_.reserve(targets.size());
   for (GradTarget& target : targets) {
     at::Tensor param = target.param;
     TORCH_CHECK(param.is_leaf() && param.requires_grad(),
                 "only leaves that require a gradient have an accumulator to swap");
-    auto ours = own_node(new MainGradNode(std::move(target), additions_));
+    auto ours = own_node(new MainGradNode(std::move(target), additions_, reached_));
     swapped_.push_back({std::move(param), std::move(ours), nullptr});
   }
 }

@@ -45,6 +45,8 @@ class AccumulatorSwap {
   // Gradients of the targets without main_grad, in order, and forgets them; undefined where none
   // arrived.
   std::vector<at::Tensor> take_kept_grads();
+  // Parameters with main_grad, in the order in which a backward first reached them.
+  const std::vector<at::Tensor>& reached() const { return *reached_; }
   // Whether the gradient of any of these came in several parts, which were added up: eager adds
   // each to what the parameter holds already, in another order.
   bool has_parts() const;
@@ -57,6 +59,7 @@ class AccumulatorSwap {
     AccumulatorPtr original;
   };
   std::shared_ptr<SideBranch> additions_;
+  std::shared_ptr<std::vector<at::Tensor>> reached_;
   std::vector<Swapped> swapped_;
   bool installed_ = false;
 };

@@ -25,28 +25,16 @@
 #include <vector>
 
 #include "csrc/bank/bank_status.h"
-#include "csrc/bank/staging/grid_tables.h"
 #include "csrc/bank/signature.h"
 #include "csrc/bank/replay/site.h"
 #include "csrc/bank/replay/slot_ring.h"
 #include "csrc/bank/replay/variant_graphs.h"
+#include "csrc/bank/staging/grid_tables.h"
+#include "csrc/bank/staging/metadata.h"
 #include "csrc/bank/staging/staging.h"
 #include "csrc/torch/numerics.h"
 
 namespace megagraph {
-
-// A small buffer that graphs read and that staging refills for each micro-batch.
-struct MetadataSpec {
-  SegmentKind kind;
-  at::Tensor example;  // its content during warm-up and capture
-  // Index into the sources that begin() is given; -1: none. A mask without one has the pack's end
-  // alone; any other buffer without one is constant.
-  int source = -1;
-  int32_t fill = -1;    // past the source's entries; -1 repeats its last one
-  bool shared = false;  // one buffer for all slots, the example itself
-
-  bool is_staged() const { return source >= 0 || kind == SegmentKind::kMask; }
-};
 
 // What a bank captured for: a capacity, with or without a backward pass.
 struct Variant {
@@ -110,6 +98,8 @@ class GraphBank {
   void set_listener(std::shared_ptr<const GradientListener> listener) {
     listener_ = std::move(listener);
   }
+  // Whether the listener is told of backward passes from now on.
+  void set_listening(bool is_listening) { is_listening_ = is_listening; }
 
   // One thread's turn to replay, taken with the GIL held and kept without it. Another thread that
   // meanwhile begins, ends or replays gets an error instead of a race.
@@ -156,7 +146,10 @@ class GraphBank {
 
   bool all_free() const;
   std::string describe_holders() const;
-  const std::shared_ptr<const GradientListener>& listener() const { return listener_; }
+  // Null if nobody is to be told.
+  std::shared_ptr<const GradientListener> listener() const {
+    return is_listening_ ? listener_ : nullptr;
+  }
   // Before the first micro-batch: takes over what a former bank of as many slots has counted.
   void continue_from(const GraphBank& former) {
     counters().add(former.status_->counters);
@@ -183,6 +176,7 @@ class GraphBank {
   std::vector<Variant> variants_;
   std::vector<std::vector<GridTables>> grids_;  // [variant][slot]
   std::shared_ptr<const GradientListener> listener_;
+  bool is_listening_ = true;
   const bool poison_, holds_collectives_;
 
   std::vector<std::vector<std::shared_ptr<const VariantGraphs>>> graphs_;  // [variant][slot]

@@ -74,13 +74,4 @@ void stage(const SegmentList& segments, c10::Device device) {
   for (int i = 0; i < segments.count; ++i) stage_segment(segments.at[i]);
 }
 
-at::Tensor mask_content(int64_t rows, const at::Tensor& given, const at::Tensor& end) {
-  at::Tensor out = at::arange(rows, end.options().dtype(at::kLong)).ge(end);
-  if (given.defined()) {
-    out.slice(0, 0, given.numel()).bitwise_or_(given);
-    out.slice(0, given.numel()).fill_(true);
-  }
-  return out;
-}
-
 }  // namespace megagraph

@@ -53,10 +53,6 @@ struct SegmentList {
 // On the device's current stream. Nothing is launched for an empty list.
 void stage(const SegmentList& segments, c10::Device device);
 
-// What it writes into a mask of `rows` (kMask), in memory of its own. `given`: bool [entries], or
-// undefined; `end`: of one entry. Never waits for the device.
-at::Tensor mask_content(int64_t rows, const at::Tensor& given, const at::Tensor& end);
-
 // Which of the table's grids (`DocumentGrid`s, as bytes) the driver lets a kernel set: sets each to
 // what it was captured with, on the device's current stream, and waits. No graph of theirs runs.
 std::vector<bool> settable_grids(const at::Tensor& table);

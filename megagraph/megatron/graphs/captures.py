@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph.bank.bank import Bank, BankOptions, Progress
-from megagraph.bank.capture import GroupGaveUp, Verdict
+from megagraph.bank.bank import Bank, Progress
+from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
@@ -84,17 +84,16 @@ class Captures:
             left_out=IGNORED_ATTRIBUTES,
             poison=self._config.poison,
             annotate=self._config.cuda_graph_nvtx,
-            former=former,
         )
         num_slots = slots_of(layers.model, self._config.cuda_graph_slots)
         steps = [step.step for step in layers.plan.steps]
-        self.bank = Bank(steps, self.device, num_slots=num_slots, options=options)
+        self.bank = Bank(steps, self.device, num_slots=num_slots, options=options, former=former)
         self._dispatch()
 
     def _dispatch(self) -> None:
         """Has micro-batches begin on the bank of now."""
         bank = self.bank
-        self._dispatcher.use(bank.core, bank.variants, bank.eager_variants, self.watch)
+        self._dispatcher.use(bank, bank.variants, bank.eager_variants, self.watch)
 
     def _follow_variants(self) -> None:
         """Makes loops of variants that were captured, and lets go of those that were dropped."""

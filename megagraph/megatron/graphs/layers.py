@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank.eligibility import ineligible_sites
-from megagraph.bank.sites import JoinedSites, SiteSpec
+from megagraph.bank.sites import JoinedSites, SiteSpec, ineligible_sites
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megagraph import _C
-from megagraph.bank.sites import MetadataSpec, VariantSpec
+from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity, VariantKey
 from megagraph.packs.packing import TailConvention
 
@@ -50,9 +50,9 @@ def _described(key: VariantKey) -> list[str]:
     return [*(() if key.grad else ("forward only",)), *(("with a padding mask",) if key.has_mask else ())]
 
 
-def _offsets_spec(example: Tensor, source: int, added: int | None = None) -> MetadataSpec:
+def _offsets_spec(example: Tensor, source: int, added: int | None = None) -> _C.MetadataSpec:
     fill = -1 if added is None else added
-    return MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=source, fill=fill)
+    return _C.MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=source, fill=fill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def variant_spec(
     metadata = {
         name: _offsets_spec(example, physical if name == "padded" else 0, end) for name, end in added.items()
     }
-    metadata["valid_tokens"] = MetadataSpec(
+    metadata["valid_tokens"] = _C.MetadataSpec(
         kind=_C.SegmentKind.COUNT,
         example=block.valid_tokens,
         source=0 if cp_size == 1 else of_rows,
@@ -122,13 +122,13 @@ def variant_spec(
     is_whole = rows == capacity.tokens
     has_mask = key.has_mask or block.masks_tail
     if has_mask:
-        metadata[_MASK] = MetadataSpec(
+        metadata[_MASK] = _C.MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
             example=torch.zeros(rows, dtype=torch.bool, device=example.device),
             source=of_mask if key.has_mask else -1,
         )
     if form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
-        metadata[_SEQ_IDX] = MetadataSpec(
+        metadata[_SEQ_IDX] = _C.MetadataSpec(
             kind=_C.SegmentKind.OFFSETS,
             example=torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device),
             source=physical + 1,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megagraph.bank.backends import KeptMemoryError
-from megagraph.bank.bank import Bank, CapturedVariant
+from megagraph.bank.bank import Bank
+from megagraph.bank.sites import CapturedVariant
 from megagraph.bank.verify import Example, Verification, verify
 from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
 from megagraph.decide.reasons import EagerReason
@@ -23,7 +24,7 @@ from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
-from megagraph.packs.packing import TailConvention, pack_shape
+from megagraph.packs.packing import TailConvention
 
 __all__ = ["Verifier"]
 
@@ -107,7 +108,7 @@ class Verifier:
 
     def _keep(self, batch: MicroBatch, hidden_states: Tensor) -> None:
         capacity = batch.capacity if self._tensor.shards_sequence else None
-        shape = pack_shape(batch.params, batch.tokens, self._tail, cp_size=batch.key.cp_size)
+        shape = PackShape.of(batch.params, batch.tokens, self._tail.extra_seqs, batch.key.cp_size)
         if shape is not None:
             of_state = batch.key.replace(state=0)
             for former in (of_state, batch.key.family):  # the latest come last

@@ -74,7 +74,7 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
             for group, param in reports[site]:
                 group.register_grad_ready(param, force_all_reduce)
 
-    bank.listen(wants, done, sorted(set(groups.values())))
+    bank.set_listener(wants, done, sorted(set(groups.values())))
 
 
 def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:

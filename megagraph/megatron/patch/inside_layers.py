@@ -25,9 +25,8 @@ from torch import Tensor, distributed
 
 from megagraph._C import is_canonical
 from megagraph.megatron.seams import MLA_KEY_ROPE, MLA_QUERY_ROPE, Seam
-from megagraph.modules import RotaryTables
-from megagraph.packs.mla_rope import Rotation, rope_mla
 from megagraph.packs.ops import RopeLayout
+from megagraph.packs.rope import RotaryTables, Rotation, rope_mla
 
 __all__ = [
     "documents_of_rows",

@@ -11,8 +11,8 @@ from offsets import offsets
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.modules import RotaryTables
 from megagraph.packs.ops import RopeLayout
+from megagraph.packs.rope import RotaryTables
 
 LAYOUTS: tuple[RopeLayout, RopeLayout] = ("neox", "interleaved")
 
