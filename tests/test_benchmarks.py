@@ -2,6 +2,7 @@
 """What benchmarks measure and how they report it; the measuring itself needs a GPU."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -235,7 +236,8 @@ def test_a_part_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
 def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    further = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{further}")
     program = "import time\nfrom functools import partial\ndef measure(how):\n"
     program += "    print('{not json}')\n    print('{\"a\": 1}', flush=True)\n"
     program += "    if how == 'hang': time.sleep(60)\n    if how == 'fail': raise ValueError('no')\n"

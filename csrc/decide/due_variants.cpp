@@ -49,10 +49,10 @@ VariantKeys DueVariants::end_step() {
   return in_vain;
 }
 
-VariantKeys DueVariants::due_in(int64_t state) {
+VariantKeys DueVariants::due_in(int64_t state, bool grad_enabled) {
   VariantKeys found;
   for (const VariantKey& kind : due_) {
-    const VariantKey wanted = has_met_again(kind) ? kind : kind.in_state(state);
+    const VariantKey wanted = !grad_enabled || has_met_again(kind) ? kind : kind.in_state(state);
     (wanted.state == state ? found : passed_over_).insert(wanted);
   }
   return found;

@@ -32,8 +32,9 @@ class DueVariants {
   // -- between steps --
   // What is due in the state of now; the rest is passed over. A capture finds out whether calls of
   // some layer change its state, and the others have graphs then: so if each training step has had
-  // another state, none is waited for.
-  VariantKeys due_in(int64_t state);
+  // another state, none is waited for. Before an evaluation (`grad_enabled` is false) the state of
+  // now is not that of training, whose backward passes some layers cannot run in it.
+  VariantKeys due_in(int64_t state, bool grad_enabled);
   // Takes kinds for captured: they have their graphs, or stay eager.
   void mark_captured(const VariantKeys& kinds);
   // Graphs are gone, all of them or those that record gradients: what was warmed up is due again.

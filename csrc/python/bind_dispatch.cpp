@@ -48,7 +48,7 @@ void bind_dispatch(py::module_& m) {
       .def(py::init<int>(), py::arg("warm_up_steps"))
       .def("note", &DueVariants::note, py::arg("kind"))
       .def("end_step", &DueVariants::end_step)
-      .def("due_in", &DueVariants::due_in, py::arg("state"))
+      .def("due_in", &DueVariants::due_in, py::arg("state"), py::arg("grad_enabled"))
       .def("mark_captured", &DueVariants::mark_captured, py::arg("kinds"))
       .def("forget_graphs", &DueVariants::forget_graphs, py::kw_only(),
            py::arg("only_training") = false)

@@ -81,24 +81,31 @@ def test_steps_of_a_family_warm_all_of_its_kinds_up(variants: DueVariants) -> No
 
 def test_kinds_are_due_in_their_own_state(variants: DueVariants) -> None:
     run_step(variants, in_state(1, EVALUATION), in_state(2, EVALUATION))
-    assert variants.due_in(1) == {in_state(1, EVALUATION)}
-    assert not variants.due_in(3)
+    assert variants.due_in(1, grad_enabled=True) == {in_state(1, EVALUATION)}
+    assert not variants.due_in(3, grad_enabled=True)
 
 
 def test_training_that_never_meets_a_state_twice_is_due_in_that_of_now(variants: DueVariants) -> None:
     """Calls of some layer may change it in each step, which a capture finds out."""
     for state in range(3):
         run_step(variants, in_state(state))
-        assert variants.due_in(9) == ({in_state(9)} if state > 0 else set())
+        assert variants.due_in(9, grad_enabled=True) == ({in_state(9)} if state > 0 else set())
     run_step(variants, in_state(0))
-    assert not variants.due_in(9)
+    assert not variants.due_in(9, grad_enabled=True)
+
+
+def test_before_an_evaluation_training_is_due_in_no_other_state(variants: DueVariants) -> None:
+    for state in range(3):
+        run_step(variants, in_state(state))
+    assert not variants.due_in(9, grad_enabled=False)
+    assert variants.due_in(2, grad_enabled=False) == {in_state(2)}
 
 
 def test_training_with_graphs_waits_for_its_own_states(variants: DueVariants) -> None:
     for state in range(3):
         run_step(variants, in_state(state))
     variants.mark_captured({in_state(9)})
-    assert not variants.due_in(9)
+    assert not variants.due_in(9, grad_enabled=True)
 
 
 def test_forgotten_kinds_have_to_occur_again(variants: DueVariants) -> None:
@@ -122,7 +129,7 @@ def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(vari
     run_step(variants, EVALUATION)
     named = []
     for of_step in ([OTHER], [EVALUATION], [EVALUATION], [OTHER], [EVALUATION], [EVALUATION]):
-        variants.due_in(1)
+        variants.due_in(1, grad_enabled=True)
         for kind in of_step:
             variants.note(kind)
         named.append(variants.end_step())
@@ -131,7 +138,7 @@ def test_a_kind_that_is_passed_over_in_three_of_its_own_steps_is_named_once(vari
 
 def test_a_step_that_passed_nothing_over_names_nobody(variants: DueVariants) -> None:
     run_step(variants, EVALUATION)
-    variants.due_in(1)
+    variants.due_in(1, grad_enabled=True)
     variants.end_step()
     for _ in range(4):
         variants.note(EVALUATION)

@@ -247,6 +247,28 @@ def test_a_schedule_from_the_first_step_on_is_never_replayed(install: rig.Instal
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "STATE_CHANGED": 4 * rig.LAYERS}
 
 
+def test_an_evaluation_does_not_capture_training_in_its_own_state(install: rig.Install) -> None:
+    """Bug: layers stayed eager whose backward pass does not run in evaluation mode, as some attention's."""
+    install(cuda_graph_warmup_steps=1)
+    pair = rig.Pair()
+    for trainer in pair.both:
+        mlp = trainer.chunk.decoder.layers[1].mlp
+
+        def trains_only(hidden: torch.Tensor, mlp: Any = mlp) -> torch.Tensor:
+            assert mlp.training or not hidden.requires_grad
+            return hidden
+
+        mlp.function = trains_only
+    for number in (1.0, 2.0):  # as of modules that are in another state after their first call
+        for trainer in pair.both:
+            trainer.chunk.decoder.layers[1].mlp.number = number
+        pair.step(rig.ONE)
+    pair.evaluate(rig.ONE)
+    pair.step(rig.ONE, times=2)
+    report = pair.report()
+    assert report["failures"] == [] and report["replays"] == 2 * rig.LAYERS
+
+
 SHARED = {"gain": 1.0}
 
 

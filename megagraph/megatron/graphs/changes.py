@@ -207,7 +207,7 @@ class Changes:
         away, watch = self.gradients_reason, self._captures.watch
         due = {
             kind
-            for kind in self._due.due_in(self._states.current)
+            for kind in self._due.due_in(self._states.current, torch.is_grad_enabled())
             if (away is None or not kind.grad) and watch.has_memory(grad=kind.grad)
         }
         return due if due and self._captures.is_idle() else set()
