@@ -219,10 +219,9 @@ std::vector<at::Tensor> rope_mla_autograd(const MaybeTensor& q, const MaybeTenso
                                           const at::Tensor& cu_seqlens_padded, int64_t v_dim,
                                           bool fused, int64_t cp_size, int64_t cp_rank) {
   for (const MaybeTensor* t : {&q, &kv, &k_pe}) {
-    TORCH_CHECK(
-        !(at::GradMode::is_enabled() && t->has_value() && (*t)->requires_grad()),
-        "rope_mla_ writes in place and has no derivative: use packs.rope for tensors "
-        "that require grad");
+    TORCH_CHECK(!(at::GradMode::is_enabled() && t->has_value() && (*t)->requires_grad()),
+                "rope_mla_ writes in place and has no derivative: use packs.rope for tensors "
+                "that require grad");
   }
   static const auto op =
       c10::Dispatcher::singleton()

@@ -63,7 +63,7 @@ py::object without_ranks(const py::object& params) {
 }
 
 CanonicalPacks::CanonicalPacks(VariantKey key, int64_t extra_seqs)
-    : key_(std::move(key)), extra_seqs_(extra_seqs), python_key_(py::cast(key_)) {}
+    : key_(key), extra_seqs_(extra_seqs), python_key_(py::cast(key_)) {}
 
 std::map<std::string, std::optional<int64_t>> CanonicalPacks::added_offsets() const {
   std::map<std::string, std::optional<int64_t>> added{{"actual", std::nullopt}};
