@@ -246,7 +246,7 @@ def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
     Path(tmp_path, "program.py").write_text(program)
     assert children.measure_part("program", "well") == {"b": 2}
     assert children.try_part("program", "fail") == {"error": "ValueError: no"}
-    assert children.try_part("program", "exit") == {"error": "ended with 1: gone"}
+    assert children.try_part("program", "exit") == {"error": "ended with 1: SystemExit: gone"}
     with pytest.raises(RuntimeError, match="program fail: ValueError: no"):
         children.measure_part("program", "fail")
     start = time.monotonic()

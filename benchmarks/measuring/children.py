@@ -105,8 +105,14 @@ def _answer(module: str, part: str) -> None:
     with process_groups():
         if torch.cuda.is_available():  # else a test
             seed_streams()
-        print(json.dumps(caught(measure)), flush=True)
-        os._exit(0)  # the group may wait for ever for what a rival's graph holds of it
+        status = 1
+        try:
+            print(json.dumps(caught(measure)), flush=True)
+            status = 0
+        except BaseException as end:
+            print(described(end), file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)  # the group may wait for ever for what a rival's graph holds of it
 
 
 if __name__ == "__main__":

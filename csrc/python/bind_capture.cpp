@@ -59,7 +59,7 @@ void bind_runs(py::module_& m) {
       .def(py::init<const at::Tensor&>(), py::arg("first"), no_gil)
       .def("add", &RunRange::add, py::arg("run"), no_gil)
       .def_property_readonly("is_noisy", &RunRange::is_noisy)
-      .def_property_readonly("spread", &RunRange::spread, no_gil)
+      .def_property_readonly("spread", py::cpp_function(&RunRange::spread, no_gil))
       .def("differs_as_rounded", &RunRange::differs_as_rounded, py::arg("other"), no_gil)
       .def(
           "misfit",

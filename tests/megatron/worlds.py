@@ -25,9 +25,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from compared import every_graph_is_compared_or_named
@@ -47,9 +49,11 @@ IMPORTED = ["torch", "megatron.core.models.gpt", "megagraph.megatron", "megagrap
 
 def _processes() -> Any:
     """Where ranks come from."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is asked without CUDA
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
+    # There, whether there is a GPU is asked without CUDA, which no process may be forked with.
+    with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        forkserver.ensure_running()
     return context
 
 
