@@ -101,9 +101,6 @@ class MetadataSpec(metaclass=_pybind11_type):
     def content(self, buffer: Tensor, sources: Sequence[Tensor], end_source: int) -> Tensor:
         """What staging would write for a micro-batch, in memory of its own."""
 
-def mask_content(rows: int, given: Tensor | None, end: Tensor) -> Tensor:
-    """What staging writes into a mask, bool [rows], of a pack that ends at `end`, a tensor of one entry."""
-
 class Boundaries(metaclass=_pybind11_type):
     """The static tensors on the edges of one site's graphs; csrc/bank/replay/site.h."""
 
@@ -178,8 +175,6 @@ class GraphBank(metaclass=_pybind11_type):
     def last_leases(self) -> list[tuple[int, bool, int, int]]:
         """Slot, whether for training, when it was leased and freed (0 while held), in ns since 1970."""
 
-    @property
-    def num_variants(self) -> int: ...
     @property
     def slot_index(self) -> int: ...
     def site(self, index: int) -> Site: ...

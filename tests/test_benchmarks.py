@@ -238,6 +238,7 @@ def test_a_process_answers_with_what_its_part_does_or_why_it_failed(
 ) -> None:
     further = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{further}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where others use it, each takes half a minute to begin
     program = "import time\nfrom functools import partial\ndef measure(how):\n"
     program += "    print('{not json}')\n    print('{\"a\": 1}', flush=True)\n"
     program += "    if how == 'hang': time.sleep(60)\n    if how == 'fail': raise ValueError('no')\n"

@@ -6,12 +6,11 @@
 #include <limits>
 #include <numeric>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <utility>
 
 #include "csrc/decide/document_costs.h"
 #include "csrc/decide/placement.h"
+#include "csrc/decide/require.h"
 
 namespace megagraph {
 namespace {
@@ -27,14 +26,6 @@ constexpr int64_t kAllRaised = std::numeric_limits<int64_t>::max();
 constexpr int kFew = 64;
 constexpr int64_t kInTurn = 16;     // numbers of micro-batches that are tried without a gap
 constexpr int kFewDocuments = 512;  // of which further candidates are worth their time
-
-template <typename... Parts>
-void require(bool holds, const Parts&... parts) {
-  if (holds) return;
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 void check(const ScheduleLimits& limits) {
   require(limits.ranks >= 1, "expected ranks of at least 1, got ", limits.ranks);

@@ -2,22 +2,14 @@
 #include "csrc/decide/stage_schedule.h"
 
 #include <algorithm>
-#include <sstream>
-#include <stdexcept>
+
+#include "csrc/decide/require.h"
 
 namespace megagraph {
 namespace {
 
 // Interleaved 1F1B has its first backward within the second group, and repeats itself from there.
 constexpr int64_t kGroupsThatMatter = 2;
-
-template <typename... Parts>
-void require(bool holds, const Parts&... parts) {
-  if (holds) return;
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 }  // namespace
 

@@ -27,6 +27,17 @@ void let_collect(PyHeapTypeObject* heap_type) {
   };
 }
 
+std::map<int64_t, std::map<std::string, int64_t>> named_counts(const Dispatcher& dispatcher) {
+  std::map<int64_t, std::map<std::string, int64_t>> found;
+  for (const auto& [cp_size, counts] : dispatcher.counts()) {
+    for (const auto& [reason, count] : counts) {
+      const char* name = reason ? kEagerReasonNames[static_cast<size_t>(*reason)] : "replayed";
+      found[cp_size][name] = count;
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_dispatch(py::module_& m) {
@@ -124,7 +135,7 @@ void bind_dispatch(py::module_& m) {
            py::arg("is_settled"))
       .def("begin", &Dispatcher::begin, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))
-      .def("counts", &Dispatcher::counts)
+      .def("counts", &named_counts)
       .def_property_readonly("replayed_tokens", &Dispatcher::replayed_tokens);
 }
 

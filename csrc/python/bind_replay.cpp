@@ -185,12 +185,6 @@ void bind_graph_bank(py::module_& m) {
       .def("buffer", &MetadataSpec::buffer)
       .def("content", &MetadataSpec::content, py::arg("buffer"), py::arg("sources"),
            py::arg("end_source"));
-  m.def(
-      "mask_content",
-      [](int64_t rows, const std::optional<at::Tensor>& given, const at::Tensor& end) {
-        return mask_content(rows, given.value_or(at::Tensor()), end);
-      },
-      py::arg("rows"), py::arg("given"), py::arg("end"));
   py::class_<GraphBank, std::shared_ptr<GraphBank>>(m, "GraphBank")
       .def(py::init(&make_bank), py::arg("device"), py::arg("num_sites"), py::kw_only(),
            py::arg("num_slots"), py::arg("pools"), py::arg("poison"), py::arg("holds_collectives"))
@@ -217,7 +211,6 @@ void bind_graph_bank(py::module_& m) {
              }
              return found;
            })
-      .def_property_readonly("num_variants", &GraphBank::num_variants)
       .def_property_readonly(
           "slot_index",
           [](const GraphBank& bank) { return bank.current() ? bank.current()->index() : -1; })

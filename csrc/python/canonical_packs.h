@@ -5,7 +5,8 @@
 // What others have set on the given one beside these is handed on.
 //
 // Its offsets are marked where they are nobody else's: by the mark RoPE inside of a layer knows
-// that positions begin anew in each document (megagraph/megatron/graphs/positions.py).
+// that positions begin anew in each document (megagraph/megatron/graphs/layer_arguments.py, Note
+// [Where positions begin]).
 #pragma once
 
 #include <pybind11/pybind11.h>

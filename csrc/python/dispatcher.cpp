@@ -198,11 +198,7 @@ EagerReason Dispatcher::explain(const VariantKey& kind, EagerReason reason) {
   return reason;
 }
 
-void Dispatcher::count(const MicroBatch& batch) {
-  const auto reason = batch.reason();
-  const char* name = reason ? kEagerReasonNames[static_cast<size_t>(*reason)] : "replayed";
-  ++counts_[batch.key().cp_size][name];
-}
+void Dispatcher::count(const MicroBatch& batch) { ++counts_[batch.key().cp_size][batch.reason()]; }
 
 std::shared_ptr<CanonicalPacks> Dispatcher::packs_of(const VariantKey& key) {
   const auto made = made_.find(key);

@@ -22,7 +22,6 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "csrc/bank/replay/graph_bank.h"
@@ -50,6 +49,10 @@ struct DispatchOptions {
 std::optional<EagerReason> begin_micro_batch(GraphBank& bank, int variant,
                                              const std::vector<at::Tensor>& sources,
                                              bool look_at_grads);
+
+// Micro-batches by the number of ranks that share them, and by reason; none for those that
+// replayed.
+using Counts = std::map<int64_t, std::map<std::optional<EagerReason>, int64_t>>;
 
 class Dispatcher {
  public:
@@ -101,8 +104,7 @@ class Dispatcher {
   bool begin(MicroBatch& batch);
   // Ends the micro-batch that has leased one, and counts it.
   void end(const MicroBatch& batch);
-  // Micro-batches by the number of ranks that share them, and by reason.
-  const std::map<int64_t, std::map<std::string, int64_t>>& counts() const { return counts_; }
+  const Counts& counts() const { return counts_; }
   int64_t replayed_tokens() const { return replayed_tokens_; }  // with those of padding
 
  private:
@@ -138,7 +140,7 @@ class Dispatcher {
   bool is_suspended_ = false;
   std::set<PackShape> observed_;
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
-  std::map<int64_t, std::map<std::string, int64_t>> counts_;
+  Counts counts_;
   int64_t replayed_tokens_ = 0;
 };
 

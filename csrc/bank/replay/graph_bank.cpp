@@ -110,7 +110,7 @@ int GraphBank::add_variant(Variant variant) {
   variants_.push_back(std::move(variant));
   for (const auto& site : sites_) site->add_variant(num_slots());
   grids_.emplace_back(num_slots());
-  return num_variants() - 1;
+  return static_cast<int>(variants_.size()) - 1;
 }
 
 void GraphBank::set_graph(int site, int variant, int slot, std::shared_ptr<SiteGraph> graph) {

@@ -80,7 +80,6 @@ class GraphBank {
   // The most micro-batches that were in flight at once, so far.
   int most_in_flight() const { return slots_.most_leased(); }
   std::vector<Lease> last_leases() const { return slots_.last_leases(); }
-  int num_variants() const { return static_cast<int>(variants_.size()); }
   Site& site(int index) { return *sites_.at(index); }
   const Variant& variant(int index) const { return variants_.at(index); }
   c10::Device device() const { return device_; }
