@@ -6,6 +6,7 @@ MEGAGRAPH_CPU_ONLY=1, it is a CPU-only build, which runs the host backend. TORCH
 honoured. With MEGAGRAPH_WERROR=1 a compiler warning is an error, as in CI.
 """
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -26,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent
 MIN_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
 DEFAULT_ARCHS = ("9.0", "10.0")
+FILES_A_UNIT = 4  # more take longer to compile again after an edit
 
 OPS_WITH_KERNELS = [
     *("pad_cu_seqlens", "thd_partition_indices", "thd_context", "zero_tail", "rope_thd", "rope_mla"),
@@ -154,8 +156,29 @@ def extension(nvcc: str | None) -> "cpp_extension.CppExtension":
     )
 
 
+def units(sources: list[str], folder: pathlib.Path) -> list[str]:
+    """What is compiled: neighbours in one go, as each of them alone would read torch's headers again."""
+    compiled = [source for source in sources if not source.endswith(".cpp")]
+    neighbours = itertools.groupby(sorted(set(sources) - set(compiled)), key=os.path.dirname)
+    for parent, group in neighbours:
+        files = list(group)
+        for first in range(0, len(files), FILES_A_UNIT):
+            unit = folder / f"{parent.replace('/', '_')}_{first}.cpp"
+            text = "".join(f'#include "{file}"\n' for file in files[first : first + FILES_A_UNIT])
+            if not unit.exists() or unit.read_text() != text:
+                unit.parent.mkdir(parents=True, exist_ok=True)
+                unit.write_text(text)
+            compiled.append(str(unit))
+    return compiled
+
+
 class BuildExtension(cpp_extension.BuildExtension):
-    """Compiles with ninja and records what the core was built against."""
+    """Compiles units with ninja and records what the core was built against."""
+
+    def build_extensions(self) -> None:
+        for built in self.extensions:
+            built.sources = units(built.sources, pathlib.Path(self.build_temp, "units"))
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()

@@ -16,15 +16,12 @@
 namespace py = pybind11;
 
 namespace megagraph {
-namespace {
-
-enum class OwnerKind { kModule, kConfiguration, kAllModules };
-
-}  // namespace
 
 // Whoever has attributes that are part of the state.
 struct StateWatch::Owner {
-  OwnerKind kind = OwnerKind::kModule;
+  enum class Kind { kModule, kConfiguration, kAllModules };
+
+  Kind kind = Kind::kModule;
   py::object reference;  // weak
   // Of a configuration: the module that holds it, and as what.
   size_t holder = 0;
@@ -41,10 +38,10 @@ struct StateWatch::Owner {
   StateItems mutables, configurations;
 
   StateItems items(const StateRules& rules) const {
-    if (kind == OwnerKind::kAllModules) return items_of_global_hooks(rules);
+    if (kind == Owner::Kind::kAllModules) return items_of_global_hooks(rules);
     const py::object object = referent(reference.ptr());
     if (!object) return {};
-    return kind == OwnerKind::kModule ? items_of_module(object, rules)
+    return kind == Owner::Kind::kModule ? items_of_module(object, rules)
                                       : items_of_configuration(object, rules);
   }
 
@@ -93,7 +90,7 @@ struct StateWatch::Owner {
  private:
   void watch_dicts() {
     versions.clear();
-    if (kind == OwnerKind::kAllModules) {
+    if (kind == Owner::Kind::kAllModules) {
       for (PyObject* table : global_hook_tables()) watch_one(table);
       return;
     }
@@ -106,7 +103,7 @@ struct StateWatch::Owner {
     type = Py_TYPE(object.ptr());
     const py::object attributes = attributes_of(object.ptr());
     watch_one(attributes.ptr());
-    if (kind != OwnerKind::kModule) return;
+    if (kind != Owner::Kind::kModule) return;
     computes_mode = entry(attributes.ptr(), training) == nullptr;
     for (PyObject* table : tables_of_module(attributes.ptr())) watch_one(table);
   }
@@ -159,7 +156,7 @@ StateWatch::StateWatch(py::list modules, py::object block, const py::iterable& l
     owners_.back()->reference = py::reinterpret_borrow<py::object>(reference);
   }
   owners_.push_back(std::make_unique<Owner>());
-  owners_.back()->kind = OwnerKind::kAllModules;
+  owners_.back()->kind = Owner::Kind::kAllModules;
 }
 
 StateWatch::~StateWatch() = default;
@@ -263,7 +260,7 @@ void StateWatch::follow_configurations() {
         configurations_.push_back(std::move(*known));
       } else {
         configurations_.push_back(std::make_unique<Owner>());
-        configurations_.back()->kind = OwnerKind::kConfiguration;
+        configurations_.back()->kind = Owner::Kind::kConfiguration;
         configurations_.back()->reference = py::weakref(py::handle(item.value));
       }
       configurations_.back()->holder = i;
