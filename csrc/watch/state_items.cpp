@@ -49,13 +49,14 @@ bool holds_configuration(PyObject* name, PyObject* value) {
          _PyType_Lookup(Py_TYPE(value), call.ptr()) == nullptr;
 }
 
-StateItem item_of(PyObject* name, PyObject* value, bool may_hold_configuration) {
+StateItem item_of(PyObject* name, PyObject* value, const StateRules& rules,
+                  bool may_hold_configuration) {
   StateItem item{name, value, 0};
   item.is_configuration = may_hold_configuration && holds_configuration(name, value);
   if (item.is_configuration) {
     item.hash = spread(serial_of(value));
   } else {
-    ValueHasher hasher(item.dicts);
+    ValueHasher hasher(rules.reads_scalars, item.dicts);
     item.hash = hasher(value);
     item.is_mutable = hasher.has_met_mutable();
   }
@@ -67,7 +68,8 @@ void append_attributes(StateItems& items, PyObject* attributes, const StateRules
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t place = 0;
   while (PyDict_Next(attributes, &place, &name, &value)) {
-    if (!is_skipped(rules, name)) items.push_back(item_of(name, value, may_hold_configuration));
+    if (is_skipped(rules, name)) continue;
+    items.push_back(item_of(name, value, rules, may_hold_configuration));
   }
 }
 
@@ -124,7 +126,8 @@ StateItems items_of_module(const py::object& module, const StateRules& rules) {
   }
   if (entry(attributes.ptr(), training) == nullptr) {  // a scripted module computes it
     const py::object flag = module.attr(training);
-    items.push_back(item_of(training.ptr(), flag.is(py::bool_(true)) ? Py_True : Py_False, false));
+    PyObject* value = flag.is(py::bool_(true)) ? Py_True : Py_False;
+    items.push_back(item_of(training.ptr(), value, rules, false));
   }
   return items;
 }
@@ -144,7 +147,7 @@ StateItems items_of_class(const py::object& type, const StateRules& rules) {
     const py::dict own(base.attr("__dict__"));  // of references that the class holds too
     for (const auto& [name, value] : own) {
       if (is_of_interest(name) && !is_skipped(rules, name.ptr())) {
-        items.push_back(item_of(name.ptr(), value.ptr(), false));
+        items.push_back(item_of(name.ptr(), value.ptr(), rules, false));
       }
     }
   }

@@ -26,6 +26,7 @@ using StateItems = std::vector<StateItem>;
 struct StateRules {
   const pybind11::set& skipped;              // names of attributes
   const pybind11::object& is_expected_hook;  // whether somebody answers for a hook
+  bool reads_scalars;                        // Note [Values] in values.h
 };
 
 StateItems items_of_module(const pybind11::object& module, const StateRules& rules);

@@ -19,11 +19,11 @@ namespace megagraph {
 
 // Whoever has attributes that are part of the state.
 struct StateWatch::Owner {
-  enum class Kind { kModule, kConfiguration, kAllModules };
+  enum class Kind { kModule, kConfiguration, kClass, kAllModules };
 
   Kind kind = Kind::kModule;
   py::object reference;  // weak
-  // Of a configuration: the module that holds it, and as what.
+  // Of a configuration or class: the first module that has it, and as what.
   size_t holder = 0;
   std::string place;
 
@@ -31,6 +31,8 @@ struct StateWatch::Owner {
   // Of its dictionaries, the own one first: each is there as long as those before it do not change.
   std::vector<std::pair<PyObject*, uint64_t>> versions;
   const PyTypeObject* type = nullptr;
+  // Of a class: Python gives it another one whenever it, or one above it, changes.
+  unsigned int tag = 0;
   bool is_class_new = false;
   bool computes_mode = false;  // a scripted module's `training` is in no dictionary
   size_t hash = 0, containers = 0;
@@ -38,17 +40,18 @@ struct StateWatch::Owner {
   StateItems mutables, configurations;
 
   StateItems items(const StateRules& rules) const {
-    if (kind == Owner::Kind::kAllModules) return items_of_global_hooks(rules);
+    if (kind == Kind::kAllModules) return items_of_global_hooks(rules);
     const py::object object = referent(reference.ptr());
     if (!object) return {};
-    return kind == Owner::Kind::kModule ? items_of_module(object, rules)
-                                      : items_of_configuration(object, rules);
+    if (kind == Kind::kClass) return items_of_class(object, rules);
+    return kind == Kind::kModule ? items_of_module(object, rules)
+                                 : items_of_configuration(object, rules);
   }
 
   bool is_current() const {
-    if (*has_changed || computes_mode) return false;
+    if (*has_changed || computes_mode || !has_its_tag()) return false;
     if (kCanTellDictEvents) return true;
-    if (reference) {
+    if (kind == Kind::kModule || kind == Kind::kConfiguration) {
       const py::object object = referent(reference.ptr());
       if (!object || attributes_of(object.ptr()).ptr() != versions.at(0).first) return false;
     }
@@ -79,10 +82,17 @@ struct StateWatch::Owner {
     if (object && Py_TYPE(object.ptr()) != type) *has_changed = is_class_new = true;
   }
 
-  void read_containers() {
+  // Nothing else tells that a class has changed.
+  bool has_its_tag() const {
+    if (kind != Kind::kClass) return true;
+    const py::object type = referent(reference.ptr());
+    return type && tag != 0 && tag_of(type) == tag;
+  }
+
+  void read_containers(bool reads_scalars) {
     containers = 0;
     for (StateItem& item : mutables) {
-      item.hash = ValueHasher()(item.value);
+      item.hash = ValueHasher(reads_scalars)(item.value);
       containers += summand(item);
     }
   }
@@ -90,7 +100,7 @@ struct StateWatch::Owner {
  private:
   void watch_dicts() {
     versions.clear();
-    if (kind == Owner::Kind::kAllModules) {
+    if (kind == Kind::kAllModules) {
       for (PyObject* table : global_hook_tables()) watch_one(table);
       return;
     }
@@ -99,11 +109,15 @@ struct StateWatch::Owner {
       *has_changed = !kCanTellDictEvents;  // nothing is left to be watched
       return;
     }
+    if (kind == Kind::kClass) {
+      tag = tag_of(object);
+      return;
+    }
     static const py::str& training = interned("training");
     type = Py_TYPE(object.ptr());
     const py::object attributes = attributes_of(object.ptr());
     watch_one(attributes.ptr());
-    if (kind != Owner::Kind::kModule) return;
+    if (kind != Kind::kModule) return;
     computes_mode = entry(attributes.ptr(), training) == nullptr;
     for (PyObject* table : tables_of_module(attributes.ptr())) watch_one(table);
   }
@@ -113,35 +127,24 @@ struct StateWatch::Owner {
     watch_dict(dict, has_changed);
     versions.emplace_back(dict, dict_version(dict));
   }
-};
 
-// A class of modules, which Python gives another tag whenever it or one above it changes.
-struct StateWatch::Class {
-  py::object reference;  // weak
-  size_t first_module = 0;
-  unsigned int tag = 0;
-  size_t hash = 0;
-
-  static unsigned int tag_of(PyTypeObject* type) {
+  static unsigned int tag_of(const py::object& type) {
     static const py::str& forward = interned("forward");
-    _PyType_Lookup(type, forward.ptr());  // gives it a tag where it has none
+    auto* const object = reinterpret_cast<PyTypeObject*>(type.ptr());
+    _PyType_Lookup(object, forward.ptr());  // gives it a tag if it has none
 #if PY_VERSION_HEX < 0x030c0000
-    if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
+    if (!PyType_HasFeature(object, Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
 #endif
-    return type->tp_version_tag;
-  }
-
-  bool is_current() const {
-    const py::object type = referent(reference.ptr());
-    return type && tag != 0 && tag_of(reinterpret_cast<PyTypeObject*>(type.ptr())) == tag;
+    return object->tp_version_tag;
   }
 };
 
 StateWatch::StateWatch(py::list modules, py::object block, const py::iterable& left_out,
-                       py::object is_expected_hook, py::list keys)
+                       py::object is_expected_hook, py::list keys, at::Device device)
     : keys_(std::move(keys)),
       block_(std::move(block)),
-      is_expected_hook_(std::move(is_expected_hook)) {
+      is_expected_hook_(std::move(is_expected_hook)),
+      reads_scalars_(!device.is_cpu()) {
   const py::object empty = py::module_::import("torch.nn").attr("Module")();
   for (const auto& [name, value] : py::dict(empty.attr("__dict__"))) {
     if (name.cast<std::string>() != "training") skipped_.add(name);
@@ -193,7 +196,7 @@ void StateWatch::refresh() {
   if (kCanTellDictEvents && is_read_ && seen_ == events && !classes_changed) return;
   const bool was_read = is_read_;  // else an error may have ended the last look halfway
   is_read_ = false;
-  const StateRules rules{skipped_, is_expected_hook_};
+  const StateRules rules = this->rules();
   const auto look_at = [&](const std::vector<std::unique_ptr<Owner>>& owners) {
     bool has_changed = false;
     for (const auto& owner : owners) {
@@ -205,9 +208,11 @@ void StateWatch::refresh() {
   };
   const bool modules_changed = look_at(owners_) || !was_read;
   if (modules_changed) follow_configurations();
-  const bool configurations_changed = look_at(configurations_);
   if (modules_changed || classes_changed) follow_classes();
-  if (modules_changed || configurations_changed || classes_changed) combine();
+  const bool configurations_changed = look_at(configurations_);
+  const bool class_values_changed = look_at(classes_);
+  if (modules_changed || classes_changed || configurations_changed || class_values_changed)
+    combine();
   seen_ = events;
   is_read_ = true;
   for (const auto& owner : owners_) is_read_ = is_read_ && !owner->computes_mode;
@@ -215,84 +220,84 @@ void StateWatch::refresh() {
 
 bool StateWatch::have_classes_changed() const {
   return !std::all_of(classes_.begin(), classes_.end(),
-                      [](const Class& known) { return known.is_current(); });
+                      [](const auto& known) { return known->has_its_tag(); });
 }
+
+// What owners hold that has items of its own: as it was, where it was known.
+class StateWatch::Followed {
+ public:
+  Followed(Owners& owners, Owner::Kind kind) : owners_(owners), kind_(kind) {
+    former_ = std::exchange(owners_, {});
+  }
+
+  void operator()(py::handle object, size_t holder, std::string place) {
+    if (!found_.insert(object.ptr()).second) return;
+    const auto known = std::find_if(former_.begin(), former_.end(), [&](const auto& other) {
+      return other && referent(other->reference.ptr()).is(object);
+    });
+    if (known != former_.end()) {
+      owners_.push_back(std::move(*known));
+    } else {
+      owners_.push_back(std::make_unique<Owner>());
+      owners_.back()->kind = kind_;
+      owners_.back()->reference = py::weakref(object);
+    }
+    owners_.back()->holder = holder;
+    owners_.back()->place = std::move(place);
+  }
+
+ private:
+  Owners& owners_;
+  Owners former_;
+  const Owner::Kind kind_;
+  std::unordered_set<PyObject*> found_;
+};
 
 void StateWatch::follow_classes() {
-  std::vector<Class> former = std::move(classes_);
-  classes_.clear();
-  std::unordered_set<PyTypeObject*> known;
-  const auto follow = [&](const py::object& type, size_t module) {
-    if (!known.insert(reinterpret_cast<PyTypeObject*>(type.ptr())).second) return;
-    const auto found = std::find_if(former.begin(), former.end(), [&](const Class& other) {
-      return other.is_current() && referent(other.reference.ptr()).is(type);
-    });
-    classes_.push_back(found == former.end() ? read_class(type) : *found);
-    classes_.back().first_module = module;
+  Followed follow(classes_, Owner::Kind::kClass);
+  const auto follow_type = [&](const py::object& type, size_t module) {
+    follow(type, module, type.attr("__name__").cast<std::string>());
   };
-  follow(py::module_::import("torch.nn").attr("Module"), owners_.size() - 1);
+  follow_type(py::module_::import("torch.nn").attr("Module"), owners_.size() - 1);
   for (size_t i = 0; i + 1 < owners_.size(); ++i) {
     const py::object module = referent(owners_[i]->reference.ptr());
-    if (module) follow(py::type::of(module), i);
+    if (module) follow_type(py::type::of(module), i);
   }
-}
-
-StateWatch::Class StateWatch::read_class(const py::object& type) const {
-  Class found{py::weakref(py::handle(type)), 0,
-              Class::tag_of(reinterpret_cast<PyTypeObject*>(type.ptr())), 0};
-  for (const StateItem& item : items_of_class(type, {skipped_, is_expected_hook_})) {
-    found.hash += summand(item);
-  }
-  return found;
 }
 
 void StateWatch::follow_configurations() {
-  std::vector<std::unique_ptr<Owner>> former = std::move(configurations_);
-  configurations_.clear();
-  std::unordered_set<PyObject*> found;
+  Followed follow(configurations_, Owner::Kind::kConfiguration);
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->configurations) {
-      if (!found.insert(item.value).second) continue;
-      const auto known = std::find_if(former.begin(), former.end(), [&](const auto& other) {
-        return other && referent(other->reference.ptr()).ptr() == item.value;
-      });
-      if (known != former.end()) {
-        configurations_.push_back(std::move(*known));
-      } else {
-        configurations_.push_back(std::make_unique<Owner>());
-        configurations_.back()->kind = Owner::Kind::kConfiguration;
-        configurations_.back()->reference = py::weakref(py::handle(item.value));
-      }
-      configurations_.back()->holder = i;
-      configurations_.back()->place = py::str(py::handle(item.name)).cast<std::string>();
+      follow(item.value, i, py::str(py::handle(item.name)).cast<std::string>());
     }
   }
 }
 
 void StateWatch::read_containers() {
-  for (const auto& owner : owners_) owner->read_containers();
-  for (const auto& owner : configurations_) owner->read_containers();
+  for (const auto* owners : {&owners_, &configurations_, &classes_}) {
+    for (const auto& owner : *owners) owner->read_containers(reads_scalars_);
+  }
   combine();
 }
 
 void StateWatch::combine() {
   Hash hash;
-  for (const auto* owners : {&owners_, &configurations_}) {
+  for (const auto* owners : {&owners_, &configurations_, &classes_}) {
     for (const auto& owner : *owners) hash.mix(owner->hash + spread(owner->containers));
   }
-  for (const Class& known : classes_) hash.mix(known.hash);
   hash_ = hash.value();
 }
 
 size_t StateWatch::of_keys() const {
   Hash hash;
-  for (const py::handle key : keys_) hash.mix(ValueHasher()(key().ptr()));
+  for (const py::handle key : keys_) hash.mix(ValueHasher(reads_scalars_)(key().ptr()));
   return hash.value();
 }
 
 py::list StateWatch::items() {
   refresh();
-  const StateRules rules{skipped_, is_expected_hook_};
+  const StateRules rules = this->rules();
   py::list found;
   const auto append = [&](size_t module, const std::string& before, const StateItem& item) {
     const auto name = before + py::str(py::handle(item.name)).cast<std::string>();
@@ -301,23 +306,17 @@ py::list StateWatch::items() {
   for (size_t i = 0; i < owners_.size(); ++i) {
     for (const StateItem& item : owners_[i]->items(rules)) append(i, "", item);
   }
-  for (const auto& owner : configurations_) {
-    for (const StateItem& item : owner->items(rules)) {
-      append(owner->holder, owner->place + ".", item);
-    }
-  }
-  for (const Class& known : classes_) {
-    const py::object type = referent(known.reference.ptr());
-    if (!type) continue;
-    const auto name = type.attr("__name__").cast<std::string>() + ".";
-    for (const StateItem& item : items_of_class(type, rules)) {
-      append(known.first_module, name, item);
+  for (const auto* owners : {&configurations_, &classes_}) {
+    for (const auto& owner : *owners) {
+      for (const StateItem& item : owner->items(rules)) {
+        append(owner->holder, owner->place + ".", item);
+      }
     }
   }
   for (const py::handle key : keys_) {
     const py::object value = key();
     const auto name = "watch() of " + py::repr(key).cast<std::string>();
-    const StateItem item{key.ptr(), value.ptr(), ValueHasher()(value.ptr())};
+    const StateItem item{key.ptr(), value.ptr(), ValueHasher(reads_scalars_)(value.ptr())};
     found.append(py::make_tuple(owners_.size() - 1, name, item.hash, describe(item)));
   }
   return found;

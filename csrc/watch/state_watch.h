@@ -17,10 +17,12 @@
 //
 // Nearly all of this stands in dictionaries, and one is read again only where it has changed
 // (dict_events.h), or its class has. So most calls compare and read nothing. The content of lists
-// and sets in attributes, and whatever lies inside of these, changes without a word, and so does an
-// object's class: they are read again where the whole state is asked for.
+// and sets in attributes, and whatever lies inside of these, changes without a word, and so do an
+// object's class, fields in slots and a scalar on the host: they are read again where the whole
+// state is asked for.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -28,15 +30,17 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/watch/state_items.h"
+
 namespace megagraph {
 
 class StateWatch {
  public:
   // `modules`: weak references. `block`: one to the module in whose attribute `layers` they are, or
   // a dead one. `left_out`: names of attributes. `is_expected_hook`: whether the
-  // caller answers for a hook. `keys`: functions of the caller.
+  // caller answers for a hook. `keys`: functions of the caller. `device`: where graphs run.
   StateWatch(pybind11::list modules, pybind11::object block, const pybind11::iterable& left_out,
-             pybind11::object is_expected_hook, pybind11::list keys);
+             pybind11::object is_expected_hook, pybind11::list keys, at::Device device);
   ~StateWatch();
   StateWatch(const StateWatch&) = delete;
   StateWatch& operator=(const StateWatch&) = delete;
@@ -50,24 +54,25 @@ class StateWatch {
 
  private:
   struct Owner;
-  struct Class;
+  class Followed;
+  using Owners = std::vector<std::unique_ptr<Owner>>;
 
   void look_at_classes();
   void refresh();
   bool have_classes_changed() const;
   void follow_classes();
-  Class read_class(const pybind11::object& type) const;
   void follow_configurations();
   void read_containers();
   void combine();
   uint64_t list_of_layers() const;
   size_t of_keys() const;
+  StateRules rules() const { return {skipped_, is_expected_hook_, reads_scalars_}; }
 
   const pybind11::list keys_;
   const pybind11::object block_, is_expected_hook_;
+  const bool reads_scalars_;
   pybind11::set skipped_;  // names of attributes
-  std::vector<std::unique_ptr<Owner>> owners_, configurations_;
-  std::vector<Class> classes_;
+  Owners owners_, configurations_, classes_;
   uint64_t seen_ = 0;  // how many events there were at the last look
   bool is_read_ = false;
   size_t hash_ = 0;

@@ -60,15 +60,6 @@ size_t of_float(PyObject* value) {
   return combined(of_type(value), bits);
 }
 
-size_t of_tensor(PyObject* value) {
-  const at::Tensor& tensor = tensor_of(value);
-  const bool stored =
-      is_plain_tensor(value) && tensor.has_storage() && tensor.storage().nbytes() > 0;
-  Hash hash(of_identity(value));
-  hash.mix(stored ? tensor.const_data_ptr() : nullptr);
-  return hash.value();
-}
-
 struct Types {
   py::object module = py::module_::import("torch.nn").attr("Module");
   py::object device = py::module_::import("torch").attr("device");
@@ -87,9 +78,12 @@ bool is_a(PyObject* value, const py::object& type) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(type.ptr()));
 }
 
-// Whether an object's class says so, for the object itself.
-bool class_has(PyObject* object, const py::str& name) {
-  return _PyType_Lookup(Py_TYPE(object), name.ptr()) != nullptr;
+// The fields of a dataclass; null of any other object, of a class and of a module.
+PyObject* fields_of(PyObject* object) {
+  static const py::str& name = interned("__dataclass_fields__");
+  if (PyType_Check(object) || is_a(object, types().module)) return nullptr;
+  PyObject* fields = _PyType_Lookup(Py_TYPE(object), name.ptr());
+  return fields != nullptr && PyDict_Check(fields) ? fields : nullptr;
 }
 
 // Null of what is not plain.
@@ -114,11 +108,10 @@ std::optional<size_t> of_plain(PyObject* value) {
 bool is_plain(PyObject* value) { return of_plain(value).has_value(); }
 
 bool is_configuration(PyObject* object) {
-  static const py::str& fields = interned("__dataclass_fields__");
-  if (PyType_Check(object) || is_a(object, types().module)) return false;
-  if (is_a(object, types().namespaces[0]) || is_a(object, types().namespaces[1])) return true;
+  const auto& [one, other] = types().namespaces;
+  if (is_a(object, one) || is_a(object, other)) return true;
   const PyTypeObject* type = Py_TYPE(object);
-  return class_has(object, fields) && type->tp_dictoffset != 0 && type->tp_weaklistoffset != 0;
+  return fields_of(object) != nullptr && type->tp_dictoffset != 0 && type->tp_weaklistoffset != 0;
 }
 
 size_t ValueHasher::operator()(PyObject* value) {
@@ -151,12 +144,29 @@ size_t ValueHasher::operator()(PyObject* value) {
       dicts_->push_back(attributes.ptr());
     }
     hash = combined(of_identity(value), of_entries(attributes.ptr()));
+  } else if (PyObject* fields = fields_of(value)) {
+    meet_mutable();
+    hash = combined(of_identity(value), of_slots(value, fields));
   } else {
     hash = of_identity(value);
   }
   --depth_;
   dicts_ = dicts;
   return hash;
+}
+
+size_t ValueHasher::of_tensor(PyObject* value) {
+  const at::Tensor& tensor = tensor_of(value);
+  const bool stored =
+      is_plain_tensor(value) && tensor.has_storage() && tensor.storage().nbytes() > 0;
+  Hash hash(of_identity(value));
+  hash.mix(stored ? tensor.const_data_ptr() : nullptr);
+  if (stored && reads_scalars_ && tensor.dim() == 0 && tensor.is_cpu()) {
+    meet_mutable();
+    const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
+    for (size_t i = 0; i < tensor.itemsize(); ++i) hash.mix(size_t{bytes[i]});
+  }
+  return hash.value();
 }
 
 void ValueHasher::meet_mutable() {
@@ -182,6 +192,16 @@ size_t ValueHasher::of_entries(PyObject* dict) {
     sum += combined((*this)(key), (*this)(value));
   }
   return sum;
+}
+
+// Of a dataclass without a dictionary of attributes. A field may be unset.
+size_t ValueHasher::of_slots(PyObject* object, PyObject* fields) {
+  Hash hash;
+  for (const auto& [name, field] : py::reinterpret_borrow<py::dict>(fields)) {
+    const py::object value = py::getattr(py::handle(object), name, py::none());
+    hash.mix((*this)(value.ptr()));
+  }
+  return hash.value();
 }
 
 size_t ValueHasher::of_set(PyObject* set) {

@@ -5,8 +5,9 @@
 // By content: None, flags, numbers, strings, enumerations, dtypes, devices, and tuples, lists,
 // sets and dictionaries of values; dataclasses and namespaces (a model's configuration), attribute
 // by attribute. By identity: modules, functions and other callables, classes, and every other
-// object. A tensor is one object at one address. Contents end at a depth of eight, and at 4,096
-// entries of one container.
+// object. A tensor is one object at one address; one without dimensions that stays on the host
+// beside graphs on a device is its number besides, which a kernel takes by value. Contents end at a
+// depth of eight, and at 4,096 entries of one container.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,26 +19,31 @@ namespace megagraph {
 
 class ValueHasher {
  public:
-  ValueHasher() = default;
+  // `reads_scalars`: the number of tensors without dimensions on the host, too.
+  explicit ValueHasher(bool reads_scalars = false) : reads_scalars_(reads_scalars) {}
   // `dicts` takes the dictionaries that are met, borrowed, outer ones first, where each change of
   // them is a change of a dictionary: those inside of a list or a set are not. Among them are those
   // of the attributes of configurations, where changes can be told.
-  explicit ValueHasher(std::vector<PyObject*>& dicts) : dicts_(&dicts) {}
+  ValueHasher(bool reads_scalars, std::vector<PyObject*>& dicts)
+      : reads_scalars_(reads_scalars), dicts_(&dicts) {}
 
   // Needs the GIL; throws with a Python error where a value's own hash does.
   size_t operator()(PyObject* value);
 
   // Whether a value was met since it was made whose content may change while the object stays: a
-  // list, a set, a configuration or a dictionary that was not taken.
+  // list, a set, a scalar, a configuration or a dictionary that was not taken.
   bool has_met_mutable() const { return has_met_mutable_; }
 
  private:
   size_t of_sequence(PyObject* sequence);
   size_t of_entries(PyObject* dict);
   size_t of_set(PyObject* set);
+  size_t of_slots(PyObject* object, PyObject* fields);
+  size_t of_tensor(PyObject* value);
   // Of what nobody can watch.
   void meet_mutable();
 
+  const bool reads_scalars_;
   std::vector<PyObject*>* dicts_ = nullptr;
   bool has_met_mutable_ = false;
   int depth_ = 0;

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megagraph import _C
@@ -151,11 +152,14 @@ class LayerWatch(_C.ModuleWatch):
 
     def _watch_state(self) -> None:
         self._keys_seen = _key_changes
-        modules = [weakref.ref(module) for _name, module in self._guarded()]
+        guarded = [module for _name, module in self._guarded()]
+        modules = [weakref.ref(module) for module in guarded]
         layer_list = getattr(self._block(), "layers", None)
         modules += [weakref.ref(layer_list)] if isinstance(layer_list, nn.Module) else []
+        parameters = (parameter for module in guarded for parameter in module.parameters())
+        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._state = _C.StateWatch(
-            modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys()
+            modules, self._block, IGNORED_ATTRIBUTES, self._is_expected_hook, self._keys(), device
         )
         self.set_state(self._state)
 

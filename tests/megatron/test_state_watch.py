@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,10 +31,15 @@ class Layer(nn.Module):
 
 
 def watch_of(
-    modules: Sequence[nn.Module], left_out: Sequence[str] = (), keys: Sequence[Callable[[], Any]] = ()
+    modules: Sequence[nn.Module],
+    left_out: Sequence[str] = (),
+    keys: Sequence[Callable[[], Any]] = (),
+    device: str = "cpu",
 ) -> _C.StateWatch:
     references = [weakref.ref(child) for module in modules for child in module.modules()]
-    return _C.StateWatch(references, weakref.ref(modules[0]), left_out, lambda hook: False, list(keys))
+    return _C.StateWatch(
+        references, weakref.ref(modules[0]), left_out, lambda hook: False, list(keys), torch.device(device)
+    )
 
 
 def test_an_address_that_is_used_again_is_another_object() -> None:
@@ -357,3 +362,80 @@ def test_every_value_has_a_name_and_words() -> None:
     assert items[0, "scale"] == "1.0" and items[1, "in_features"] == "3"
     assert items[0, "Layer.forward"].endswith("Layer.forward")
     assert items[0, "names"] == "another list"
+
+
+class Registered(Layer):
+    """What adapters keep on their class, and all layers share."""
+
+    flags: ClassVar[dict[str, Any]] = {}
+    active: ClassVar[list[str]] = []
+    options: ClassVar[Any] = Initialization(function=dict)
+    namespace: ClassVar[SimpleNamespace] = SimpleNamespace(index=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_noticed_at_once"),
+    [
+        (lambda value: Registered.flags.update(merged=value), True),
+        (lambda value: Registered.flags["inner"].update(rank=value), True),
+        (lambda value: Registered.active.__setitem__(0, str(value)), False),
+        (lambda value: setattr(Registered.options, "index", value), sys.version_info >= (3, 12)),
+        (lambda value: setattr(Registered.namespace, "index", value), sys.version_info >= (3, 12)),
+    ],
+    ids=["dictionary", "inner dictionary", "list", "dataclass", "namespace"],
+)
+def test_what_a_class_attribute_holds_is_part_of_the_state(
+    change: Callable[[int], None], is_noticed_at_once: bool
+) -> None:
+    """Bug: a registry, or options that all layers share, were read once, whatever came later."""
+    Registered.flags = {"merged": 0, "inner": {"rank": 0}}
+    Registered.active = ["default"]
+    layers = [Registered(), Registered()]
+    watch = watch_of(layers)
+    change(1)
+    before = watch.now(True)
+    change(2)
+    assert (watch.now(False) != before) is is_noticed_at_once
+    assert watch.now(True) != before
+    change(1)
+    assert watch.now(True) == before
+
+
+@dataclass(slots=True)
+class SlotOptions:
+    """A configuration that has no dictionary."""
+
+    scale: float = 1.0
+    names: list[str] = field(default_factory=list)
+
+
+def test_a_dataclass_with_slots_is_compared_by_its_fields() -> None:
+    """Bug: it was one object, whatever its fields became."""
+    layer, options = Layer(), SlotOptions()
+    layer.options = options  # type: ignore[assignment]
+    watch = watch_of([layer])
+    before = watch.now(True)
+    options.scale = 2.0
+    assert watch.now(True) != before
+    options.scale = 1.0
+    options.names.append("x")
+    assert watch.now(True) != before
+    options.names.clear()
+    assert watch.now(True) == before
+    del options.scale
+    assert watch.now(True) != before
+
+
+@pytest.mark.parametrize(("device", "is_part"), [("cuda", True), ("cpu", False)])
+def test_a_scalar_on_the_host_is_its_number_beside_graphs_on_a_device(device: str, is_part: bool) -> None:
+    """Bug: kernels take its value, and a write in place was none. Graphs on the host read its memory."""
+    layer, scale, table = Layer(), torch.tensor(2.0), torch.tensor([2.0])
+    layer.scale, layer.table = scale, table  # type: ignore[assignment]
+    watch = watch_of([layer], device=device)
+    before = watch.now(True)
+    scale.fill_(3.0)
+    assert (watch.now(True) != before) is is_part
+    scale.fill_(2.0)
+    assert watch.now(True) == before
+    table.fill_(3.0)
+    assert watch.now(True) == before
