@@ -39,7 +39,7 @@ LINTS := lint-ruff lint-mypy lint-imports lint-cpp lint-spelling lint-stubs lint
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-torch-%/.ready
-.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest sdist sanitize lint $(LINTS) format bench clean
+.PHONY: help build demo test nightly mutants sizes gpu matrix matrix-newest environment-newest sdist sanitize lint $(LINTS) format bench clean
 
 help:
 	@echo "make demo | test | gpu | sdist | matrix | lint | format | bench | sanitize | build | clean"
@@ -128,6 +128,8 @@ matrix-%: .venv-torch-%/.ready
 matrix: $(MINORS:%=matrix-%)
 
 matrix-newest: matrix-$(lastword $(MINORS))
+
+environment-newest: .venv-torch-$(lastword $(MINORS))/.ready
 
 # Compiles and links the core with CUDA against that minor; runs nothing.
 cuda-%: .venv-torch-%/.ready
