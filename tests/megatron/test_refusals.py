@@ -26,6 +26,8 @@ pytestmark = pytest.mark.both
 _BY_CONFIG = {
     "fp8": ("hybrid", "fp8"),
     "fp4": ("e2m1", "fp4"),
+    "quant_recipe": ("recipe", "quantization by recipe"),
+    "use_kitchen": (True, "quantization by Kitchen"),
     "num_moe_experts": (4, "mixture of experts in layers of a foreign kind"),
     "cpu_offloading": (True, "CPU activation offload"),
     "fine_grained_activation_offloading": (True, "fine-grained activation offload"),
@@ -99,6 +101,17 @@ def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
     assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
     said = f"{name} with context parallelism (context_parallel_size=2) is not supported yet"
     assert refusal.sentence == said
+
+
+@pytest.mark.parametrize("mark", ["te_quant_params", "primary_weights_in_fp8"])
+def test_a_module_that_says_it_is_quantized_is_refused_by_name(trainer: Trainer, mark: str) -> None:
+    """Bug: the config alone was asked, and a host may have quantized single modules."""
+    layer: Any = trainer.chunk.decoder.layers[1].mlp.linear_fc1
+    setattr(layer, mark, None)
+    assert refusal_of(trainer.chunk, trainer.model) is None
+    setattr(layer, mark, True)
+    where = f"{type(layer).__name__} at layers.1.mlp.linear_fc1"
+    assert rig.refused(trainer.chunk, trainer.model) == f"quantization ({where}) is not supported yet"
 
 
 def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of scopes, each by its number: what breaks it, what is to be written instead, what Megatron says."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -237,7 +238,7 @@ def models() -> Models:
 
 
 def test_every_rule_that_keeps_a_model_eager_has_a_case() -> None:
-    by_model = [rule.name for rule in RULES if rule.keeps == "model" and rule.name != "M2"]
+    by_model = [rule.name for rule in RULES if rule.keeps == "model" and rule.name not in ("M2", "M3")]
     assert list(dict.fromkeys(case.rule for case in CASES)) == by_model
     numbers = [rule.name for rule in RULES if rule.name.startswith("R")]
     assert numbers == [f"R{number}" for number in range(7, 20)]
@@ -391,6 +392,20 @@ def test_rule_m2_refuses_a_choice_of_experts_by_a_host(
             assert "in place of Megatron; leave 'moe' and 'moe_router' out" in refusal.sentence
         assert refusal_of(models["E-"], None, ("attn", "mlp")) is None
         megagraph.uninstall()
+
+
+def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart(models: dict[str, Any]) -> None:
+    """By a config as it is: Megatron allows the option with Transformer Engine's experts only."""
+    config = transformer_config(OPTIONS, **{**moe_rig.BASE, **PADS})
+    asked = Asked(config=config, scopes=("attn", "moe"), layers=models["E-"].decoder.layers)
+    assert broken_rule(asked) is None
+    config.overlap_dispatch_backward_with_experts_wgrad = True
+    rule, sentence = broken_rule(asked) or pytest.fail("no rule is broken")
+    assert rule.name == "M3" and sentence.endswith("leave one of them out (M3)")
+    assert broken_rule(dataclasses.replace(asked, scopes=("attn", "moe_router"))) is None
+    assert (
+        broken_rule(dataclasses.replace(asked, scopes=())) is None
+    )  # no layer with experts is graphed whole
 
 
 def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:

@@ -41,6 +41,8 @@ _Option = tuple[str, Any, str]
 _UNSUPPORTED: Sequence[_Option] = (
     ("fp8", None, "fp8"),
     ("fp4", None, "fp4"),
+    ("quant_recipe", None, "quantization by recipe"),
+    ("use_kitchen", False, "quantization by Kitchen"),
     ("cpu_offloading", False, "CPU activation offload"),
     ("fine_grained_activation_offloading", False, "fine-grained activation offload"),
     ("overlap_moe_expert_parallel_comm", False, "expert-parallel overlap"),
@@ -76,6 +78,9 @@ _MODULES_UNSUPPORTED = {
     "AbsorbedMLASelfAttention": "absorbed multi-latent attention",
     "MambaMixer": "a Mamba mixer outside of a MambaLayer",
 }
+
+# What modules of Transformer Engine have whose weights are quantized anew after each step, by Python alone.
+_QUANTIZED = ("te_quant_params", "primary_weights_in_fp8")
 
 
 def check_graph_options(config: Any) -> None:
@@ -213,6 +218,8 @@ def _unsupported_module(block: nn.Module) -> str | None:
     for path, module in block.named_modules():
         if id(module) in in_mamba:
             continue
+        if any(getattr(module, mark, None) for mark in _QUANTIZED):
+            return f"quantization ({type(module).__name__} at {path})"
         names = [cls.__name__ for cls in type(module).__mro__]
         for end, name in _MODULES_UNSUPPORTED.items():
             if any(one.endswith(end) for one in names):

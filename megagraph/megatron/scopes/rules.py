@@ -263,3 +263,17 @@ def _choice_of_a_host(asked: Asked) -> str | None:
         f"{_NAMED} names what chooses experts, and {replaced} does so in place of Megatron; leave 'moe' and "
         "'moe_router' out"
     )
+
+
+@_rule("M3")
+def _weight_gradients_of_experts_apart(asked: Asked) -> str | None:
+    """A hook of DDP makes them, on another stream: no graph has that."""
+    option = "overlap_dispatch_backward_with_experts_wgrad"
+    if asked.experts <= 1 or not getattr(asked.config, option, False) or not asked.graphs("moe"):
+        return None
+    if not asked.scopes and not any(map(GROUPED.is_in, asked.layers)):
+        return None
+    named = f"{_NAMED} names 'moe'" if asked.scopes else f"{_NAMED} names no scope"
+    return (
+        f"{named}, and {option}=True makes gradients of experts outside of any graph; leave one of them out"
+    )
