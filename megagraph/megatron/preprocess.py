@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megagraph.megatron.seams import GPT_FORWARD, hybrid_seams
 
-__all__ = ["Constants", "layer_constants"]
+__all__ = ["Constants", "layer_constants", "writes_of"]
 
 
 class Constants(dict[str, Any]):
@@ -19,8 +19,8 @@ class Constants(dict[str, Any]):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        # The last tensor that equalled a constant, by name.
-        self._equal: dict[str, Tensor] = {}
+        # The last tensor that equalled a constant, by name, and how often either had been written by then.
+        self._equal: dict[str, tuple[Tensor, tuple[int, int]]] = {}
 
     def are(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call has just these arguments; None is as good as none."""
@@ -33,17 +33,24 @@ class Constants(dict[str, Any]):
         """Whether an argument that is another object equals the one of the capture.
 
         Megatron keeps 32 rotary tables, over all models, and makes one that it dropped anew: an equal
-        tensor is compared once, which waits for the device, and known from then on.
+        tensor is compared once, which waits for the device, and known until one of the two is written.
         """
         known = self.get(name)
-        if value is not None and value is self._equal.get(name):
-            return True
         if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
             return False
+        writes = writes_of(value), writes_of(known)
+        before, seen = self._equal.get(name, (None, None))
+        if value is before and writes == seen:
+            return True
         if value.shape != known.shape or value.dtype != known.dtype or not torch.equal(value, known):
             return False
-        self._equal[name] = value
+        self._equal[name] = value, writes
         return True
+
+
+def writes_of(tensor: Tensor) -> int:
+    """How often a tensor has been written in place; one of inference mode does not say."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 # What `GPTModel._preprocess` returns after the hidden states, in order.

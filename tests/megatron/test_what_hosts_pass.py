@@ -11,6 +11,7 @@ from megatron_rig import LAYERS, ONE, OPTIONS, Install, Micro, Pair, eager_since
 from torch import Tensor, distributed
 
 from megagraph.demo.trainer import Trainer
+from megagraph.megatron.preprocess import Constants
 
 pytestmark = pytest.mark.both
 
@@ -168,3 +169,16 @@ def test_layers_that_a_caller_wants_to_see_run_eager(pair: Pair) -> None:
     assert len(eager) == len(graphed) == 2
     assert all(map(torch.equal, eager, graphed))
     assert eager_since(pair.report(), before) == {"SIGNATURE_CHANGED": LAYERS}
+
+
+def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_written() -> None:
+    """Bug: it was known by identity: with other frequencies in the same memory the old ones replayed."""
+    captured = torch.linspace(0, 1, 8)
+    constants = Constants({"rotary_pos_emb": captured})
+    own = captured.clone()
+    for value, factor, is_same in ((None, 1, True), (own, 2, False), (captured, 2, True), (own, 0.5, False)):
+        if value is not None:
+            value.mul_(factor)
+        assert constants.are({"rotary_pos_emb": own}) is is_same
+        assert constants.are({"rotary_pos_emb": own}) is is_same  # by what is known
+        assert constants.are({"rotary_pos_emb": captured})

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.preprocess import Constants, layer_constants
+from megagraph.megatron.preprocess import Constants, layer_constants, writes_of
 from megagraph.megatron.seams import MLA_ATTENTION, has_mla
 
 __all__ = ["LayerArguments", "MlaTables"]
@@ -48,7 +48,7 @@ class LayerArguments(dict[Hashable, Constants]):
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
         self.are_own: bool | None = None
-        self._own_tables: dict[int, Tensor] = {}  # by rows
+        self._own_tables: dict[int, tuple[Tensor, int]] = {}  # by rows, and how often they were written
 
     def of(self, key: Hashable, params: Any, hidden_states: Tensor) -> Constants:
         """Those of a variant; found with a canonical pack of it, and hidden states on the meta device."""
@@ -68,7 +68,10 @@ class LayerArguments(dict[Hashable, Constants]):
         Waits for the device if the table was not known and has the shape of the model's own.
         """
         rows: int = params.max_seqlen_q
-        self.are_own = table is None or table is self._own_tables.get(rows)
+        self.are_own = table is None
+        if rows in self._own_tables:
+            known, writes = self._own_tables[rows]
+            self.are_own = self.are_own or (table is known and writes_of(known) == writes)
         if not self.are_own:
             try:
                 own = self._make(params, hidden_states).get("rotary_pos_emb")
@@ -76,7 +79,7 @@ class LayerArguments(dict[Hashable, Constants]):
                 own = None
             self.are_own = isinstance(own, Tensor) and _are_equal(own, table)
             if self.are_own:
-                self._own_tables[rows] = table
+                self._own_tables[rows] = table, writes_of(table)
         return self.are_own
 
 
