@@ -124,6 +124,7 @@ class Plugin:
             if block is not None:
                 self._of_block[key_of(block)] = graphs
                 self._when_gone(block, self._of_block.pop, key_of(block), None)
+        self._inside.clear()  # it may have taken another one's place in a wrapper
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self.step_graphs.add(graphs)
         return graphs

@@ -7,10 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ONE, OPTIONS, Install, Micro, Pair, eager_since, forward, report_of, step
-from torch import Tensor, distributed
+from megatron_rig import (
+    LAYERS,
+    ONE,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    eager_since,
+    forward,
+    report_of,
+    schedule,
+    step,
+)
+from torch import Tensor, distributed, nn
 
-from megagraph.demo.trainer import Trainer
+import megagraph
+from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.preprocess import Constants
 
 pytestmark = pytest.mark.both
@@ -182,3 +195,31 @@ def test_a_table_that_equalled_the_captures_is_compared_again_once_either_is_wri
         assert constants.are({"rotary_pos_emb": own}) is is_same
         assert constants.are({"rotary_pos_emb": own}) is is_same  # by what is known
         assert constants.are({"rotary_pos_emb": captured})
+
+
+class _Around(nn.Module):
+    """A wrapper of a host's, around one model or another."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module, self.config = model, model.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.module.set_input_tensor(tensor)
+
+
+def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install: Install) -> None:
+    """Bug: what a wrapper holds was looked up once; the next model was a guest in its own steps."""
+    install(cuda_graph_warmup_steps=1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models: list[Any] = [gpt_model(OPTIONS, transformer_config(OPTIONS)).to(device).eval() for _ in range(2)]
+    around = _Around(models[0])
+    for model in models:
+        around.module = model
+        for _ in range(3):
+            with torch.no_grad():
+                schedule(around, [ONE], 1, device, forward_only=True)
+    assert [report["replays"] for report in megagraph.reports()] == [2 * LAYERS, 2 * LAYERS]
