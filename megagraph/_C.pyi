@@ -234,6 +234,9 @@ class AccumulatorSwap(metaclass=_pybind11_type):
     def has_parts(self) -> bool:
         """Whether a target without main_grad got its gradient in more than one delivery."""
 
+def other_leaf(outputs: Sequence[Tensor], input: Tensor) -> Tensor | None:
+    """A leaf behind outputs, but the input, whose accumulator is torch's own; csrc/torch/accumulators.h."""
+
 class OpTrace(metaclass=_pybind11_type):
     """Remembers which op started last, while it lives."""
 

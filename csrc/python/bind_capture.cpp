@@ -138,6 +138,13 @@ void bind_capture(py::module_& m) {
       .def_property_readonly("reached", &AccumulatorSwap::reached)
       .def("take_kept_grads",
            [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
+  m.def(
+      "other_leaf",
+      [](const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
+        const at::Tensor leaf = other_leaf(outputs, input);
+        return leaf.defined() ? std::optional(leaf) : std::nullopt;
+      },
+      py::arg("outputs"), py::arg("input"));
   m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())

@@ -288,6 +288,8 @@ class CapturePlan:
             with _saved_places() as saved:
                 outputs = as_tuple(site.call(given, **self._arguments))
             self._saves[index] = _place(given) in saved, [_place(output) in saved for output in outputs]
+            if training and (leaf := _C.other_leaf(outputs, given)) is not None:
+                raise self._reached_elsewhere(index, leaf)
             # A rank that failed by now takes no part in the backward's collectives.
             self._await_peers(index, "warm-up of the forward")
             if training:
@@ -304,6 +306,21 @@ class CapturePlan:
             if outputs[0].shape[:1] != x.shape[:1]:
                 raise ValueError(f"expected an output of {x.shape[0]} rows, got {tuple(outputs[0].shape)}")
         return outputs
+
+    def _reached_elsewhere(self, index: int, leaf: Tensor) -> CaptureError:
+        """Of a parameter that no module of a site has, such as one behind a closure or in a list.
+
+        Its gradient would be left in the pool. The site that has it, if one does, goes first: eager adds up
+        what both give before it is added to what was there.
+        """
+        owners = [
+            other for other, site in self._sites.items() if any(leaf is it for _n, it in site.trainable())
+        ]
+        if owners:
+            detail = f"a parameter is used by {self._sites[index].name} too, none of whose modules has it"
+            return self._error(owners[0], EagerReason.SHARED_PARAMETER, detail)
+        detail = f"reaches a parameter, of shape {tuple(leaf.shape)}, that none of its modules has"
+        return self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
     def capture(self, memories: PassMemories | None, pool: int | None = None) -> dict[int, _C.SiteGraph]:
         """Captures as Note [Capture plan] says, after the warm-up.

@@ -114,3 +114,32 @@ def test_a_gradient_beside_main_grad_is_added_as_in_eager(device: str) -> None:
                 param.grad = param.main_grad if stray == "main_grad" else torch.ones_like(param)
         assert pair.step() == (None if stray is None else EagerReason.PARAMETERS_CHANGED)
         assert pair.step() is None, "the hook of eager's backward takes it away"
+
+
+class Borrowing(nn.Module):
+    """Uses the weight of another layer, through a list: no module of its own has it."""
+
+    def __init__(self, other: Block) -> None:
+        super().__init__()
+        self.own, self.borrowed = nn.Linear(WIDTH, WIDTH), [other]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.own(nn.functional.linear(hidden, self.borrowed[0].up.weight[:WIDTH]))
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_parameter_that_a_layer_borrows_leaves_it_and_the_owner_eager(device: str, main_grad: bool) -> None:
+    """Bug: the warm-up left the gradient of its random input there, and replays lost that of the pack."""
+    lender = Block()
+    pair = Pair(device, [lender, Block(), Borrowing(lender)], main_grad=main_grad)
+    before = [param.clone() for param in pair.params()]
+    pair.capture()
+    assert all(param.grad is None for param in pair.params())
+    assert [failure.index for failure in pair.bank.failures] == [0, 2]
+    assert {failure.reason for failure in pair.bank.failures} == {EagerReason.SHARED_PARAMETER}
+    lent, borrowed = (failure.detail for failure in pair.bank.failures)
+    assert "is used by" in lent and "that none of its modules has" in borrowed
+    for _ in range(3):
+        assert pair.step() is None
+    assert pair.eager_calls() == {"SHARED_PARAMETER": 6} and pair.bank.counters()["replays"] == 3
+    assert all(map(torch.equal, before, pair.params()))

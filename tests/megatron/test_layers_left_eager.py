@@ -77,6 +77,28 @@ def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays
     assert "layer 1" in failure and "linear_fc1.weight is used elsewhere too" in failure
 
 
+def test_a_layer_that_reaches_an_adapter_of_the_model_stays_eager() -> None:
+    """Bug: in the step of the capture its gradient was garbage, and later it was lost: no module has it."""
+
+    def adapt(model: Any) -> None:
+        adapter = model.adapter = nn.Linear(rig.OPTIONS.hidden, rig.OPTIONS.hidden, bias=False)
+        nn.init.normal_(adapter.weight, std=0.02, generator=torch.Generator().manual_seed(3))
+        mlp = model.decoder.layers[1].mlp
+        forward = mlp.forward
+
+        def adapted(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+            out, bias = forward(hidden, *args, **kwargs)
+            return out + adapter(hidden), bias
+
+        mlp.forward = adapted
+
+    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 4, prepare=adapt, layers=LAYERS).report
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 3 * 2}
+    assert report["replays"] == 3 * 2 * (LAYERS - 1)
+    (failure,) = report["failures"]
+    assert "layer 1" in failure and failure.endswith("that none of its modules has")
+
+
 def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
     """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
 
