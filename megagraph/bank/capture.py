@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
 from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
-from megagraph.bank.rng import RngSources, Snapshot, TrackerSource
+from megagraph.bank.rng import HostStreams, RngSources, Snapshot, TrackerSource
 from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, StepOrder, as_tuple
 from megagraph.decide.reasons import EagerReason
 
@@ -247,7 +247,7 @@ class CapturePlan:
         return self._saves
 
     def _warm_up_site(self, index: int, x: Tensor) -> list[Tensor]:
-        before = self._rng.snapshot()
+        before, host = self._rng.snapshot(), HostStreams()
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
@@ -262,13 +262,16 @@ class CapturePlan:
             if rewinds.has_drawn():
                 detail = "draws random numbers from a stream that was set back, as what recomputes does"
                 raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
-            self._compare_draws(index, x, before)
+            self._compare_draws(index, x, before, host)
         return [output.detach() for output in outputs]
 
-    def _compare_draws(self, index: int, x: Tensor, before: Snapshot) -> None:
-        """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture."""
-        after = self._rng.snapshot()
-        (draws,) = self._max_over_ranks([int(self._rng.has_moved(before, after))])
+    def _compare_draws(self, index: int, x: Tensor, before: Snapshot, host: HostStreams) -> None:
+        """Makes sure that eager draws as often: Megatron may recompute unless it is told of a capture.
+
+        And that the site draws nothing from the host's streams; once another thread may have done so.
+        """
+        after, has_drawn_on_host = self._rng.snapshot(), host.put_back()
+        (draws,) = self._max_over_ranks([int(has_drawn_on_host or self._rng.has_moved(before, after))])
         if not draws:
             return
         self._rng.restore(before)
@@ -278,6 +281,9 @@ class CapturePlan:
         self._saves[index] = in_capture
         if self._rng.has_moved(after, self._rng.snapshot()):
             detail = "draws other random numbers in eager than in a capture, as what recomputes does"
+            raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
+        if host.put_back() and has_drawn_on_host:
+            detail = "draws from Python's or numpy's generator, which a graph asks only once"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
 
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:

@@ -11,13 +11,24 @@ not their states. A region that draws nothing may be swapped around as it likes.
 
 import contextlib
 import operator
+import pickle
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["Rewinds", "RngSources", "RngTracker", "Snapshot", "TrackerSource", "rewinds_of_default_generator"]
+__all__ = [
+    "HostStreams",
+    "Rewinds",
+    "RngSources",
+    "RngTracker",
+    "Snapshot",
+    "TrackerSource",
+    "rewinds_of_default_generator",
+]
 
 
 class Rewinds:
@@ -106,6 +117,23 @@ def rewinds_of_default_generator(device: torch.device) -> Iterator[Rewinds]:
         yield stand_in.rewinds
     finally:
         cuda.default_generators = generators
+
+
+class HostStreams:
+    """Where Python's and numpy's default generators were: a capture draws from them once for all replays."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), numpy.random.get_state(legacy=False)
+
+    def put_back(self) -> bool:
+        """Sets them back; returns whether they had moved."""
+        is_other = random.getstate() != self._python
+        if is_other:
+            random.setstate(self._python)
+        if pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(self._numpy):
+            numpy.random.set_state(self._numpy)
+            is_other = True
+        return is_other
 
 
 class RngTracker(Protocol):

@@ -3,9 +3,11 @@
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from bank_pair import WIDTH, Applies, Block, Pair, blocks, rng_states, run_eager, variant
@@ -268,3 +270,25 @@ def test_what_draws_otherwise_in_eager_stays_eager(device: str) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert bank.eager_sites == {0: EagerReason.RNG_NOT_GRAPH_SAFE}
     assert "draws other random numbers in eager than in a capture" in bank.take_failures()[0]
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python's", "numpy's"])
+@pytest.mark.parametrize("is_always", [True, False])
+def test_a_draw_on_the_host_leaves_its_layer_eager_unless_another_thread_may_have_made_it(
+    device: str, draw: Callable[[], float], is_always: bool
+) -> None:
+    """Bug: whether a layer is skipped was decided in its capture, once for the whole training."""
+    draws = iter([draw])
+
+    def perhaps(hidden: Tensor) -> Tensor:
+        if is_always:
+            return hidden * draw()
+        for once in draws:  # as a thread beside the first run
+            once()
+        return hidden * 2
+
+    before = random.getstate(), numpy.random.get_state()[2]
+    bank = captured([Applies(perhaps), Block()], device)
+    assert (random.getstate(), numpy.random.get_state()[2]) == before
+    assert bank.eager_sites == ({0: EagerReason.RNG_NOT_GRAPH_SAFE} if is_always else {})
+    assert not is_always or "Python's or numpy's generator" in bank.take_failures()[0]
