@@ -23,7 +23,7 @@ from megatron_rig import (
 from torch import Tensor, distributed, nn
 
 import megagraph
-from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
+from megagraph.demo.trainer import Trainer, gpt_model, in_half_precision, transformer_config
 from megagraph.megatron.preprocess import Constants
 
 pytestmark = pytest.mark.both
@@ -215,7 +215,9 @@ def test_a_model_that_takes_another_ones_place_in_a_wrapper_is_captured(install:
     """Bug: what a wrapper holds was looked up once; the next model was a guest in its own steps."""
     install(cuda_graph_warmup_steps=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models: list[Any] = [gpt_model(OPTIONS, transformer_config(OPTIONS)).to(device).eval() for _ in range(2)]
+    models: list[Any] = [
+        in_half_precision(gpt_model(OPTIONS, transformer_config(OPTIONS)).to(device)).eval() for _ in range(2)
+    ]
     around = _Around(models[0])
     for model in models:
         around.module = model
