@@ -76,6 +76,7 @@ def _integer(value: Any, at_least: int | None = None) -> int:
     return number
 
 
+_positive = partial(_integer, at_least=1)
 _SWITCHES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -116,15 +117,11 @@ def _tail(value: Any) -> TailConvention:
     return TailConvention(_choice(*(convention.value for convention in TailConvention))(value))
 
 
-def _at_least(least: int) -> Callable[[Any], int]:
-    return partial(_integer, at_least=least)
-
-
 def _verify(value: Any) -> str | int:
     if value in ("capture", "off"):
         return str(value)
     try:
-        return _integer(value, at_least=1)
+        return _positive(value)
     except ValueError:
         raise ValueError(f"expected capture, off or an integer of at least 1, got {value!r}") from None
 
@@ -193,10 +190,10 @@ class GraphConfig:
     max_seqlen_per_dp_cp_rank: Annotated[int | None, _or_none(_integer)] = None
     max_seqlen: Annotated[int | None, _or_none(_integer)] = None
     capacities: Annotated[tuple[Capacity, ...], _list_of(_capacity)] = ()
-    cp_sizes: Annotated[tuple[int, ...], _list_of(_at_least(1))] = ()
-    cuda_graph_warmup_steps: Annotated[int, _at_least(1)] = 3
-    cuda_graph_max_states: Annotated[int, _at_least(1)] = 8
-    cuda_graph_slots: Annotated[int | None, _or_none(_at_least(1))] = None
+    cp_sizes: Annotated[tuple[int, ...], _list_of(_positive)] = ()
+    cuda_graph_warmup_steps: Annotated[int, _positive] = 3
+    cuda_graph_max_states: Annotated[int, _positive] = 8
+    cuda_graph_slots: Annotated[int | None, _or_none(_positive)] = None
     cuda_graph_modules: Annotated[tuple[str, ...], graph_modules] = ()
     cuda_graph_granularity: Annotated[str, _choice("layer", "chunk")] = "layer"
     verify: Annotated[str | int, _verify] = "capture"
@@ -204,7 +201,7 @@ class GraphConfig:
     progress: Annotated[bool, _boolean] = True
     poison: Annotated[bool, _boolean] = False
     report: Annotated[Path | None, _or_none(_path)] = None
-    log_interval: Annotated[int, _at_least(0)] = 100
+    log_interval: Annotated[int, partial(_integer, at_least=0)] = 100
     cuda_graph_nvtx: Annotated[bool, _boolean] = False
 
     def __post_init__(self) -> None:

@@ -13,18 +13,12 @@ _COLOURS = {True: "#1b6ca8", False: "#d98324"}
 
 
 class Lease(NamedTuple):
-    """A slot from the forward of a micro-batch until nobody held it any more.
-
-    Args:
-        slot: its index.
-        grad: for training.
-        begin, end: ms since 1970; no end while it was held.
-    """
+    """A slot from the forward of a micro-batch until nobody held it any more."""
 
     slot: int
-    grad: bool
-    begin: float
-    end: float | None
+    grad: bool  # for training
+    begin: float  # ms since 1970, as the end
+    end: float | None  # None while it was held
 
 
 def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:
@@ -64,17 +58,10 @@ def draw_timeline(leases: Mapping[str, Sequence[Lease]], path: Path) -> None:
         axes = figure.subplots()
         for name, some in shown.items():
             for slot in slots[name]:
-                own = [
-                    (it.grad, max(it.begin, start), latest if it.end is None else it.end)
-                    for it in some
-                    if it.slot == slot
-                ]
                 for grad, colour in _COLOURS.items():
-                    bars = [
-                        (begin - start, end - begin)
-                        for is_for_training, begin, end in own
-                        if is_for_training is grad and end > begin
-                    ]
+                    own = [it for it in some if it.slot == slot and it.grad is grad]
+                    ends = [(max(it.begin, start), latest if it.end is None else it.end) for it in own]
+                    bars = [(begin - start, end - begin) for begin, end in ends if end > begin]
                     axes.broken_barh(bars, (len(lines) - 0.4, 0.8), color=colour, edgecolor="white")
                 lines.append(f"{name}, slot {slot}")
         axes.set_yticks(range(len(lines)), lines)

@@ -9,7 +9,6 @@ import pytest
 
 from megagraph.config import MODULES, UPSTREAM_MODULES, GraphConfig
 from megagraph.decide.reasons import EagerReason
-from megagraph.megatron.scopes.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -128,14 +127,6 @@ def test_the_page_of_scopes_says_which_are_built() -> None:
     assert list(rows) == [name for name in UPSTREAM_MODULES if not name.startswith("full")]
     for name, (_layers, state) in rows.items():
         assert state == ("built" if name in MODULES else "not built: refused by name"), name
-
-
-def test_the_page_of_scopes_has_every_rule_in_order() -> None:
-    rows = rows_of(SCOPES, "rule")
-    assert list(rows) == [rule.name for rule in RULES]
-    for rule in RULES:
-        reason = "" if rule.reason is EagerReason.SCOPE_UNSUPPORTED else f" (`{rule.reason.name}`)"
-        assert rows[rule.name][1] == f"the {rule.keeps}{reason}"
 
 
 def test_every_benchmark_that_a_page_names_exists() -> None:

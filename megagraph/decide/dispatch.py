@@ -25,17 +25,11 @@ __all__ = [
 
 
 class Needs(NamedTuple):
-    """What packs need. Where ranks have seen different ones, the largest of each number serves all.
+    """What packs need. Where ranks have seen different ones, the largest of each number serves all."""
 
-    Args:
-        tokens: of the largest one.
-        usual_seqs: documents, rounded up to a power of two, that most have room in.
-        most_seqs: that all have room in, likewise.
-    """
-
-    tokens: int = 0
-    usual_seqs: int = 0
-    most_seqs: int = 0
+    tokens: int = 0  # of the largest one
+    usual_seqs: int = 0  # documents, rounded up to a power of two, that most have room in
+    most_seqs: int = 0  # that all have room in, likewise
 
 
 def needs_of(observed: Collection[PackShape], extra_seqs: int = 0) -> Needs:

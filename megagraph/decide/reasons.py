@@ -3,7 +3,7 @@
 
 import enum
 
-__all__ = ["EagerReason"]
+__all__ = ["EagerReason", "Why"]
 
 
 class EagerReason(enum.IntEnum):
@@ -33,3 +33,7 @@ class EagerReason(enum.IntEnum):
     RELEASED = 21
     STATE_CHANGED = 22
     VERIFY_FAILED = 23
+
+
+# With what is the matter, in words.
+Why = tuple[EagerReason, str]

@@ -7,7 +7,7 @@ Trains nothing. Whether a model takes packs of several sizes is decided elsewher
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,7 +20,6 @@ from megagraph.megatron.seams import PACKED_SEQ_PARAMS
 from megagraph.packs.schedule import (
     Contents,
     Document,
-    PackSchedule,
     ScheduledPack,
     ScheduleLimits,
     contents_of,
@@ -30,7 +29,7 @@ from megagraph.packs.schedule import (
     share,
 )
 
-__all__ = ["MicroBatch", "ScheduledStep", "ScheduledSteps"]
+__all__ = ["MicroBatch", "ScheduledSteps"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,29 +50,11 @@ class MicroBatch:
     packed_seq_params: Any
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScheduledStep:
-    """The micro-batches of one step, as many on every rank.
-
-    Its `len()` is the `num_microbatches` of Megatron's schedule, and its `iter()` the `data_iterator`.
-
-    Args:
-        schedule: of all ranks.
-        micro_batches: of this rank.
-    """
-
-    schedule: PackSchedule
-    micro_batches: Sequence[MicroBatch]
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self.micro_batches)
-
-
 class ScheduledSteps:
     """Iterates over steps: schedules the documents of all ranks, exchanges them once, and makes the packs.
+
+    A step is a list of this rank's micro-batches, as many on every rank. Its `len()` and its `iter()` are
+    `num_microbatches` and `data_iterator` of Megatron's schedule.
 
     Each `next()` is collective over the ranks of a global batch. Every rank brings documents of its own, any
     number, also none; what several bring counts several times. Ranks of tensor and pipeline parallelism have
@@ -120,7 +101,7 @@ class ScheduledSteps:
     def __iter__(self) -> ScheduledSteps:
         return self
 
-    def __next__(self) -> ScheduledStep:
+    def __next__(self) -> list[MicroBatch]:
         documents = next(self._documents, None)
         own = Contents(is_over=True) if documents is None else contents_of(documents)
         every = gather_contents(own, self._groups.parent)
@@ -133,13 +114,10 @@ class ScheduledSteps:
         schedule = schedule_packs(lengths, self._limits)
         dealt = deal(documents or (), every, schedule, self._limits, self._groups.parent, self._device)
         packs = schedule.of_rank(self._groups.rank)
-        return ScheduledStep(
-            schedule=schedule,
-            micro_batches=[
-                self._micro_batch(pack, tensors, [lengths[index] for index in pack.documents])
-                for pack, tensors in zip(packs, dealt, strict=True)
-            ],
-        )
+        return [
+            self._micro_batch(pack, tensors, [lengths[index] for index in pack.documents])
+            for pack, tensors in zip(packs, dealt, strict=True)
+        ]
 
     def _micro_batch(
         self, pack: ScheduledPack, tensors: Mapping[str, Tensor], lengths: list[int]
@@ -147,32 +125,25 @@ class ScheduledSteps:
         size, place = pack.cp_size, self._groups.rank - pack.first_rank
         rows = [self._limits.rows(length, size) for length in lengths]
         positions = [share(torch.arange(num * size), num, size, place) for num in rows]
+        # By the limits and not by the pack: packs with and without padded offsets are captured apart.
+        is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
+        make = PACKED_SEQ_PARAMS.function()
+        has_between = "pad_between_seqs" in inspect.signature(make).parameters
+        actual, padded = self._offsets(lengths), self._offsets([num * size for num in rows])
+        params = make(
+            qkv_format="thd",
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
+            **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded if is_padded else None),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(rows) * size),
+            local_cp_size=size,
+            cp_group=self._groups.of_size(size),
+            **({"pad_between_seqs": True} if is_padded and has_between else {}),
+        )
         return MicroBatch(
             cp_size=size,
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             position_ids=torch.cat(positions)[None].to(self._device),
-            packed_seq_params=self._params(size, lengths, [num * size for num in rows]),
-        )
-
-    def _params(self, cp_size: int, lengths: list[int], padded: list[int]) -> Any:
-        # By the limits and not by the pack: packs with and without them are captured apart.
-        is_padded = self._limits.cp_sizes[-1] > 1 or self._limits.alignment > 1
-        make = PACKED_SEQ_PARAMS.function()
-        has_between = "pad_between_seqs" in inspect.signature(make).parameters
-        further = {"pad_between_seqs": True} if is_padded and has_between else {}
-        offsets = self._offsets(lengths)
-        padded_offsets = self._offsets(padded) if is_padded else None
-        return make(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            cu_seqlens_q_padded=padded_offsets,
-            cu_seqlens_kv_padded=padded_offsets,
-            max_seqlen_q=max(padded),
-            max_seqlen_kv=max(padded),
-            local_cp_size=cp_size,
-            cp_group=self._groups.of_size(cp_size),
-            **further,
+            packed_seq_params=params,
         )
 
     def _offsets(self, lengths: list[int]) -> Tensor:

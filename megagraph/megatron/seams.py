@@ -19,56 +19,18 @@ from torch import Tensor, nn
 from megagraph.log import log
 
 __all__ = [
-    "ATTENTION_ROPE",
-    "BLOCK_FORWARD",
-    "DATA_AND_CONTEXT_GROUP",
-    "DESTROY_MODEL_PARALLEL",
-    "DESTROY_PROCESS_GROUP",
-    "DISPATCH_PREPROCESS",
-    "ENGINE_ATTENTION",
-    "EXPERT_BIAS",
-    "EXPERT_CHOICE",
-    "EXPERT_FORWARD",
-    "EXPERT_PREPROCESS",
-    "GPT_FORWARD",
-    "HYBRID_FORWARD",
-    "HYBRID_STACK_FORWARD",
-    "MAMBA_FORWARD",
-    "MIXER_DOCUMENTS",
-    "MLA_ATTENTION",
-    "MLA_KEY_ROPE",
-    "MLA_QUERY_ROPE",
-    "MLA_ROPE",
-    "MLP_FORWARD",
-    "PACKED_SEQ_PARAMS",
-    "PACK_GROUPS",
-    "PERMUTATION",
-    "PERMUTED_ROWS",
-    "PREDICTION_FORWARD",
-    "ROUTER_FORWARD",
-    "ROUTING",
-    "SAVING_GROUP",
-    "SCHEDULES",
-    "STAGE_GROUP",
+    *("ATTENTION_ROPE", "BLOCK_FORWARD", "DATA_AND_CONTEXT_GROUP", "DESTROY_MODEL_PARALLEL"),
+    *("DESTROY_PROCESS_GROUP", "DISPATCH_PREPROCESS", "ENGINE_ATTENTION", "EXPERT_BIAS", "EXPERT_CHOICE"),
+    *("EXPERT_FORWARD", "EXPERT_PREPROCESS", "GPT_FORWARD", "HYBRID_FORWARD", "HYBRID_STACK_FORWARD"),
+    *("MAMBA_FORWARD", "MIXER_DOCUMENTS", "MLA_ATTENTION", "MLA_KEY_ROPE", "MLA_QUERY_ROPE", "MLA_ROPE"),
+    *("MLP_FORWARD", "PACKED_SEQ_PARAMS", "PACK_GROUPS", "PERMUTATION", "PERMUTED_ROWS"),
+    *("PREDICTION_FORWARD", "ROUTER_FORWARD", "ROUTING", "SAVING_GROUP", "SCHEDULES", "STAGE_GROUP"),
     "SUPPORTED",
     "Seam",
-    "called_name",
-    "check_core",
-    "engine_seams",
-    "has_mla",
-    "hybrid_groups",
-    "hybrid_seams",
-    "is_engine_attention",
-    "is_replaced",
-    "made_in",
-    "metric_group",
-    "moe_metrics",
-    "packs_say_documents",
-    "permutation_sorts",
-    "replaced_choice",
-    "replaced_rope",
+    *("called_name", "check_core", "engine_seams", "has_mla", "hybrid_groups", "hybrid_seams"),
+    *("is_engine_attention", "is_replaced", "made_in", "moe_metrics", "moe_records"),
+    *("packs_say_documents", "permutation_sorts", "replaced_choice", "replaced_rope"),
     "router_losses_count_ranks",
-    "set_metric_group",
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -81,7 +43,7 @@ class Seam:
 
     module: str  # in which it is looked up when it is called
     path: str  # dotted name in the module
-    parameters: tuple[str, ...] = ()  # names that its signature must have
+    takes: str = ""  # names that its signature must have, with blanks between
 
     def owner(self) -> Any:
         """The module or class that holds the function."""
@@ -89,6 +51,11 @@ class Seam:
         for part in self.path.split(".")[:-1]:
             found = getattr(found, part)
         return found
+
+    @functools.cached_property
+    def parameters(self) -> Sequence[str]:
+        """The names that its signature must have."""
+        return self.takes.split()
 
     @property
     def name(self) -> str:
@@ -99,14 +66,6 @@ class Seam:
         """The function as the owner holds it now."""
         found: Callable[..., Any] = getattr(self.owner(), self.name)
         return found
-
-    def is_present(self) -> bool:
-        """Whether the installed release has the module of a seam that only some releases have."""
-        try:
-            importlib.import_module(self.module)
-        except ImportError:
-            return False
-        return True
 
     def problem(self) -> str | None:
         """What is wrong with this seam in the installed release, or None."""
@@ -126,20 +85,15 @@ SCHEDULES = tuple(
     Seam(
         "megatron.core.pipeline_parallel.schedules",
         f"forward_backward_{name}",
-        ("forward_step_func", "data_iterator", "model", "num_microbatches", "forward_only"),
+        "forward_step_func data_iterator model num_microbatches forward_only",
     )
     for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
 )
 _GPT = "megatron.core.models.gpt.gpt_model"
-_OF_MODELS = (
-    *("input_ids", "position_ids", "attention_mask", "decoder_input", "labels"),
-    "packed_seq_params",
-)
-_OF_BLOCKS = ("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+_OF_MODELS = "input_ids position_ids attention_mask decoder_input labels packed_seq_params"
+_OF_BLOCKS = "hidden_states attention_mask rotary_pos_emb packed_seq_params"
 GPT_FORWARD = Seam(_GPT, "GPTModel.forward", _OF_MODELS)
-_GPT_PREPROCESS = Seam(
-    _GPT, "GPTModel._preprocess", ("input_ids", "position_ids", "decoder_input", "packed_seq_params")
-)
+_GPT_PREPROCESS = Seam(_GPT, "GPTModel._preprocess", "input_ids position_ids decoder_input packed_seq_params")
 BLOCK_FORWARD = Seam("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _OF_BLOCKS)
 # Hybrid models since 0.18.
 HYBRID_FORWARD = Seam("megatron.core.models.hybrid.hybrid_model", "HybridModel.forward", _OF_MODELS)
@@ -149,24 +103,19 @@ MAMBA_FORWARD = Seam("megatron.core.models.mamba.mamba_model", "MambaModel.forwa
 _MAMBA_STACK_FORWARD = Seam("megatron.core.ssm.mamba_block", "MambaStack.forward", _OF_BLOCKS)
 # If a pack has no `seq_idx` each mixer makes it.
 MIXER_DOCUMENTS = Seam(
-    "megatron.core.ssm.mamba_mixer",
-    "MambaMixer._create_packed_seq_idx",
-    ("packed_seq_params", "total_tokens"),
+    "megatron.core.ssm.mamba_mixer", "MambaMixer._create_packed_seq_idx", "packed_seq_params total_tokens"
 )
 # Predicts further tokens from what the block has left.
 PREDICTION_FORWARD = Seam(
     "megatron.core.transformer.multi_token_prediction",
     "MultiTokenPredictionBlock.forward",
-    ("hidden_states", "rotary_pos_emb", "packed_seq_params"),
+    "hidden_states rotary_pos_emb packed_seq_params",
 )
 PACKED_SEQ_PARAMS = Seam(
     "megatron.core.packed_seq_params",
     "PackedSeqParams",
-    (
-        "qkv_format",
-        *(f"cu_seqlens_{of}{kind}" for kind in ("", "_padded") for of in ("q", "kv")),
-        *("max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"),
-    ),
+    "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+    "max_seqlen_kv local_cp_size cp_group",
 )
 _CAPTURE_FLAGS = tuple(
     Seam("megatron.core.transformer.cuda_graphs", name)
@@ -177,8 +126,11 @@ _RNG_TRACKER = Seam("megatron.core.tensor_parallel", "get_cuda_rng_tracker")
 
 def hybrid_seams() -> tuple[Seam, Seam] | None:
     """The forwards of hybrid models and of their stacks of layers; None if neither can be imported."""
-    pairs = ((HYBRID_FORWARD, HYBRID_STACK_FORWARD), (MAMBA_FORWARD, _MAMBA_STACK_FORWARD))
-    return next((pair for pair in pairs if pair[0].is_present()), None)
+    for pair in ((HYBRID_FORWARD, HYBRID_STACK_FORWARD), (MAMBA_FORWARD, _MAMBA_STACK_FORWARD)):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(pair[0].module)
+            return pair
+    return None
 
 
 def packs_say_documents() -> bool:
@@ -189,33 +141,26 @@ def packs_say_documents() -> bool:
 # -- attention -----------------------------------------------------------------------------------
 
 _MLA = "megatron.core.transformer.multi_latent_attention"
-_OF_ROPE = ("t", "freqs", "config", "cu_seqlens", "mscale", "cp_group")
+_OF_ROPE = "t freqs config cu_seqlens mscale cp_group"
 ATTENTION_ROPE = Seam("megatron.core.transformer.attention", "apply_rotary_pos_emb", _OF_ROPE)
 MLA_ROPE = Seam(_MLA, "apply_rotary_pos_emb", _OF_ROPE)
 # Its fused RoPE of queries, and of keys with values: kernels of Triton, which need a GPU to run.
 MLA_QUERY_ROPE = Seam(
-    _MLA,
-    "fused_apply_mla_rope_for_q",
-    ("t", "cos", "sin", "qk_head_dim", "emb_dim", "cu_seqlens_q", "cp_rank", "cp_size"),
+    _MLA, "fused_apply_mla_rope_for_q", "t cos sin qk_head_dim emb_dim cu_seqlens_q cp_rank cp_size"
 )
 MLA_KEY_ROPE = Seam(
     _MLA,
     "fused_apply_mla_rope_for_kv",
-    (
-        *("kv", "k_pos_emb", "cos", "sin", "emb_dim", "k_dim", "v_dim", "cu_seqlens_kv"),
-        *("cp_rank", "cp_size"),
-    ),
+    "kv k_pos_emb cos sin emb_dim k_dim v_dim cu_seqlens_kv cp_rank cp_size",
 )
 # Says which modules make rotary tables of their own.
-MLA_ATTENTION = Seam(
-    _MLA, "MultiLatentAttention.forward", ("hidden_states", "attention_mask", "packed_seq_params")
-)
+MLA_ATTENTION = Seam(_MLA, "MultiLatentAttention.forward", "hidden_states attention_mask packed_seq_params")
 # What unfused RoPE calls, by name in its own module. Our op has the bits of the release's own.
 _ROPE_PARTS = ("_apply_rotary_pos_emb_thd", "_apply_rotary_pos_emb_bshd")
 ENGINE_ATTENTION = Seam(
     "megatron.core.extensions.transformer_engine",
     "TEDotProductAttention.forward",
-    ("query", "key", "value", "attention_mask", "packed_seq_params"),
+    "query key value attention_mask packed_seq_params",
 )
 
 
@@ -265,36 +210,28 @@ _ROUTERS, _DISPATCHERS, _MOE_UTILS = (
     f"megatron.core.transformer.moe.{name}" for name in ("router", "token_dispatcher", "moe_utils")
 )
 # What routers that are told what to choose are called through.
-ROUTER_FORWARD = Seam(_ROUTERS, "TopKRouter.forward", ("input", "padding_mask"))
-ROUTING = Seam(_ROUTERS, "TopKRouter.routing", ("logits", "padding_mask"))
+ROUTER_FORWARD = Seam(_ROUTERS, "TopKRouter.forward", "input padding_mask")
+ROUTING = Seam(_ROUTERS, "TopKRouter.routing", "logits padding_mask")
 _ROUTER_LOSSES = Seam(
-    _ROUTERS,
-    "TopKRouter.attach_and_log_load_balancing_loss",
-    ("activation", "aux_loss_coeff", "aux_loss"),
+    _ROUTERS, "TopKRouter.attach_and_log_load_balancing_loss", "activation aux_loss_coeff aux_loss"
 )
-EXPERT_BIAS = Seam(_ROUTERS, "TopKRouter._apply_expert_bias", ("routing_map", "padding_mask"))
-EXPERT_CHOICE = Seam(_ROUTERS, "topk_routing_with_score_function", ("logits", "topk"))
+EXPERT_BIAS = Seam(_ROUTERS, "TopKRouter._apply_expert_bias", "routing_map padding_mask")
+EXPERT_CHOICE = Seam(_ROUTERS, "topk_routing_with_score_function", "logits topk")
 # What is run in parts if a router is graphed.
 MLP_FORWARD = Seam(
     "megatron.core.transformer.transformer_layer",
     "TransformerLayer._forward_mlp",
-    ("hidden_states", "padding_mask"),
+    "hidden_states padding_mask",
 )
 EXPERT_FORWARD = Seam(
-    "megatron.core.transformer.moe.moe_layer", "MoELayer.forward", ("hidden_states", "padding_mask")
+    "megatron.core.transformer.moe.moe_layer", "MoELayer.forward", "hidden_states padding_mask"
 )
-EXPERT_PREPROCESS = Seam(
-    EXPERT_FORWARD.module, "MoELayer.preprocess", ("hidden_states", "probs", "routing_map")
-)
+EXPERT_PREPROCESS = Seam(EXPERT_FORWARD.module, "MoELayer.preprocess", "hidden_states probs routing_map")
 DISPATCH_PREPROCESS = Seam(
-    _DISPATCHERS,
-    "MoEAlltoAllTokenDispatcher.dispatch_preprocess",
-    ("hidden_states", "routing_map", "probs"),
+    _DISPATCHERS, "MoEAlltoAllTokenDispatcher.dispatch_preprocess", "hidden_states routing_map probs"
 )
-PERMUTED_ROWS = Seam(_DISPATCHERS, "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",))
-PERMUTATION = Seam(
-    _DISPATCHERS, "permute", ("tokens", "routing_map", "probs", "num_out_tokens", "fused", "drop_and_pad")
-)
+PERMUTED_ROWS = Seam(_DISPATCHERS, "MoEAlltoAllTokenDispatcher.preprocess", "routing_map")
+PERMUTATION = Seam(_DISPATCHERS, "permute", "tokens routing_map probs num_out_tokens fused drop_and_pad")
 
 
 def replaced_choice() -> str | None:
@@ -318,62 +255,43 @@ def router_losses_count_ranks() -> bool:
 
 
 @functools.cache
-def _metrics_module() -> tuple[Any, bool]:
-    """Where the metrics of experts are, and whether the module is theirs alone, as in later releases."""
+def _source_of_metrics() -> Callable[[], Mapping[str, dict[str, Any]]]:
     try:
-        return importlib.import_module("megatron.core.transformer.moe.moe_logging"), True
+        module = importlib.import_module("megatron.core.transformer.moe.moe_logging")
     except ImportError:
-        return importlib.import_module(_MOE_UTILS), False
+        module = importlib.import_module(_MOE_UTILS)
+        return lambda: module.get_moe_layer_wise_logging_tracker()
+    return lambda: {name: vars(metric) for name, metric in module.get_moe_metrics_tracker().metrics.items()}
 
 
-def _metrics() -> Mapping[str, dict[str, Any]]:
-    """What Megatron keeps of each, by name: the attributes of an object or, up to 0.16, a dictionary."""
-    module, is_own = _metrics_module()
-    if is_own:
-        return {name: vars(metric) for name, metric in module.get_moe_metrics_tracker().metrics.items()}
-    found: Mapping[str, dict[str, Any]] = module.get_moe_layer_wise_logging_tracker()
-    return found
+def moe_records() -> Mapping[str, dict[str, Any]]:
+    """What Megatron keeps of its metrics of experts, by name, to read and to write: an object's attributes.
+
+    Up to 0.16 a dictionary. `reduce_group` is the group over which one is added up; None or absent for none.
+    """
+    return _source_of_metrics()()
 
 
 def moe_metrics() -> Mapping[str, Tensor]:
     """Megatron's metrics of experts as they are now, by name, each [layers]."""
-    return {name: metric["values"] for name, metric in _metrics().items()}
-
-
-def metric_group(name: str) -> Any:
-    """The process group over which one of them is added up; None if it is not."""
-    return _metrics()[name].get("reduce_group")
-
-
-def set_metric_group(name: str, group: Any) -> None:
-    """Has one of them added up over another process group."""
-    _metrics()[name]["reduce_group"] = group
+    return {name: record["values"] for name, record in moe_records().items()}
 
 
 # -- process groups ------------------------------------------------------------------------------
 
+_STATE = "megatron.core.parallel_state"
 # NCCL waits for ever for a communicator whose operations a living graph holds.
-DESTROY_PROCESS_GROUP = Seam("torch.distributed", "destroy_process_group", ("group",))
-DESTROY_MODEL_PARALLEL = Seam("megatron.core.parallel_state", "destroy_model_parallel")
+DESTROY_PROCESS_GROUP = Seam("torch.distributed", "destroy_process_group", "group")
+DESTROY_MODEL_PARALLEL = Seam(_STATE, "destroy_model_parallel")
 # Asked for the groups over which ranks share a pack, by the names of `ProcessGroupCollection`.
 PACK_GROUPS = {
-    name: Seam("megatron.core.parallel_state", f"get_{words}_parallel_group", ("check_initialized",))
+    name: Seam(_STATE, f"get_{words}_parallel_group", "check_initialized")
     for name, words in (("tp", "tensor_model"), ("cp", "context"), ("tp_cp", "tensor_and_context"))
 }
 # Asked for the ranks that share a global batch, and for these of all tensor-parallel ranks.
-DATA_AND_CONTEXT_GROUP = Seam(
-    "megatron.core.parallel_state", "get_data_parallel_group", ("with_context_parallel",)
-)
-STAGE_GROUP = Seam(
-    "megatron.core.parallel_state",
-    "get_tensor_and_data_parallel_group",
-    ("check_initialized", "with_context_parallel"),
-)
-_HYBRID_GROUPS = Seam(
-    "megatron.core.parallel_state",
-    "get_hybrid_data_context_parallel_groups",
-    ("check_initialized", "group_size"),
-)
+DATA_AND_CONTEXT_GROUP = Seam(_STATE, "get_data_parallel_group", "with_context_parallel")
+STAGE_GROUP = Seam(_STATE, "get_tensor_and_data_parallel_group", "check_initialized with_context_parallel")
+_HYBRID_GROUPS = Seam(_STATE, "get_hybrid_data_context_parallel_groups", "check_initialized group_size")
 # Module and attribute of a group that shards of experts are saved over, and no forward uses.
 SAVING_GROUP = ("megatron.core.transformer.moe.experts", "dp_group")
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megagraph.megatron.grouped_experts import grouped_experts, grouped_layer
-from megagraph.megatron.seams import Seam, hybrid_seams
+from megagraph.megatron.seams import hybrid_seams
 from megagraph.modules import Norm, VarlenAttention
 
 __all__ = [
@@ -159,13 +159,12 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=dict(_MAMBA_NORM_KEYS),
     )
-    stack: Any = _stack_forward().owner()
     layers: dict[str, Any] = {
         "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
         "attention_layer": attention,
         "mlp_layer": dataclasses.replace(mlp, module=MLPLayer),
     }
-    submodules: Any = importlib.import_module(stack.__module__).MambaStackSubmodules
+    submodules: Any = importlib.import_module(_megatrons_stack().__module__).MambaStackSubmodules
     if "mla_layer" in inspect.signature(submodules).parameters:
         # Megatron has no multi-latent attention with such norms.
         of_mla = {**given, "num_experts": None, "multi_latent_attention": True, "qk_l2_norm": False}
@@ -176,11 +175,11 @@ def get_hybrid_stack_varlen_spec(*args: Any, **kwargs: Any) -> Any:
     return ModuleSpec(module=_hybrid_stack(), submodules=submodules(**layers))
 
 
-def _stack_forward() -> Seam:
+def _megatrons_stack() -> Any:
     hybrid = hybrid_seams()
     if hybrid is None:
         raise ImportError("megatron-core has no hybrid models: neither HybridModel nor MambaModel")
-    return hybrid[1]
+    return hybrid[1].owner()
 
 
 def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
@@ -195,7 +194,7 @@ def _of_parts(submodules: Any, names: Collection[str], **further: Any) -> Any:
 @functools.cache
 def _hybrid_stack() -> type[Any]:
     """Megatron's stack with another final norm; a class of its own, so nothing is patched."""
-    stack: Any = _stack_forward().owner()
+    stack: Any = _megatrons_stack()
 
     class VarlenHybridStack(stack):  # type: ignore[misc]  # of an untyped package
         """Builds `Norm` where Megatron's stack builds Transformer Engine's."""

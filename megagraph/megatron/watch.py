@@ -16,7 +16,7 @@ from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "WatchHandle", "keys_of", "watch"]
+__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "WatchHandle", "keys_of", "watch", "weakly"]
 
 Key = Callable[[], Any]
 Ineligible = Mapping[int, tuple[EagerReason, str]]
@@ -82,6 +82,14 @@ def keys_of(model: nn.Module) -> list[Key]:
         if module in inside or any(child is model for child in module.modules())
         for key in keys
     ]
+
+
+def weakly(held: Any) -> Callable[[], Any]:
+    """Gives what is held as long as somebody else keeps it; for ever if nothing can refer to it weakly."""
+    try:
+        return weakref.ref(held)
+    except TypeError:
+        return lambda: held
 
 
 # Attributes that are no part of a state: Megatron sets them in each step, micro-batch or call, and no kernel

@@ -136,7 +136,7 @@ def _pass(trainer: Trainer, micros: Sequence[rig.Micro]) -> tuple[list[Tensor], 
 
 def _metrics() -> dict[str, Tensor]:
     """What routers have recorded, as in Megatron's log: summed over a group, and the mean of all ranks."""
-    groups = {name: seams.metric_group(name) for name in seams.moe_metrics()}
+    groups = {name: record.get("reduce_group") for name, record in seams.moe_records().items()}
     found = rig.metrics()
     for name, values in found.items():
         if groups[name] is not None:

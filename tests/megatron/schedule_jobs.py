@@ -160,6 +160,6 @@ def train_scheduled(
         "num_sizes": len({*cp_sizes, static}),
         "evaluated": len(steps[0]) * len(evaluate_at[1:]),
         "numbers": [len(step) for step in steps],
-        "sizes": [[pack.cp_size for pack in step.schedule.of_rank(groups.rank)] for step in steps],
+        "sizes": [[batch.cp_size for batch in step] for step in steps],
         "off": how_far(run.steps[0].grads, expected) if is_whole else 0.0,
     }

@@ -20,7 +20,7 @@ from worlds import on_ranks
 import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
-from megagraph.megatron.parallel.context_view import ContextView
+from megagraph.megatron.parallel.context import ContextRanks
 from megagraph.megatron.parallel.groups import COLLECTIONS
 from megagraph.megatron.parallel.peers import Peers
 
@@ -53,19 +53,19 @@ def test_the_largest_groups_come_first() -> None:
     """On every rank alike: communicators of several sizes could wait for each other."""
     sizes, used, captured = (1, 2, 4), [], []
     trainer, groups = new_trainer(cp_sizes=sizes), megagraph.context_groups(sizes)
-    reduce, show = distributed.all_reduce, ContextView.of_size
+    reduce, show = distributed.all_reduce, ContextRanks.showing_size
 
     def note_use(tensor: Tensor, *, group: Any) -> None:
         used.append(group.size())
         reduce(tensor, group=group)
 
-    def note_capture(view: ContextView, cp_size: int) -> Any:
+    def note_capture(ranks: ContextRanks, cp_size: int) -> Any:
         captured.append(cp_size)
-        return show(view, cp_size)
+        return show(ranks, cp_size)
 
     with mock.patch.object(distributed, "all_reduce", note_use):
         groups.warm_up(trainer.device)
-    with mock.patch.object(ContextView, "of_size", note_capture):
+    with mock.patch.object(ContextRanks, "showing_size", note_capture):
         for _ in range(STEPS):
             rig.step(trainer, micros_of(groups.of_size(2)))
     assert rig.report_of(trainer)["replays"] > 0
@@ -104,7 +104,8 @@ def sees(trainer: Trainer) -> dict[tuple[str, str], Any]:
         groups = {of: values[of].cp for of in COLLECTIONS if values.get(of) is not None}
         size = {"size": values["config"].context_parallel_size} if "config" in values else {}
         found |= {(name, of): value for of, value in {**own, **groups, **size}.items()}
-    return found | {(name, "metric"): seams.metric_group(name) for name in seams.moe_metrics()}
+    records = seams.moe_records()
+    return found | {(name, "metric"): record.get("reduce_group") for name, record in records.items()}
 
 
 @on_ranks(4)
@@ -119,7 +120,7 @@ def test_a_capture_beside_tensor_parallelism_sees_the_ranks_that_eager_sees() ->
     trainer = new_trainer(model={"experts": True}, cp_sizes=(2,), **parallel)
     peers, before = Peers(trainer.chunk, (2,)), sees(trainer)
     assert peers.context.of_size(2) is not peers.context.own_group()
-    with peers.view.of_size(2):
+    with peers.context.showing_size(2):
         assert sees(trainer) == before
 
 

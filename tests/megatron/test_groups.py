@@ -26,7 +26,7 @@ from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Needs, PackForm, VariantKey
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron.graphs.dispatcher import Dispatcher
-from megagraph.megatron.parallel.groups import ModelGroups, ranks_of_pack
+from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of_pack
 from megagraph.megatron.parallel.peers import Peers
 
 pytestmark = pytest.mark.megatron
@@ -64,8 +64,9 @@ def of_each_rank() -> Any:
 @on_ranks(2)
 def test_ranks_that_share_a_pack_run_the_same_one(sizes: dict[str, int], names: list[str]) -> None:
     make_groups(**sizes)
-    groups = ModelGroups(Model())
-    assert [*groups.of_pack()] == names and sorted(groups.ranks()) == ([0, 1] if names else [])
+    model = Model()
+    assert [*groups_of_pack(model)] == names
+    assert sorted(Peers(model).same_pack()) == ([0, 1] if names else [])
 
 
 def test_of_tensor_and_context_parallelism_together_all_ranks_are_peers() -> None:
@@ -84,8 +85,8 @@ def test_a_models_own_groups_come_first_and_megatrons_are_what_else_there_is() -
     destroyed = distributed.new_group([0, 1])
     distributed.destroy_process_group(destroyed)
     alone, after_its_end, without = Model(tp=of_each_rank()), Model(tp=destroyed), Model()
-    assert not ModelGroups(alone).ranks()
-    assert sorted(ModelGroups(after_its_end).ranks()) == sorted(ModelGroups(without).ranks()) == [0, 1]
+    assert not Peers(alone).same_pack()
+    assert sorted(Peers(after_its_end).same_pack()) == sorted(Peers(without).same_pack()) == [0, 1]
 
 
 @on_ranks(2, tensor_parallel=2)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import megagraph
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
+from megagraph.megatron.graphs.layer_arguments import layer_constants
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.preprocess import layer_constants
 from megagraph.modules import Norm
 
 HYBRID = seams.hybrid_seams() or ()

@@ -323,7 +323,7 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
 
 
 def test_a_hybrid_model_takes_masks_too(install: rig.Install) -> None:
-    if not seams.HYBRID_FORWARD.is_present():
+    if seams.HYBRID_FORWARD.problem() is not None:
         pytest.skip("this megatron-core has no HybridModel")
     install()
     report = rig.Pair(rig.HybridTrainer).train(rig.steps_of(4, masks=True, align=4))

@@ -51,7 +51,7 @@ def written(scopes: Scopes) -> str:
 
 TABLE: dict[str, Row] = {}
 HYBRIDS: dict[str, Row] = {}  # whose classes have other names in other releases
-HAS_HYBRID = seams.HYBRID_FORWARD.is_present()
+HAS_HYBRID = seams.HYBRID_FORWARD.problem() is None
 HALVES: list[Scopes] = [("attn",), ("mlp",), ("attn", "mlp")]
 OVERLAP = {"overlap_grad_reduce": True}
 BUCKETS = {**OVERLAP, "bucket_size": 4000}

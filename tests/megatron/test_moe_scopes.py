@@ -279,7 +279,7 @@ OVERLAPPED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_over
 )
 def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: Config, words: str) -> None:
     trainer = trained(WHOLE, **{**PADDED["padded"], **changes})
-    assert words in str(MOE.unsupported(trainer.chunk.decoder.layers[0]))
+    assert words in str(MOE.check(trainer.chunk.decoder.layers[0]))
     report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
@@ -288,7 +288,7 @@ def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: Config, w
 def permuting_layer(**changes: Any) -> Any:
     """One whose rows a graph can permute."""
     layer = ExpertTrainer(**PERMUTED["drop and pad"], **changes).chunk.decoder.layers[0]
-    assert PREPROCESS.unsupported(layer) is None
+    assert PREPROCESS.check(layer) is None
     return layer
 
 
@@ -303,7 +303,7 @@ UNBUILT: dict[str, Any] = {
 def test_an_option_is_refused_by_name(option: str) -> None:
     layer = permuting_layer()
     with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
-        why = PREPROCESS.unsupported(layer)
+        why = PREPROCESS.check(layer)
     assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
 
 
@@ -311,7 +311,7 @@ def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_nam
     """Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order."""
     layer = permuting_layer(**OVERLAPPED)
     layer.pre_mlp_layernorm = IdentityOp()
-    assert "without a norm before them are not supported yet" in str(PREPROCESS.unsupported(layer))
+    assert "without a norm before them are not supported yet" in str(PREPROCESS.check(layer))
 
 
 def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
@@ -322,7 +322,7 @@ def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
         return type(dispatcher).dispatch_preprocess(dispatcher, *args)
 
     dispatcher.dispatch_preprocess = dispatch_preprocess
-    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.unsupported(layer))
+    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.check(layer))
 
 
 # -- over ranks ----------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of scopes, each by its number: what breaks it, what is to be written instead, what Megatron says."""
 
-import dataclasses
 import functools
+import inspect
 import itertools
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ import megagraph
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of, scopes_of
+from megagraph.megatron.scopes import rules
 from megagraph.megatron.scopes.moe import EXPERTS_WAIT
-from megagraph.megatron.scopes.rules import RULES, Asked, broken_rule, broken_rules
+from megagraph.megatron.scopes.rules import broken_rule
 
 pytestmark = pytest.mark.both
 
@@ -237,14 +239,18 @@ def models() -> Models:
     return Models()
 
 
-def test_every_rule_that_keeps_a_model_eager_has_a_case() -> None:
-    by_model = [rule.name for rule in RULES if rule.keeps == "model" and rule.name not in ("M2", "M3")]
-    assert list(dict.fromkeys(case.rule for case in CASES)) == by_model
-    numbers = [rule.name for rule in RULES if rule.name.startswith("R")]
+def test_every_rule_has_a_case_and_a_row_of_the_page() -> None:
+    kept = {name: told for name, (_broken_by, told, _sentence) in rows_of(SCOPES_PAGE, "rule").items()}
+    numbers = [name for name in kept if name.startswith("R")]
     assert numbers == [f"R{number}" for number in range(7, 20)]
     assert sorted([*numbers, *rows_of(SCOPES_PAGE, "other rule")]) == sorted(
         f"R{number}" for number in range(1, 22)
     )
+    assert kept.pop("R13") == "the layer"  # which a plan leaves out
+    assert {*re.findall(r'"([RM]\d+)"', inspect.getsource(rules))} == kept.keys()
+    of_cases = [name for name in kept if name not in ("M2", "M3")]
+    assert list(dict.fromkeys(case.rule for case in CASES)) == of_cases
+    assert kept == {**dict.fromkeys(kept, "the model"), "R14": "the model (`RECOMPUTING`)"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -328,7 +334,7 @@ def test_all_combinations_are_refused_that_megatron_refuses_and_no_others() -> N
         options = {name: value for part in chosen for name, value in part.items()}
         plain = transformer_config(OPTIONS, **options)
         for scopes in subsets:
-            broken = broken_rule(Asked(config=plain, scopes=scopes, layers=[]))
+            broken = broken_rule(plain, scopes, [])
             try:
                 with_graphs(scopes, options)
             except AssertionError as error:
@@ -343,10 +349,9 @@ def test_rule_12_of_rows_that_are_padded_for_narrow_numbers(monkeypatch: pytest.
     """Which Megatron asks by the option's older name only. It comes with fp8 alone, which is refused."""
     config = transformer_config(OPTIONS, **moe_rig.BASE)
     monkeypatch.setattr(config, "moe_router_padding_for_quantization", True)
-    broken = broken_rule(Asked(config=config, scopes=("moe_router", "moe_preprocess"), layers=[]))
-    assert broken is not None and broken[0].name == "R12"
-    assert broken[1].endswith("counts from the device; leave it out (R12)")
-    assert broken_rule(Asked(config=config, scopes=("moe_router",), layers=[])) is None
+    broken = broken_rule(config, ("moe_router", "moe_preprocess"), [])
+    assert broken is not None and broken[1].endswith("counts from the device; leave it out (R12)")
+    assert broken_rule(config, ("moe_router",), []) is None
 
 
 def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
@@ -354,10 +359,7 @@ def test_rule_13_keeps_whole_layers_of_experts_eager_and_no_others(
 ) -> None:
     """Megatron checks it nowhere, and fails in the capture."""
     model = models["E-"]
-    (broken,) = broken_rules(Asked(config=model.config, scopes=(), layers=model.decoder.layers))
-    assert broken[0].name == "R13" and broken[1] == f"{EXPERTS_WAIT} (R13)"
-    assert broken_rules(Asked(config=model.config, scopes=("attn",), layers=model.decoder.layers)) == []
-    assert refusal_of(model, None) is None
+    assert refusal_of(model, None) is None and refusal_of(model, None, ("attn",)) is None
     with_graphs((), moe_rig.BASE)  # raises nothing
     install()
     with moe_rig.experts_on_cpu():
@@ -397,15 +399,13 @@ def test_rule_m2_refuses_a_choice_of_experts_by_a_host(
 def test_rule_m3_refuses_gradients_of_experts_that_are_made_apart(models: dict[str, Any]) -> None:
     """By a config as it is: Megatron allows the option with Transformer Engine's experts only."""
     config = transformer_config(OPTIONS, **{**moe_rig.BASE, **PADS})
-    asked = Asked(config=config, scopes=("attn", "moe"), layers=models["E-"].decoder.layers)
-    assert broken_rule(asked) is None
+    layers = models["E-"].decoder.layers
+    assert broken_rule(config, ("attn", "moe"), layers) is None
     config.overlap_dispatch_backward_with_experts_wgrad = True
-    rule, sentence = broken_rule(asked) or pytest.fail("no rule is broken")
-    assert rule.name == "M3" and sentence.endswith("leave one of them out (M3)")
-    assert broken_rule(dataclasses.replace(asked, scopes=("attn", "moe_router"))) is None
-    assert (
-        broken_rule(dataclasses.replace(asked, scopes=())) is None
-    )  # no layer with experts is graphed whole
+    _reason, sentence = broken_rule(config, ("attn", "moe"), layers) or pytest.fail("no rule is broken")
+    assert sentence.endswith("leave one of them out (M3)")
+    assert broken_rule(config, ("attn", "moe_router"), layers) is None
+    assert broken_rule(config, (), layers) is None  # no layer with experts is graphed whole
 
 
 def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:
@@ -415,8 +415,7 @@ def test_rule_10_asks_the_layers_too(models: dict[str, Any]) -> None:
         assert model.config.moe_layer_freq == 1
         assert (refusal_of(model, None, ("attn", "mlp")) is not None) == is_broken
     stage = transformer_config(OPTIONS, **moe_rig.BASE, moe_layer_freq=[0, 1])
-    asked = Asked(config=stage, scopes=("attn", "mlp"), layers=models["EE"].decoder.layers)
-    assert broken_rules(asked) == []
+    assert broken_rule(stage, ("attn", "mlp"), models["EE"].decoder.layers) is None
 
 
 def test_a_model_that_breaks_a_rule_trains_as_megatron_alone_and_its_calls_count() -> None:
@@ -449,5 +448,6 @@ def test_the_page_of_scopes_has_the_combinations_that_break_no_rule() -> None:
         assert set(scopes) <= {"moe", "moe_router", "moe_preprocess"}
         for (kind, options), cell in zip(KINDS_OF_EXPERTS.items(), cells, strict=True):
             config = transformer_config(OPTIONS, **{**moe_rig.BASE, **options})
-            broken = broken_rule(Asked(config=config, scopes=("attn", *scopes), layers=[]))
-            assert cell == ("yes" if broken is None else broken[0].name), (names, kind)
+            broken = broken_rule(config, ("attn", *scopes), [])
+            said = "" if broken is None else broken[1]
+            assert said == "" if cell == "yes" else said.endswith(f" ({cell})"), (names, kind)

@@ -88,7 +88,7 @@ def test_every_rank_gets_its_share_of_every_pack(alignment: int) -> None:
     for step, of_ranks in zip(steps, LENGTHS, strict=True):
         lengths = [length for of_rank in of_ranks for length in of_rank]
         schedule = schedule_packs(lengths, limits)
-        assert len(step) == len(list(step)) == len(schedule.micro_batches)
+        assert len(step) == len(schedule.micro_batches)
         for pack, batch in zip(schedule.of_rank(groups.rank), step, strict=True):
             assert batch.packed_seq_params.cp_group is groups.of_size(batch.cp_size)
             check_share(pack, batch, lengths, limits, groups.rank)

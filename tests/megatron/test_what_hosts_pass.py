@@ -24,7 +24,7 @@ from torch import Tensor, distributed, nn
 
 import megagraph
 from megagraph.demo.trainer import Trainer, gpt_model, in_half_precision, transformer_config
-from megagraph.megatron.preprocess import Constants
+from megagraph.megatron.graphs.layer_arguments import Constants
 
 pytestmark = pytest.mark.both
 

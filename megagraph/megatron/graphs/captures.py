@@ -16,12 +16,12 @@ from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log, warned
 from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
-from megagraph.megatron.graphs.layers import BlockLayers, Why
+from megagraph.megatron.graphs.layers import BlockLayers
 from megagraph.megatron.graphs.variants import BlockInput, variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
@@ -58,7 +58,7 @@ class Captures:
     ) -> None:
         self.layers, self.arguments = layers, arguments
         self._peers, self._tensor = peers, peers.tensor
-        self._context, self._view = peers.context, peers.view
+        self._context = peers.context
         self._config, self._dispatcher = config, dispatcher
         self.device = next(layers.model.parameters()).device
         self.valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -256,7 +256,7 @@ class Captures:
             model = self.layers.model  # looked up each time: variants must not keep it alive
             decoder = model.decoder
             kept, tables = while_capturing.step_kept(decoder), self._mla_tables.answering(decoder, key)
-            with self._view.of_size(key.cp_size), kept, tables:
+            with self._context.showing_size(key.cp_size), kept, tables:
                 yield
 
         def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:

@@ -94,8 +94,7 @@ class Dispatcher(_C.Dispatcher):
     def heed_groups(self) -> None:
         """Takes note of the groups by which packs are known that name theirs. Before steps."""
         if self._context.is_dynamic:
-            self._context.look_up()
-            self.set_groups(dict(self._context.by_size()))
+            self.set_groups(self._context.by_size())
 
     @property
     def known(self) -> Sequence[Capacity]:

@@ -12,7 +12,6 @@ calls such a forward itself, and not the module, passes no door, and runs as giv
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import nn
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.seams import BLOCK_FORWARD, GPT_FORWARD, called_name, hybrid_seams, made_in
+from megagraph.megatron.watch import weakly
 
 __all__ = ["Doors", "Entries", "is_ours", "names_of"]
 
@@ -55,7 +55,7 @@ class Doors:
     def __init__(self, module: nn.Module) -> None:
         forward: Any = module.forward
         function = getattr(forward, "__func__", forward)
-        self.forward = _weakly(function)
+        self.forward = weakly(function)
         self.names = names_of(forward)
         self.called = called_name(function)
         self.is_own = True if is_ours(module) else None
@@ -168,11 +168,3 @@ class Entries:
             log.info(sentence)
         self._news.clear()
         return failure
-
-
-def _weakly(held: Any) -> Callable[[], Any]:
-    """Gives what is held as long as somebody else keeps it; for ever if nothing can refer to it weakly."""
-    try:
-        return weakref.ref(held)
-    except TypeError:
-        return lambda: held

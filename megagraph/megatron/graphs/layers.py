@@ -20,20 +20,19 @@ from torch import nn
 
 from megagraph.bank.sites import JoinedSites, SiteSpec, ineligible_sites
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.entry import Entries
 from megagraph.megatron.graphs.refusals import scopes_of
 from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, borders_of, is_ddp_hook
+from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.megatron.scopes.moe import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch import LayerWatch, keys_of
 
-__all__ = ["BlockLayers", "Why"]
-
-Why = tuple[EagerReason, str]
+__all__ = ["BlockLayers"]
 
 
 class BlockLayers:
@@ -53,7 +52,7 @@ class BlockLayers:
     ) -> None:
         self._model = weakref.ref(model)
         self.ddp = ddp
-        self._peers, self._groups, self._entries = peers, peers.groups, entries
+        self._peers, self._entries = peers, entries
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self._joins = config.cuda_graph_granularity == "chunk"
         self._apart: set[int] = set()  # layers whose site of several has failed
@@ -140,7 +139,10 @@ class BlockLayers:
         return {**found, **self._kept_out_now(), **self.plan.refused}
 
     def _kept_out_now(self) -> Mapping[int, Why]:
-        return {**self.plan.no_longer_graphed(), **self._groups.refused(self.specs)}
+        return {
+            **self.plan.no_longer_graphed(),
+            **refused_for_groups(self.specs, self._peers.same_pack(), self.model),
+        }
 
     def ineligible_in_group(self) -> Mapping[int, Why]:
         """Those that some rank of the group cannot graph, or that were found to be at fault before."""

@@ -46,7 +46,7 @@ def _ranks_of_experts(model: Any) -> HostGroup:
     mixture = next(found for layer in model.decoder.layers if (found := experts_of(layer)) is not None)
     # In all layers; looked up once, since other ranks would have other experts.
     spread_over = ranks_of(mixture.token_dispatcher.tp_ep_group)
-    return HostGroup(lambda: spread_over, "share the experts")
+    return HostGroup(spread_over, "share the experts")
 
 
 class GraphedModel:
@@ -55,8 +55,8 @@ class GraphedModel:
     Attributes:
         model: the model itself, weakly.
         entries: how it and its block are entered.
-        peers, tensor: the ranks that run the same packs; those that share its layers.
-        view: shows it the ranks that share a micro-batch.
+        peers, tensor, context: the ranks that run the same packs; of these, those that share its layers, and
+            those that share a micro-batch.
         dispatcher: decides which variant takes a pack.
         captures: its graphs.
         verifier: keeps micro-batches that graphs are verified on.
@@ -79,7 +79,7 @@ class GraphedModel:
         self.entries = Entries(model)
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
-        self.tensor, self.view = self.peers.tensor, self.peers.view
+        self.tensor, self.context = self.peers.tensor, self.peers.context
         self._arguments = LayerArguments(model, self.entries)
         self.dispatcher = Dispatcher(model.config, config, self._arguments, self.peers)
         self._due = self.dispatcher.due
@@ -105,7 +105,7 @@ class GraphedModel:
         """Keeps the whole model eager, and says so in the log and in the report."""
         self.refusal = refusal
         if refusal is not None:
-            self.view.refuse(refusal.sentence)
+            self.context.refuse(refusal.sentence)
             self.dispatcher.refuse(refusal.reason)
             log.warning(str(refusal))
 
@@ -270,7 +270,7 @@ class GraphedModel:
         entries = self.entries
         failure = entries.settle()
         if entries.are_settled and not entries.are_megatrons:
-            self.view.refuse("a forward that overrides Megatron's")
+            self.context.refuse("a forward that overrides Megatron's")
         if self.dispatcher.needs_equal_rows:
             failure = failure or _NEEDS_MEGATRONS
         if failure and self.refusal is None:
@@ -291,9 +291,8 @@ class GraphedModel:
         """
         if not self.entries.are_settled:
             self._settle_entries()
-        if self.view.is_on:
-            self.view.follow()
-            self.dispatcher.heed_groups()
+        self.context.follow()
+        self.dispatcher.heed_groups()
         if self.refusal is not None:
             return
         if not self.dispatcher.by_cp_size:
@@ -356,7 +355,7 @@ class GraphedModel:
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        captures, by_size = self.captures, self.dispatcher.counts() if self.view.is_on else {}
+        captures, by_size = self.captures, self.dispatcher.counts() if self.context.is_dynamic else {}
         counters, figures = captures.bank.counters(), captures.figures()
         refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
         valid, replayed = int(captures.valid_tokens.item()), self.dispatcher.replayed_tokens

@@ -13,11 +13,11 @@ from torch import nn
 from megagraph.config import GraphConfig, graph_modules
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.grouped_experts import SortingDispatcher, is_grouped
-from megagraph.megatron.parallel.context_view import unsupported_sharing
+from megagraph.megatron.parallel.context import unsupported_sharing
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.scopes.moe import EXPERTS, has_forced_routing, recomputes
 from megagraph.megatron.scopes.parts import MAMBA, experts_of, is_mamba
-from megagraph.megatron.scopes.rules import Asked, broken_rule
+from megagraph.megatron.scopes.rules import broken_rule
 from megagraph.megatron.seams import PREDICTION_FORWARD, ROUTER_FORWARD, has_mla, is_replaced, replaced_rope
 
 __all__ = ["Refusal", "check_graph_options", "refusal_of", "scopes_of"]
@@ -123,11 +123,8 @@ def refusal_of(
     if what is not None:
         return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{what} is not supported yet")
     block: Any = model.decoder
-    broken = broken_rule(Asked(config=model.config, scopes=scopes, layers=list(block.layers)))
-    if broken is None:
-        return None
-    rule, sentence = broken
-    return Refusal(reason=rule.reason, sentence=sentence)
+    broken = broken_rule(model.config, scopes, list(block.layers))
+    return None if broken is None else Refusal(reason=broken[0], sentence=broken[1])
 
 
 def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> str | None:
@@ -179,7 +176,7 @@ def _unsupported_prediction(model: Any) -> str | None:
 def _unsupported_context(model: Any) -> str | None:
     """What context-parallel ranks cannot share packs in."""
     size = model.config.context_parallel_size
-    what = unsupported_sharing(model) if size > 1 else None
+    what = next(unsupported_sharing(model), None) if size > 1 else None
     return None if what is None else f"{what} with context parallelism (context_parallel_size={size})"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megagraph.bank.bank import Bank
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch
-from megagraph.megatron.preprocess import Constants
+from megagraph.megatron.graphs.layer_arguments import Constants
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
 

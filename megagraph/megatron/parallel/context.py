@@ -1,20 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that may share a model's packs: one group for all packs, or nested ones of several sizes."""
+"""The ranks that may share a model's packs, and what its modules take for them.
 
+There is one group for all packs, or nested ones of several sizes, of which each pack names one.
+
+Note [View of a micro-batch]
+Released layers know one context-parallel group, the model's own. Attention rotates by it whoever shares the
+pack, multi-latent attention cuts its rotary tables by the config's number of ranks and refuses packs that
+name their own. So while a micro-batch of some ranks runs, eager or in a capture, these stand wherever a
+module looks for the model's group, and the pack names none. Afterwards everything is as before, after an
+error, too.
+What runs in the backward does not look there: ops keep the group they ran with, and recomputing is refused.
+
+Every rank that shares a pack records its part of a router's loss. At the end of a step Megatron adds the
+parts up over one group, and takes the mean over all others. That is right for packs which the ranks of that
+group share; a part of any other pack would count too little, or too often. So metrics of packs that other
+ranks share than the model's own are counted as if those had shared them.
+"""
+
+import contextlib
+import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
-from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
-from megagraph.megatron.seams import DATA_AND_CONTEXT_GROUP, PACK_GROUPS, hybrid_groups
+from megagraph import _C
+from megagraph.log import log
+from megagraph.megatron.parallel.groups import COLLECTIONS, groups_of_pack, ranks_of
+from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
+from megagraph.megatron.seams import (
+    DATA_AND_CONTEXT_GROUP,
+    ENGINE_ATTENTION,
+    PACK_GROUPS,
+    PACKED_SEQ_PARAMS,
+    hybrid_groups,
+    is_engine_attention,
+    is_replaced,
+    moe_metrics,
+    moe_records,
+    router_losses_count_ranks,
+)
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES, weakly
+from megagraph.modules import VarlenAttention
 
-__all__ = ["ContextGroups", "ContextRanks", "context_groups"]
+__all__ = ["ContextGroups", "ContextRanks", "context_groups", "unsupported_sharing"]
+
+# Of a module: its group; a router's, over which it adds up its losses; and beside the group of Transformer
+# Engine's attention, its ranks in the job and a stream.
+_GROUP, _OF_LOSSES, _RANKS, _STREAM = "cp_group", "tp_cp_group", "cp_global_ranks", "cp_stream"
+_OF_MODULES = (_GROUP, _OF_LOSSES, _RANKS, _STREAM)
+# Of a config: the number of ranks, and how much routers' losses weigh.
+_SIZE, _WEIGHTS = "context_parallel_size", ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 class ContextRanks:
-    """The context-parallel groups of one model.
+    """The context-parallel groups of one model, which is held weakly.
 
     If `cp_sizes` names any, each pack says by how many ranks it is shared, and groups are made for all of
     them, collectively over all ranks of the job. Else all packs are shared by the model's own group.
@@ -27,25 +70,53 @@ class ContextRanks:
             destroyed by its ranks alone.
     """
 
-    def __init__(self, groups: ModelGroups, cp_sizes: Sequence[int] = ()) -> None:
-        self._groups, self._cp_sizes = groups, tuple(cp_sizes)
+    def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
+        self._model, self._cp_sizes = weakref.ref(model), tuple(cp_sizes)
+        self._own: distributed.ProcessGroup | None = None
+        self._knows_own = False
         own = self.own_group()
         self.size: int = 1 if own is None else own.size()
-        self.is_dynamic = bool(cp_sizes)
+        self.is_dynamic, self.is_whole = bool(cp_sizes), True
         self.sizes: tuple[int, ...] = tuple(sorted({self.size, *cp_sizes}))
+        self._has_others = self.sizes != (self.size,)
         self._of_sizes: ContextGroups | None = None
-        self._is_warm, self.is_whole = False, True
-        self.look_up()
+        # csrc/watch/state_watch.h, Note [State]: while the model's is as it was, so are the next two.
+        self._watch: _C.StateWatch | None = None
+        self._state = 0
+        self._places: Sequence[tuple[Callable[[], Any], str]] = ()
+        self._unsupported: str | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.follow()
+        config: Any = model.config
+        if self._has_others and not config.calculate_per_token_loss:
+            log.warning(
+                "cp_sizes: losses are means of micro-batches (calculate_per_token_loss=False): packs weigh "
+                "alike however many tokens they hold"
+            )
 
-    def look_up(self) -> None:
-        """Looks up groups of several sizes that have been forgotten: collective, as the forgetting was.
+    # -- groups ----------------------------------------------------------------------------------
 
-        Raises `ValueError` if the group of the model's own size is of other ranks than the model's own.
+    def follow(self) -> None:
+        """Before steps: looks for groups of several sizes that were forgotten, and for modules of now.
+
+        Collective, as the forgetting was. Raises `ValueError` if the group of the model's own size is of
+        other ranks than the model's own, and for what would not look where this shows the ranks, naming it.
         """
-        if self.is_dynamic and self._of_sizes is None:
+        model: Any = self._model()
+        if model is None or not self.is_dynamic:
+            return
+        if self._of_sizes is None:
             found = context_groups(self._cp_sizes)
             self._check_own(found)
-            self._of_sizes, self._is_warm, self.is_whole = found, False, True
+            self._of_sizes, self.is_whole = found, True
+        if self._watch is None or self._watch.now(True) != self._state:
+            modules, block = [weakref.ref(module) for module in model.modules()], weakref.ref(model.decoder)
+            self._watch = _C.StateWatch(modules, block, IGNORED_ATTRIBUTES, lambda _hook: True, [])
+            self._places = list(_places_in(model))
+            self._unsupported = next(_unsupported_dynamic_sharing(model), None)
+            self._state = self._watch.now(True)
+        if self._has_others:
+            self._check()
 
     def _check_own(self, found: "ContextGroups") -> None:
         own = self.own_group()
@@ -60,12 +131,19 @@ class ContextRanks:
                 f"among those that may share packs, {_in_order(other)}, got {_in_order(own)}"
             )
 
+    def own_group(self) -> distributed.ProcessGroup | None:
+        """The group that the model was built with; None for one rank."""
+        if not self._knows_own:  # not looked up while modules are shown another one
+            self._own, self._knows_own = groups_of_pack(self._model()).get("cp"), True
+        return self._own
+
     def leave(self, group: distributed.ProcessGroup | None) -> None:
         """A group is about to be destroyed; None and the world are every group.
 
         Those are destroyed by all ranks of the job, which look up others. One alone is destroyed by its own
         ranks, which cannot make another without the rest.
         """
+        self._knows_own = False
         if group is None or group is distributed.group.WORLD:
             self._of_sizes = None
         elif any(group is known for known in self.known()):
@@ -74,11 +152,6 @@ class ContextRanks:
     def give_up(self) -> None:
         """Ranks have destroyed a group of theirs alone, here or elsewhere: nothing is captured any more."""
         self.is_whole = False
-
-    def own_group(self) -> distributed.ProcessGroup | None:
-        """The group that the model was built with; None for one rank."""
-        group: distributed.ProcessGroup | None = self._groups.of_pack().get("cp")
-        return group
 
     def are_own(self, cp_size: int, group: distributed.ProcessGroup | None) -> bool:
         """Whether ranks that share a pack, of a group if the pack names one, are the model's own in order."""
@@ -93,7 +166,7 @@ class ContextRanks:
             return self.own_group()
         return None if self._of_sizes is None else self._of_sizes.of_size(cp_size)
 
-    def by_size(self) -> Mapping[int, tuple[distributed.ProcessGroup | None, ...]]:
+    def by_size(self) -> dict[int, tuple[distributed.ProcessGroup | None, ...]]:
         """This rank's groups of every size: that of the graphs, and of the model's own size its own too."""
         groups = {size: (self.of_size(size),) for size in self.sizes}
         return {**groups, self.size: (*groups[self.size], self.own_group())}
@@ -109,9 +182,170 @@ class ContextRanks:
 
     def warm_up(self, device: torch.device) -> None:
         """Uses every group of several sizes once, before the first capture. Collective over their ranks."""
-        if self._of_sizes is not None and not self._is_warm:
+        if self._of_sizes is not None:
             self._of_sizes.warm_up(device)
-            self._is_warm = True
+
+    # -- what modules see ------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._unsupported is not None:
+            raise ValueError(
+                "cp_sizes: expected a model that can run packs of several context-parallel sizes, got "
+                f"{self._unsupported}"
+            )
+
+    def refuse(self, what: str) -> None:
+        """Raises `ValueError` for a model that `what` keeps eager, if eager may not see its ranks."""
+        if self._has_others:
+            raise ValueError(f"cp_sizes: expected a model that graphs take, got: {what}")
+
+    def of_layers(self, params: Any) -> Any:
+        """A pack as layers get it: without ranks of its own, which they see all around."""
+        return params if not self.is_dynamic or params is None else _C.without_ranks(params)
+
+    def showing_size(self, cp_size: int) -> contextlib.AbstractContextManager[None]:
+        """Around what runs for ranks of the model's group of a size."""
+        return self._showing(cp_size, self.of_size(cp_size), leaves_metrics=False)
+
+    def showing_pack(self, params: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a model that runs a pack as given, or none, by the ranks that it names."""
+        size = getattr(params, "local_cp_size", None)
+        return self._showing(self.size if size is None else size, getattr(params, "cp_group", None))
+
+    @contextlib.contextmanager
+    def _showing(
+        self, cp_size: int, group: distributed.ProcessGroup | None, *, leaves_metrics: bool = True
+    ) -> Iterator[None]:
+        if not self.is_dynamic or self.are_own(cp_size, group):
+            yield
+            return
+        self._check()
+        shown = _alone() if cp_size == 1 else group
+        if shown is None or shown.size() != cp_size:
+            found = "none" if shown is None else f"one of {shown.size()} ranks"
+            raise ValueError(f"expected a cp_group of local_cp_size {cp_size}, got {found}")
+        times = cp_size / self.size
+        owners = ((owner(), name) for owner, name in self._places)
+        places = [(vars(owner), name) for owner, name in owners if owner is not None]
+        before = [(values, name, values[name]) for values, name in places]
+        own = next((group for _, name, group in before if name == _OF_LOSSES and group is not None), None)
+        try:
+            for values, name, value in before:
+                values[name] = self._value(name, value, shown, times)
+            with _counted_as_shared_by(own, shown, times if leaves_metrics else 1):
+                yield
+        finally:
+            for values, name, value in before:
+                values[name] = value
+
+    def _value(self, name: str, value: Any, shown: distributed.ProcessGroup, times: float) -> Any:
+        if name == _SIZE:
+            return shown.size()
+        if name in _WEIGHTS and isinstance(value, list):  # of several losses
+            return [each * times for each in value]
+        if name in _WEIGHTS:
+            return None if value is None else value * times
+        if name == _RANKS:
+            return distributed.get_process_group_ranks(shown) if shown.size() > 1 else None
+        if name == _STREAM:
+            if shown.size() > 1 and self._stream is None:
+                self._stream = torch.cuda.Stream()  # for attention of other ranks' keys
+            return self._stream if shown.size() > 1 else None
+        return shown
+
+
+def _places_in(model: nn.Module) -> Iterator[tuple[Callable[[], Any], str]]:
+    """Where modules look for the ranks, each place once: groups, and their number."""
+    met: set[tuple[int, str]] = set()
+    for module in model.modules():
+        values = vars(module)
+        config = values.get("config")
+        weighs = getattr(config, "calculate_per_token_loss", False) and not router_losses_count_ranks()
+        owners = [
+            (module, _OF_MODULES),
+            *((values.get(name), ("cp",)) for name in COLLECTIONS),
+            (config, (_SIZE, *_WEIGHTS) if weighs else (_SIZE,)),
+        ]
+        for owner, name in ((owner, name) for owner, names in owners for name in names):
+            if name in getattr(owner, "__dict__", ()) and (id(owner), name) not in met:
+                met.add((id(owner), name))
+                yield weakly(owner), name
+
+
+@functools.cache
+def _alone() -> distributed.ProcessGroup:
+    """A group of this rank, for what asks for its size and its place and no more."""
+    return distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's own, which stubs do not show
+
+
+@contextlib.contextmanager
+def _counted_as_shared_by(own: Any, shown: Any, times: float) -> Iterator[None]:
+    """Around what runs a pack that `times` as many ranks share as metrics are added up over: those of `own`.
+
+    Routers see the group `shown` meanwhile.
+    """
+    if own is None:
+        yield
+        return
+    before = {} if times == 1 else {name: values.clone() for name, values in moe_metrics().items()}
+    try:
+        yield
+    finally:
+        for name, record in moe_records().items():
+            group = record.get("reduce_group")
+            if group is not own and group is not shown:
+                continue  # a mean of its own, or over all ranks
+            record["reduce_group"] = own
+            if times != 1:
+                earlier = before.get(name, 0)
+                record["values"].sub_(earlier).mul_(times).add_(earlier)
+
+
+_HIERARCHICAL = "a2a+p2p"  # its ranks are in two groups, which Megatron makes for one number of them
+
+
+def unsupported_sharing(model: Any) -> Iterator[str]:
+    """What of a model ranks cannot share packs in, in words."""
+    cores = [
+        core for module in model.modules() if (core := getattr(module, "core_attention", None)) is not None
+    ]
+    for name in sorted({type(core).__name__ for core in cores if not _is_known(core)}):
+        yield f"attention of class {name}"
+    # It gets the rows past a pack's end as one document more, of padding alone.
+    says_padding = "pad_between_seqs" in vars(PACKED_SEQ_PARAMS.function())
+    if not says_padding and any(map(is_engine_attention, cores)):
+        yield "Transformer Engine's attention, of packs that cannot say pad_between_seqs"
+    if any(hasattr(module, "mixer") for module in model.modules()):
+        yield "Mamba layers"
+    if getattr(model, "mtp", None) is not None:
+        yield "multi-token prediction"
+    if need_equal_rows(model.config):
+        yield "experts over several ranks that need equal rows"
+    if any(getattr(core, "cp_comm_type", None) == _HIERARCHICAL for core in cores):
+        yield f"cp_comm_type={_HIERARCHICAL!r}"
+
+
+def _unsupported_dynamic_sharing(model: Any) -> Iterator[str]:
+    """The same if each pack says by how many ranks it is shared.
+
+    What runs in the backward does not see them. A router's losses are summed over one group of tensor- and
+    context-parallel ranks, which Megatron has for one number of them, and its global loss in each micro-batch
+    over ranks of other packs.
+    """
+    yield from unsupported_sharing(model)
+    config: Any = model.config
+    if config.recompute_granularity is not None:
+        yield f"recompute_granularity={config.recompute_granularity!r}"
+    losses = config.moe_router_load_balancing_type if has_experts(config) else ()  # one name, or a list
+    if "global_aux_loss" in losses:
+        yield "routers with a global_aux_loss"
+    if has_experts(config) and config.tensor_model_parallel_size > 1:
+        yield "experts with tensor parallelism"
+
+
+def _is_known(core: nn.Module) -> bool:
+    is_engines = is_engine_attention(core) and not is_replaced(core, ENGINE_ATTENTION)
+    return isinstance(core, VarlenAttention) or is_engines
 
 
 class ContextGroups:
@@ -157,7 +391,7 @@ class ContextGroups:
         self._groups[1] = None
         if missing := sorted(set(cp_sizes) - set(self._groups)):
             self._make(missing, ranks)
-        self.cp_sizes = tuple(sorted(set(cp_sizes)))
+        self.cp_sizes, self._is_warm = tuple(sorted(set(cp_sizes))), False
 
     def _make(self, sizes: Sequence[int], ranks: Sequence[int]) -> None:
         everywhere: list[Sequence[int]] = [[]] * distributed.get_world_size()
@@ -180,12 +414,14 @@ class ContextGroups:
         return {size: group for size, group in found if group is not None}
 
     def warm_up(self, device: torch.device) -> None:
-        """Uses every group once, the largest first: no communicator is made later, while graphs are captured.
+        """Uses every group, the largest first, once: no communicator is made later, inside of a capture.
 
         Collective.
         """
-        for group in reversed(self.known().values()):
-            distributed.all_reduce(torch.zeros(1, device=device), group=group)
+        if not self._is_warm:
+            self._is_warm = True
+            for group in reversed(self.known().values()):
+                distributed.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 # The parent of the groups that were made last, and these by size.

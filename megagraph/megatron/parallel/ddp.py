@@ -7,10 +7,10 @@ The additions to `main_grad` themselves are captured (csrc/bank/capture/main_gra
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import SiteSpec
@@ -31,6 +31,13 @@ def is_ddp_hook(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", "") == "megatron.core.distributed.distributed_data_parallel"
 
 
+def _buckets(ddp: nn.Module | None, *options: str) -> Mapping[Tensor, Any]:
+    """The group of buckets that each parameter is in; none if the DDP has none of these options on."""
+    config: Any = getattr(ddp, "ddp_config", None)
+    is_on = config is not None and any(getattr(config, option) for option in options)
+    return getattr(ddp, "param_to_bucket_group", {}) if is_on else {}  # Megatron-FSDP has no groups
+
+
 def accumulator_hooks(ddp: nn.Module | None) -> Callable[[nn.Parameter], int]:
     """How many hooks Megatron's DDP keeps on the gradient accumulator of a parameter."""
     groups: Any = {} if ddp is None else ddp.param_to_bucket_group
@@ -46,10 +53,9 @@ def listen(bank: Bank, ddp: nn.Module | None) -> None:
     those of its first step, and in the order in which the backward pass reached them: buckets that are
     complete are reduced, and a rank that runs eager beside this one reduces them in that order.
     """
-    ddp_config: Any = getattr(ddp, "ddp_config", None)
-    if ddp is None or not ddp_config.overlap_grad_reduce:
+    group_of = _buckets(ddp, "overlap_grad_reduce")
+    if ddp is None or not group_of:
         return
-    group_of: Any = ddp.param_to_bucket_group
     ddp_ref = weakref.ref(ddp)  # the graphs must not keep the model alive
     # Of each site, in the order of the backward pass, parameters and where they are reported. One without a
     # gradient is reported too, as eager's count would miss it for ever.
@@ -82,16 +88,13 @@ def borders_of(ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> set[int]:
 
     None if DDP neither reduces gradients in the backward pass nor gathers parameters in the forward pass.
     """
-    ddp_config: Any = getattr(ddp, "ddp_config", None)
-    if ddp is None or not (ddp_config.overlap_grad_reduce or ddp_config.overlap_param_gather):
-        return set()
-    group_of: Any = ddp.param_to_bucket_group
+    group_of = _buckets(ddp, "overlap_grad_reduce", "overlap_param_gather")
     first: dict[Any, int] = {}
     for index, site in enumerate(sites):
         for param in site.parameters():
             if param in group_of:
                 first.setdefault(group_of[param], index)
-    return set(first.values())
+    return {*first.values()}
 
 
 class ParamSyncs:
@@ -102,16 +105,14 @@ class ParamSyncs:
     """
 
     def __init__(self, ddp: nn.Module | None, sites: Sequence[SiteSpec]) -> None:
-        self._ddp: Callable[[], Any] = lambda: None
-        self._groups: list[list[Any]] = []  # of each site; none if nothing is gathered
-        ddp_config: Any = getattr(ddp, "ddp_config", None)
-        group_of: Any = getattr(ddp, "param_to_bucket_group", None)  # Megatron-FSDP, refused, has none
-        if ddp is not None and group_of is not None and ddp_config.overlap_param_gather:
-            self._ddp = weakref.ref(ddp)
-            # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
-            self._groups = [
-                list(dict.fromkeys(group_of[p] for p in site.parameters() if p in group_of)) for site in sites
-            ]
+        group_of = _buckets(ddp, "overlap_param_gather")
+        self._ddp: Any = weakref.ref(ddp) if ddp is not None and group_of else None
+        # In the order of registration, as Megatron's chain of gathers: a finished group starts the next.
+        # None if nothing is gathered.
+        self._groups = [
+            [*dict.fromkeys(group_of[param] for param in site.parameters() if param in group_of)]
+            for site in (sites if group_of else ())
+        ]
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:

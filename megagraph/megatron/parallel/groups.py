@@ -15,21 +15,22 @@ which any layer uses those of tensor and context parallelism; others count if a 
 of it.
 """
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.seams import PACK_GROUPS, SAVING_GROUP
 
-__all__ = ["COLLECTIONS", "ModelGroups", "Ranks", "ranks_of", "ranks_of_pack"]
+__all__ = [
+    *("COLLECTIONS", "Ranks", "groups_of_pack", "held_by", "ranks_of", "ranks_of_pack"),
+    "refused_for_groups",
+]
 
 Ranks = frozenset[int]
 COLLECTIONS = ("pg_collection", "_pg_collection")  # attributes of modules that hold groups
-_USED_OF_COLLECTIONS = ("tp", "cp")
 # Of a router of experts, which has one loss that is reduced over data-parallel ranks.
 _OF_GLOBAL_LOSS = "tp_dp_cp_group"
 
@@ -58,7 +59,7 @@ def _attributes(owner: object) -> Iterator[tuple[str, object]]:
             if _is_used(name, owner):
                 yield name, value
         elif name in COLLECTIONS:
-            for used in _USED_OF_COLLECTIONS:
+            for used in ("tp", "cp"):
                 yield f"{name}.{used}", getattr(value, used, None)
 
 
@@ -73,74 +74,40 @@ def ranks_of_pack(groups: Mapping[str, Ranks]) -> Ranks:
     return min(fitting, key=len, default=tensor) if tensor or context else frozenset()
 
 
-class ModelGroups:
-    """The groups of one model, which is held weakly."""
+def groups_of_pack(model: Any) -> Mapping[str, Any]:
+    """The groups of several ranks over which a model shares its packs, by Megatron's names.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._of_pack: Mapping[str, Any] | None = None
-        self._ranks: Ranks = frozenset()
+    As the model has them; if its tensor-parallel one is missing or destroyed, as Megatron has them.
+    """
+    own = getattr(model, "pg_collection", None)
+    if ranks_of(getattr(own, "tp", None)):
+        groups = {name: getattr(own, name, None) for name in PACK_GROUPS}
+    else:
+        groups = {name: seam.function()(check_initialized=False) for name, seam in PACK_GROUPS.items()}
+    return {name: group for name, group in groups.items() if len(ranks_of(group)) > 1}
 
-    def of_pack(self) -> Mapping[str, Any]:
-        """The groups of several ranks over which the model shares its packs, by Megatron's names.
 
-        As the model has them; if its tensor-parallel one is missing or destroyed, as Megatron has them.
-        """
-        if self._of_pack is None:
-            own = self._collection()
-            if ranks_of(getattr(own, "tp", None)):
-                groups = {name: getattr(own, name, None) for name in PACK_GROUPS}
-            else:
-                groups = {
-                    name: seam.function()(check_initialized=False) for name, seam in PACK_GROUPS.items()
-                }
-            self._of_pack = {name: group for name, group in groups.items() if len(ranks_of(group)) > 1}
-            self._ranks = ranks_of_pack({name: ranks_of(group) for name, group in self._of_pack.items()})
-        return self._of_pack
+def held_by(site: SiteSpec) -> Mapping[str, Any]:
+    """The groups of several ranks that modules and parameters of a site hold, each once: by attribute."""
+    groups: dict[int, tuple[str, object]] = {}
+    for path, owner in (*site.named_modules(), *site.named_parameters()):
+        for name, group in () if path in site.bypassed else _attributes(owner):
+            if len(ranks_of(group)) > 1:
+                groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
+    return dict(groups.values())
 
-    def ranks(self) -> Ranks:
-        """The ranks that run the same pack, this one among them; none if no other one does."""
-        self.of_pack()
-        return self._ranks
 
-    def known(self) -> Iterable[Any]:
-        """The groups of packs as they were when last looked up; none after `forget()`."""
-        return () if self._of_pack is None else self._of_pack.values()
-
-    def forget(self) -> None:
-        """Some group is about to be destroyed: looks again when next asked."""
-        self._of_pack = None
-
-    def _collection(self) -> Any:
-        return getattr(self._model(), "pg_collection", None)
-
-    def held_by(self, site: SiteSpec) -> Mapping[str, Any]:
-        """The groups of several ranks that modules and parameters of a site hold, each once: by attribute."""
-        groups: dict[int, tuple[str, object]] = {}
-        for path, owner in (*site.named_modules(), *site.named_parameters()):
-            for name, group in () if path in site.bypassed else _attributes(owner):
-                if len(ranks_of(group)) > 1:
-                    groups.setdefault(id(group), (f"{path}.{name}" if path else name, group))
-        return dict(groups.values())
-
-    def runs_same_pack(self, group: object) -> bool:
-        """Whether all ranks of a group run the pack of this rank."""
-        return ranks_of(group) <= self.ranks()
-
-    def _name_of(self, group: object) -> str | None:
-        own = self._collection()
-        groups = {} if own is None else vars(own)
-        return next((name for name, known in groups.items() if known is group), None)
-
-    def refused(self, sites: Sequence[SiteSpec]) -> Mapping[int, tuple[EagerReason, str]]:
-        """Sites that must not be in a graph for the groups that they hold, by index: why."""
-        found = {}
-        for index, site in enumerate(sites):
-            for holder, group in self.held_by(site).items():
-                if not self.runs_same_pack(group):
-                    attribute = holder.rpartition(".")[2].strip("_").removesuffix("_group")
-                    who = f"{self._name_of(group) or attribute}, {len(ranks_of(group))} ranks: {holder}"
-                    why = f"collectives of ranks that run other packs ({who}) are not supported yet"
-                    found[index] = EagerReason.SCOPE_UNSUPPORTED, why
-                    break
-        return found
+def refused_for_groups(sites: Sequence[SiteSpec], same_pack: Ranks, model: nn.Module) -> Mapping[int, Why]:
+    """Sites of a model, by index, that hold groups of others than the ranks that run the same pack: why."""
+    found = {}
+    own = getattr(model, "pg_collection", None)
+    names = {} if own is None else {id(group): name for name, group in reversed(vars(own).items())}
+    for index, site in enumerate(sites):
+        for holder, group in held_by(site).items():
+            if not ranks_of(group) <= same_pack:
+                attribute = holder.rpartition(".")[2].strip("_").removesuffix("_group")
+                who = f"{names.get(id(group), attribute)}, {len(ranks_of(group))} ranks: {holder}"
+                why = f"collectives of ranks that run other packs ({who}) are not supported yet"
+                found[index] = EagerReason.SCOPE_UNSUPPORTED, why
+                break
+    return found

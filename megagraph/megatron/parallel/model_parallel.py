@@ -9,6 +9,7 @@ out by the pack as it was given, and the layers' rows by the capacity, so that r
 alone. A stage of a pipeline, whose rows other stages see, takes packs that fill their capacity.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,19 +17,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from megagraph.decide.dispatch import StageSchedule
-from megagraph.megatron.parallel.groups import ModelGroups, ranks_of
+from megagraph.megatron.parallel.groups import groups_of_pack, ranks_of
 from megagraph.megatron.seams import GPT_FORWARD
 
 __all__ = [
-    "TensorRanks",
-    "has_experts",
-    "need_equal_rows",
-    "place_of",
-    "schedule_of",
-    "shared_anew",
-    "slots_of",
-    "speaks_for_stage",
-    "splits",
+    *("TensorRanks", "has_experts", "need_equal_rows", "place_of", "schedule_of", "shared_anew", "slots_of"),
+    *("speaks_for_stage", "splits"),
 ]
 
 
@@ -78,8 +72,8 @@ class TensorRanks:
         shards_sequence: each rank holds a share of the rows between the layers.
     """
 
-    def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
-        self._groups = groups
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         group = self._group()
         self.size: int = 1 if group is None else distributed.get_world_size(group)
         config: Any = model.config
@@ -87,7 +81,7 @@ class TensorRanks:
         self._is_gpt = isinstance(model, GPT_FORWARD.owner())
 
     def _group(self) -> Any:
-        return self._groups.of_pack().get("tp")
+        return groups_of_pack(self._model()).get("tp")
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -124,13 +118,6 @@ class TensorRanks:
         return shared_anew(hidden_states, self.rows(tokens), self._group())
 
 
-# Over several ranks: what takes as many rows from each of them.
-_NEED_EQUAL_ROWS = (
-    ("moe_token_dispatcher_type", "allgather"),
-    ("moe_pad_expert_input_to_capacity", True),
-)
-
-
 def has_experts(config: Any) -> bool:
     """Whether a model's config asks for experts in some layer."""
     return getattr(config, "num_moe_experts", None) is not None
@@ -139,19 +126,19 @@ def has_experts(config: Any) -> bool:
 def need_equal_rows(config: Any) -> bool:
     """Whether a model's experts are spread over ranks from each of which they take as many rows."""
     is_spread = has_experts(config) and config.expert_model_parallel_size > 1
-    return is_spread and any(getattr(config, name) == value for name, value in _NEED_EQUAL_ROWS)
+    gathers = config.moe_token_dispatcher_type == "allgather"
+    return is_spread and bool(gathers or config.moe_pad_expert_input_to_capacity)
 
 
-def schedule_of(model: nn.Module) -> StageSchedule:
+def schedule_of(model: Any) -> StageSchedule:
     """What Megatron's schedules make of the stage that a model chunk is of."""
     config: Any = model.config
     stages: int = config.pipeline_model_parallel_size
     if stages == 1:
         return StageSchedule(has_expert_overlap=config.overlap_moe_expert_parallel_comm)
-    group: Any = model.pp_group
     return StageSchedule(
         stages=stages,
-        stage=group.rank(),
+        stage=model.pp_group.rank(),
         chunks=config.virtual_pipeline_model_parallel_size or 1,
         group_size=config.microbatch_group_size_per_vp_stage,
         has_expert_overlap=config.overlap_moe_expert_parallel_comm,

@@ -15,9 +15,9 @@ A failure between two collectives of one layer cannot be healed: the others wait
 would in eager. Graphs that hold collectives are dropped before any group of their layers is destroyed.
 """
 
+import weakref
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,22 @@ from torch import distributed, nn
 
 from megagraph.bank.sites import SiteSpec
 from megagraph.megatron.parallel.context import ContextRanks
-from megagraph.megatron.parallel.context_view import ContextView
-from megagraph.megatron.parallel.groups import ModelGroups, Ranks, ranks_of
+from megagraph.megatron.parallel.groups import (
+    Ranks,
+    groups_of_pack,
+    held_by,
+    ranks_of,
+    ranks_of_pack,
+)
 from megagraph.megatron.parallel.model_parallel import TensorRanks
 from megagraph.megatron.seams import STAGE_GROUP
 
 __all__ = ["HostGroup", "Peers"]
 
 
-# For all models, by their ranks: the group and the store of the world that it is in. It stays as long as that
-# world does: a rank that is done must not hang up on another one.
-_GLOO_GROUPS: dict[Ranks, tuple[Any, Any]] = {}
-_TIMES_MADE: Counter[Ranks] = Counter()
+# For all models, by their ranks: the group, the store of the world that it is in, and the group's number. It
+# stays as long as that world does: a rank that is done must not hang up on another one.
+_GLOO_GROUPS: dict[Ranks, tuple[Any, Any, int]] = {}
 
 
 def _gloo_group(ranks: Ranks) -> Any:
@@ -46,33 +50,30 @@ def _gloo_group(ranks: Ranks) -> Any:
     them, and the two would wait for each other under different names.
     """
     world = distributed.distributed_c10d._get_default_store()
-    group, of_world = _GLOO_GROUPS.get(ranks, (None, None))
+    group, of_world, number = _GLOO_GROUPS.get(ranks, (None, None, 0))
     if group is None or of_world is not world:
-        members = sorted(ranks)
-        _TIMES_MADE[ranks] += 1
-        name = f"megagraph/{'-'.join(map(str, members))}/{_TIMES_MADE[ranks]}"
+        members, number = sorted(ranks), number + 1
+        name = f"megagraph/{'-'.join(map(str, members))}/{number}"
         store = distributed.distributed_c10d.PrefixStore(name, world)
         place = members.index(distributed.get_rank())
         group = distributed.ProcessGroupGloo(store, place, len(members), distributed.default_pg_timeout)
-        _GLOO_GROUPS[ranks] = group, world
+        _GLOO_GROUPS[ranks] = group, world, number
     return group
 
 
-def _ranks_of_stage() -> Ranks:
-    """All ranks that hold a part of the same layers, or a copy: of tensor, context and data parallelism."""
-    return ranks_of(STAGE_GROUP.function()(check_initialized=False, with_context_parallel=True))
-
-
 class HostGroup:
-    """Ranks that ask each other for a few integers.
+    """Ranks, this one among them, that ask each other for a few integers; none if there is no other one.
 
-    `ranks` looks them up, this one among them; none if there is no other one. `who` says what they have in
-    common, for an error.
+    `who` says what they have in common, for an error.
     """
 
-    def __init__(self, ranks: Callable[[], Ranks], who: str) -> None:
-        self._ranks, self._who = ranks, who
-        self.size: int = max(len(ranks()), 1)
+    def __init__(self, ranks: Ranks, who: str) -> None:
+        self._first, self._who = ranks, who
+        self.size: int = max(len(ranks), 1)
+
+    def _ranks(self) -> Ranks:
+        """Those of now."""
+        return self._first
 
     def max_over_ranks(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks. Every one of them calls this equally often."""
@@ -99,24 +100,33 @@ class Peers(HostGroup):
     If its packs say by how many ranks they are shared, these are `cp_sizes`.
 
     Attributes:
-        groups: the model's process groups.
         tensor: its tensor-parallel ranks.
         context: its context-parallel ranks.
-        view: shows them to its modules.
         run_other_packs: some of them may do so at the same time.
     """
 
     def __init__(self, model: nn.Module, cp_sizes: Sequence[int] = ()) -> None:
-        self.groups = ModelGroups(model)
-        self.tensor = TensorRanks(model, self.groups)
-        self.context = ContextRanks(self.groups, cp_sizes)
-        self.view = ContextView(model, self.context)
+        self._model = weakref.ref(model)
+        self._of_pack: Mapping[str, Any] | None = None  # until a group is destroyed
+        self._same_pack: Ranks = frozenset()
+        self.tensor = TensorRanks(model)
+        self.context = ContextRanks(model, cp_sizes)
         self.run_other_packs = self.context.is_dynamic
-        if self.run_other_packs:
-            super().__init__(_ranks_of_stage, "may share packs")
-        else:
-            super().__init__(self.groups.ranks, "run the same packs")
+        super().__init__(self._ranks(), "may share packs" if self.run_other_packs else "run the same packs")
         self._held: dict[int, Any] = {}  # groups that captured layers hold, by id
+
+    def _ranks(self) -> Ranks:
+        if not self.run_other_packs:
+            return self.same_pack()
+        # All that hold a part of the same layers, or a copy: of tensor, context and data parallelism.
+        return ranks_of(STAGE_GROUP.function()(check_initialized=False, with_context_parallel=True))
+
+    def same_pack(self) -> Ranks:
+        """The ranks that run the same pack, this one among them; none if no other one does."""
+        if self._of_pack is None:
+            self._of_pack = groups_of_pack(self._model())
+            self._same_pack = ranks_of_pack({name: ranks_of(it) for name, it in self._of_pack.items()})
+        return self._same_pack
 
     def rank(self) -> int:
         """This rank's place among them."""
@@ -143,8 +153,8 @@ class Peers(HostGroup):
 
     def hold(self, sites: Iterable[SiteSpec]) -> None:
         """Remembers the groups of sites that are about to be captured: these may hold others by and by."""
-        held = [group for site in sites for group in self.groups.held_by(site).values()]
-        self._held |= {id(group): group for group in held if self.groups.runs_same_pack(group)}
+        held = [group for site in sites for group in held_by(site).values()]
+        self._held |= {id(group): group for group in held if ranks_of(group) <= self.same_pack()}
 
     def let_go(self) -> None:
         """Forgets the groups of sites, whose graphs have been released."""
@@ -154,11 +164,11 @@ class Peers(HostGroup):
         """Whether the graphs, or these ranks, need a process group; None and the world are every group."""
         if group is None or group is distributed.group.WORLD:
             return self.size > 1
-        used = (*self.groups.known(), *self.context.known(), *self._held.values())
+        used = (*(self._of_pack or {}).values(), *self.context.known(), *self._held.values())
         return any(group is each for each in used)
 
     def leave(self, group: Any) -> None:
         """Forgets the groups: one is about to be destroyed, or every group if it is None or the world."""
         self.let_go()
-        self.groups.forget()
+        self._of_pack = None
         self.context.leave(group)

@@ -180,7 +180,7 @@ class ForwardWrappers:
                 with graphs.runs(None):
                     return original(model, *args, **kwargs)
             run, params = original, get("packed_seq_params")
-            if graphs.view.is_on:
+            if graphs.context.is_dynamic:
                 given, params = params, as_pack(params, ids, hidden_states)
                 run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
@@ -312,8 +312,8 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[...,
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         if pack is not None and kwargs.get("packed_seq_params") is given:
-            kwargs["packed_seq_params"] = graphs.view.of_layers(pack)
-        with graphs.view.of_pack(pack):
+            kwargs["packed_seq_params"] = graphs.context.of_layers(pack)
+        with graphs.context.showing_pack(pack):
             return original(model, *args, **kwargs)
 
     return run

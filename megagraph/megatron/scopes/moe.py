@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
 from megagraph.megatron.grouped_experts import is_grouped
-from megagraph.megatron.scopes.parts import LayerPart, experts_of, run_mlp
+from megagraph.megatron.scopes.parts import MLP, LayerPart, experts_of, run_mlp
 from megagraph.megatron.seams import (
     DISPATCH_PREPROCESS,
     EXPERT_FORWARD,
@@ -53,23 +53,16 @@ from megagraph.megatron.seams import (
     MLP_FORWARD,
     PERMUTATION,
     ROUTING,
+    Seam,
     is_replaced,
     moe_metrics,
     permutation_sorts,
 )
 
 __all__ = [
-    *("EXPERTS", "EXPERTS_WAIT", "GROUPED", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
-    "drop_history",
-    "forget_calls",
-    "has_forced_routing",
-    "make_scale",
-    "mark_unrouted",
-    "may_have_unrouted",
-    "new_metrics_are_empty",
-    "read_by_routers",
-    "recomputes",
-    "take_permuted",
+    *("EXPERTS", "EXPERTS_WAIT", "MOE", "PERMUTED", "PREPROCESS", "ROUTED", "ROUTER"),
+    *("drop_history", "forget_calls", "has_forced_routing", "has_grouped", "make_scale", "mark_unrouted"),
+    *("may_have_unrouted", "new_metrics_are_empty", "read_by_routers", "recomputes", "take_permuted"),
     "unsupported_routing",
 ]
 
@@ -128,14 +121,7 @@ EXPERTS_WAIT = (
     "its experts wait for the device; write cuda_graph_modules = ['attn'] to graph its attention, "
     "['attn', 'moe_router'] to graph its router too"
 )
-EXPERTS = LayerPart(
-    name="experts",
-    core="mlp",
-    children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
-    run=run_mlp,
-    accepts=_has_experts,
-    check=lambda layer: EXPERTS_WAIT,
-)
+EXPERTS = LayerPart(name="experts", is_in=_has_experts, run=run_mlp, check=lambda layer: EXPERTS_WAIT)
 
 
 def has_forced_routing(router: Any) -> bool:
@@ -156,15 +142,9 @@ def unsupported_routing(layer: Any) -> str | None:
     return "its router may be told what to choose, of which a graph would not hear; name 'attn' alone"
 
 
-GROUPED = LayerPart(
-    name="moe",
-    core="mlp",
-    children=EXPERTS.children,
-    run=run_mlp,
-    state=read_by_routers,
-    accepts=lambda layer: is_grouped(experts_of(layer)),
-    check=unsupported_routing,
-)
+def has_grouped(layer: nn.Module) -> bool:
+    """Whether the experts of a layer never wait for the device."""
+    return is_grouped(experts_of(layer))
 
 
 @contextlib.contextmanager
@@ -191,7 +171,7 @@ def _run_whole(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) 
 
 
 def _unsupported_whole(layer: Any) -> str | None:
-    if (why := unsupported_routing(layer)) is not None:
+    if (why := unsupported_routing(layer)) is not None or has_grouped(layer):
         return why
     config, dispatcher = layer.config, layer.config.moe_token_dispatcher_type
     instead = "or name 'moe_router' in cuda_graph_modules instead of 'moe'"
@@ -209,11 +189,10 @@ def _unsupported_whole(layer: Any) -> str | None:
 
 MOE = LayerPart(
     name="moe",
-    core="mlp",
-    children=EXPERTS.children,
+    is_in=_has_experts,
     run=_run_whole,
-    state=read_by_routers,
-    accepts=_has_experts,
+    children=MLP.children,
+    routes=True,
     check=_unsupported_whole,
 )
 
@@ -225,14 +204,10 @@ def _run_experts(
     residual: Tensor,
     preprocessing: contextlib.AbstractContextManager[None],
 ) -> Tensor:
-    """All of a layer that comes behind its router.
+    """All of a layer that comes behind its router; `preprocessing` is around what comes before the dispatch.
 
-    Args:
-        layer: with experts.
-        routed: normed hidden states, probabilities and the routing map.
-        shared: the output of the shared experts, if there are any.
-        residual: hidden states as they entered the norm.
-        preprocessing: entered around what comes before the dispatch.
+    `routed` are normed hidden states, probabilities and the routing map; `shared` is the output of the shared
+    experts, if there are any; `residual` entered the norm.
     """
     mixture = layer.mlp
     mark_unrouted(routed[2])
@@ -251,13 +226,7 @@ def _run_routed(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, An
     return _run_experts(layer, (normed, probs, routing_map), shared, residual, contextlib.nullcontext())
 
 
-ROUTED = LayerPart(
-    name="routed experts",
-    core="mlp",
-    children=("mlp", "mlp_bda"),
-    run=_run_routed,
-    accepts=_has_experts,
-)
+ROUTED = LayerPart(name="routed experts", is_in=_has_experts, run=_run_routed)
 
 
 # Of releases since 0.19: keeps hidden states from the norm of an MLP to its end, to offload them, which is
@@ -290,25 +259,32 @@ def _place_of_shared(layer: Any, place: int) -> Sequence[int]:
     return (place,) if mixture.use_shared_expert and not mixture.shared_expert_overlap else ()
 
 
+def _replaced(*methods: tuple[Any, Seam]) -> str | None:
+    """Why a layer's router cannot run alone: one of the methods that have to be run in parts is a host's."""
+    found = next((seam for module, seam in methods if is_replaced(module, seam)), None)
+    if found is None:
+        return None
+    return f"its {found.path} is not Megatron's, so that its router cannot run alone"
+
+
 ROUTER = LayerPart(
     name="moe_router",
-    core="mlp",
-    children=("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts"),
+    is_in=_has_experts,
     run=_run_router,
-    elsewhere=lambda layer: ("mlp.shared_experts",) if layer.mlp.shared_expert_overlap else (),
-    bypassed=("mlp",),
-    in_parts={"": MLP_FORWARD, "mlp": EXPERT_FORWARD},
+    children=lambda layer: (
+        *("pre_mlp_layernorm", "mlp.router"),
+        *(() if layer.mlp.shared_expert_overlap else ("mlp.shared_experts",)),
+    ),
     transient=lambda layer: _place_of_shared(layer, 3),
-    state=read_by_routers,
-    accepts=_has_experts,
-    check=unsupported_routing,
+    routes=True,
+    check=lambda layer: (
+        _replaced((layer, MLP_FORWARD), (layer.mlp, EXPERT_FORWARD)) or unsupported_routing(layer)
+    ),
 )
 
 
-# What the preprocessing that runs is to hand out; empty once it has.
-_ready: contextvars.ContextVar[list[Sequence[Tensor]] | None] = contextvars.ContextVar(
-    "permuted", default=None
-)
+# What the preprocessing that runs is to hand out; None once it has.
+_ready: contextvars.ContextVar[Sequence[Tensor] | None] = contextvars.ContextVar("permuted", default=None)
 
 
 def take_permuted() -> Sequence[Tensor] | None:
@@ -316,20 +292,22 @@ def take_permuted() -> Sequence[Tensor] | None:
 
     Rows [most, H], their probabilities [most], and places among the rows that came in, int64 [most].
     """
-    ready = _ready.get()
-    return ready.pop() if ready else None
+    permuted = _ready.get()
+    if permuted is not None:
+        _ready.set(None)
+    return permuted
 
 
 @contextlib.contextmanager
 def _handing_out(permuted: Sequence[Tensor]) -> Iterator[None]:
     """Around a dispatcher's preprocessing: it permutes nothing, but takes what was permuted."""
-    ready = [permuted]
-    token = _ready.set(ready)
+    token = _ready.set(permuted)
     try:
         yield
+        is_left = _ready.get() is not None
     finally:
         _ready.reset(token)
-    if ready:
+    if is_left:
         raise RuntimeError("the dispatcher has permuted rows by another function than Megatron's")
 
 
@@ -389,6 +367,8 @@ _UNSUPPORTED = (
 def _unsupported_preprocess(layer: Any) -> str | None:
     from megatron.core.transformer.identity_op import IdentityOp
 
+    if (why := _replaced((layer.mlp, EXPERT_PREPROCESS))) is not None:
+        return why
     config, dispatcher = layer.config, layer.mlp.token_dispatcher
     for attribute, fine in _UNSUPPORTED:
         value = getattr(config, attribute, fine)
@@ -406,12 +386,9 @@ def _unsupported_preprocess(layer: Any) -> str | None:
 
 PREPROCESS = LayerPart(
     name="moe_preprocess",
-    core="mlp",
-    children=(),
+    is_in=_permutes_before_dispatch,
     run=_permute,
-    in_parts={"mlp": EXPERT_PREPROCESS},
     transient=_copied_or_shared,
-    accepts=_permutes_before_dispatch,
     check=_unsupported_preprocess,
 )
 
@@ -425,13 +402,7 @@ def _run_permuted(layer: Any, before: Sequence[Tensor], arguments: Mapping[str, 
     return _run_experts(layer, (normed, probs, routing_map), further, residual, permuted)
 
 
-PERMUTED = LayerPart(
-    name="permuted experts",
-    core="mlp",
-    children=("mlp", "mlp_bda"),
-    run=_run_permuted,
-    accepts=_permutes_before_dispatch,
-)
+PERMUTED = LayerPart(name="permuted experts", is_in=_permutes_before_dispatch, run=_run_permuted)
 
 
 def forget_calls(layers: Iterable[nn.Module]) -> None:

@@ -15,78 +15,44 @@ mixer makes the same. In releases that have the field a pack without it is one d
 and in graphs. The layer takes and returns hidden states alone: no tables, and no mask.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from megagraph.bank.sites import Outputs
-from megagraph.megatron.seams import Seam, is_replaced
 
 __all__ = [
-    "ATTENTION",
-    "MAMBA",
-    "MLP",
-    "LayerPart",
-    "experts_of",
-    "given_to_mamba",
-    "is_mamba",
-    "run_layer",
-    "run_mlp",
+    *("ATTENTION", "MAMBA", "MLP", "LayerPart"),
+    *("experts_of", "given_to_mamba", "is_mamba", "run_layer", "run_mlp"),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPart:
-    """One of them.
+    """One of them, or what stays eager behind one."""
 
-    Args:
-        name: Megatron's, as `cuda_graph_modules` takes it; of a part that stays eager, one of ours.
-        core: the child that does its work; a layer where it is an identity has no such part.
-        children: all that it consists of.
-        run: maps the layer, what the part before hands on and the layer's arguments to what it hands on:
-            hidden states, or several tensors where the next part takes them.
-        elsewhere: those of its children that a layer runs in another part.
-        bypassed: children of which it calls parts, and not the child itself.
-        in_parts: Megatron's methods of which it runs a part, by the child that has them; the layer's own
-            under an empty name. A layer with another method in their place is not split.
-        transient: of several tensors those, by index, that the next part alone reads.
-        state: tensors that no module owns and that it changes, the same for all layers.
-        accepts: tells layers whose `core` is of the part's kind from others.
-        check: why it cannot be in a graph in some layer, and what to write instead, or None.
-    """
-
-    name: str
-    core: str
-    children: Sequence[str]
+    name: str  # Megatron's, as `cuda_graph_modules` takes it; of a part that stays eager, one of ours
+    is_in: Callable[[nn.Module], bool]  # whether a layer has it
+    # Maps the layer, what the part before hands on and the layer's arguments to what it hands on: hidden
+    # states, or several tensors if the next part takes them.
     run: Callable[[Any, Any, Mapping[str, Any]], Outputs]
-    elsewhere: Callable[[Any], Collection[str]] = lambda layer: ()
-    bypassed: Sequence[str] = ()
-    in_parts: Mapping[str, Seam] = field(default_factory=dict)
+    # All that run in its graph, by name; some are functions, and no modules.
+    children: Callable[[Any], Sequence[str]] = lambda layer: ()
+    # Of several tensors those, by index, that the next part alone reads.
     transient: Callable[[Any], Sequence[int]] = lambda layer: ()
-    state: Callable[[Any], Sequence[Tensor]] = lambda layer: ()
-    accepts: Callable[[nn.Module], bool] = lambda layer: True
+    routes: bool = False  # it has a router, which adds to metrics that no module owns
+    # Why it cannot be in a graph in some layer, and what to write instead; or None.
     check: Callable[[Any], str | None] = lambda layer: None
 
-    def is_in(self, layer: nn.Module) -> bool:
-        """Whether a layer has it."""
-        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-        core = getattr(layer, self.core, None)  # an identity is what specs put where a layer has nothing
-        return core is not None and not isinstance(core, IdentityOp | IdentityFuncOp) and self.accepts(layer)
+def _has(layer: nn.Module, child: str) -> bool:
+    """Whether a layer has something in that place; an identity is what specs put where there is nothing."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
-    def children_of(self, layer: nn.Module) -> list[str]:
-        """Those that a layer has as modules and runs here; others are functions."""
-        elsewhere, modules = self.elsewhere(layer), dict(layer.named_modules(remove_duplicate=False))
-        return [name for name in self.children if name in modules and name not in elsewhere]
-
-    def unsupported(self, layer: nn.Module) -> str | None:
-        """Why a layer cannot run it in a graph, or None."""
-        for path, seam in self.in_parts.items():
-            if is_replaced(layer.get_submodule(path), seam):
-                return f"its {seam.path} is not Megatron's, so that its router cannot run alone"
-        return self.check(layer)
+    found = getattr(layer, child, None)
+    return found is not None and not isinstance(found, IdentityOp | IdentityFuncOp)
 
 
 def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -97,16 +63,12 @@ def _run_attention(layer: Any, hidden_states: Tensor, arguments: Mapping[str, An
 
 ATTENTION = LayerPart(
     name="attn",
-    core="self_attention",
-    children=(
-        "input_layernorm",
-        "self_attention",
-        "self_attn_bda",
-        "pre_cross_attn_layernorm",
-        "cross_attention",
-        "cross_attn_bda",
-    ),
+    is_in=lambda layer: _has(layer, "self_attention"),
     run=_run_attention,
+    children=lambda layer: (
+        *("input_layernorm", "self_attention", "self_attn_bda"),
+        *("pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"),
+    ),
 )
 
 
@@ -126,10 +88,9 @@ def experts_of(layer: nn.Module) -> Any:
 
 MLP = LayerPart(
     name="mlp",
-    core="mlp",
-    children=("pre_mlp_layernorm", "mlp", "mlp_bda"),
+    is_in=lambda layer: _has(layer, "mlp") and experts_of(layer) is None,
     run=run_mlp,
-    accepts=lambda layer: experts_of(layer) is None,
+    children=lambda layer: ("pre_mlp_layernorm", "mlp", "mlp_bda"),
 )
 
 
@@ -160,8 +121,7 @@ def run_layer(layer: Any, hidden_states: Tensor, arguments: Mapping[str, Any]) -
 
 MAMBA = LayerPart(
     name="mamba",
-    core="mixer",
-    children=("norm", "mixer", "mamba_bda"),
+    is_in=lambda layer: is_mamba(layer) and _has(layer, "mixer"),
     run=run_layer,
-    accepts=is_mamba,
+    children=lambda layer: ("norm", "mixer", "mamba_bda"),
 )

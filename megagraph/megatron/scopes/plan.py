@@ -19,15 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.bank.sites import EagerPart, JoinedSites, Outputs, SiteSpec
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.megatron.scopes.moe import (
     EXPERTS,
-    GROUPED,
     MOE,
     PERMUTED,
     PREPROCESS,
     ROUTED,
     ROUTER,
+    has_grouped,
+    read_by_routers,
     unsupported_routing,
 )
 from megagraph.megatron.scopes.parts import ATTENTION, MAMBA, MLP, LayerPart, is_mamba, run_layer
@@ -40,8 +41,6 @@ PARTS: Sequence[LayerPart] = (ATTENTION, MLP, MAMBA, EXPERTS)
 # From what the step before has handed on to what this one does.
 Run = Callable[[Any, Any, Mapping[str, Any]], Outputs]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
-Why = tuple[EagerReason, str]
-Check = Callable[[nn.Module, Sequence[LayerPart]], str | None]
 
 
 def without_history(out: Any) -> Any:
@@ -56,22 +55,13 @@ def without_history(out: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep:
-    """One step of a layer, or of several whole layers.
-
-    Args:
-        step: as a bank takes it.
-        site: its index among the sites; None if it is none.
-        layer: the place in the block of its layer, or the first one of them.
-        run: runs it eager, inside of the block.
-        is_whole: it is all of the layer.
-        num_layers: how many it is of.
-    """
+    """One step of a layer, or of several whole layers."""
 
     step: SiteSpec | EagerPart
-    site: int | None
-    layer: int
-    run: Run
-    is_whole: bool
+    site: int | None  # its index among the sites, if it is one
+    layer: int  # the place of the first one in the block
+    run: Run  # eager, inside of the block
+    is_whole: bool  # it is all of the layer
     num_layers: int = 1
 
     def run_eager(self, before: Any, arguments: Mapping[str, Any]) -> Any:
@@ -80,12 +70,10 @@ class LayerStep:
 
 
 class BlockPlan:
-    """The steps of a block, of which each layer has at most one site.
+    """The steps of a block, of which each layer has at most one site. Holds the layers weakly.
 
-    Args:
-        layers: in execution order. Held weakly.
-        scopes: names of parts; none, and all that a layer has, is whole layers.
-        context: entered around each step; a capture runs layers without their block.
+    `scopes` are names of parts; none, and all that a layer has, is whole layers. `context` is entered around
+    each step of a capture, which runs layers without their block.
 
     Attributes:
         steps: of all layers.
@@ -101,8 +89,8 @@ class BlockPlan:
         self.notes: list[str] = []
         self.steps: list[LayerStep] = []
         self.refused: dict[int, Why] = {}
-        # By layer: what of it is graphed, and what says whether it still may be.
-        self._graphed: dict[int, tuple[Sequence[LayerPart], Check]] = {}
+        # By layer: what of it is graphed, and whether the rest is run apart.
+        self._graphed: dict[int, tuple[Sequence[LayerPart], bool]] = {}
         for index, layer in enumerate(layers):
             self._add(index, layer, scopes)
         if scopes and not self.specs:
@@ -126,12 +114,11 @@ class BlockPlan:
     def walk(self, eager_sites: Collection[int]) -> list[LayerStep]:
         """The steps of all layers, where a layer whose site has no graph is one step: its own call.
 
-        Args:
-            eager_sites: those without graphs, by index. A hook of their layer may be the reason.
+        A hook of the layer may be the reason.
         """
         found = []
-        for layer in dict.fromkeys(step.layer for step in self.steps):
-            steps = self.steps_of(layer)
+        for _layer, neighbours in itertools.groupby(self.steps, key=lambda step: step.layer):
+            steps = [*neighbours]
             eager = next((step for step in steps if step.site in eager_sites), None)
             if eager is None:
                 found += steps
@@ -146,20 +133,17 @@ class BlockPlan:
         Hosts set forwards at any time, and tell routers what to choose.
         """
         found: dict[int, Why] = {}
-        for index, (parts, check) in self._graphed.items():
+        for index, (parts, is_split) in self._graphed.items():
             layer = self._layers[index]()
-            if layer is not None and (why := check(layer, parts)) is not None:
+            if layer is not None and (why := _unsupported(layer, parts, is_split)) is not None:
                 sites = (step.site for step in self.steps_of(index) if step.site is not None)
                 found.update(dict.fromkeys(sites, (EagerReason.SCOPE_UNSUPPORTED, why)))
         return found
 
     def keys(self) -> list[Callable[[], Any]]:
-        """Functions whose results are part of the state that graphs are captured in.
-
-        Of methods that hosts set on a class of Megatron's to tell routers what to choose.
-        """
-        graphed = [part for parts, _check in self._graphed.values() for part in parts]
-        return [ROUTING.function] if any(part in graphed for part in (ROUTER, MOE, GROUPED)) else []
+        """What is part of the state that graphs are captured in: how hosts tell routers what to choose."""
+        graphed = itertools.chain(*(parts for parts, _is_split in self._graphed.values()))
+        return [ROUTING.function] if any(part.routes for part in graphed) else []
 
     def eager_modules(self) -> list[nn.Module]:
         """What of the layers no site answers for."""
@@ -167,11 +151,9 @@ class BlockPlan:
         return [module for layer in self.layers() for module in layer.modules() if id(module) not in in_sites]
 
     def joined(self, borders: Collection[int], alone: Collection[int]) -> "BlockPlan":
-        """The plan in which neighbouring whole layers are one site.
+        """The plan in which neighbouring whole layers are one site; another one begins with each border.
 
-        Args:
-            borders: sites, by index, with which another one begins.
-            alone: sites, by index, that stay as they are.
+        Sites that are to be `alone` stay as they are.
         """
         groups: list[list[LayerStep]] = []
         may_follow = False
@@ -193,18 +175,17 @@ class BlockPlan:
 
     def _add(self, index: int, layer: nn.Module, scopes: Collection[str]) -> None:
         parts = [part for part in PARTS if part.is_in(layer)]
-        if EXPERTS in parts:
-            before = parts[: parts.index(EXPERTS)]
-            parts = [*before, *self._parts_of_experts(index, layer, scopes, before)]
+        if EXPERTS in parts:  # as the last one
+            parts[-1:] = self._parts_of_experts(index, layer, scopes, parts[:-1])
         graphed = [part for part in parts if not scopes or part.name in scopes]
-        is_split = bool(scopes) and (len(graphed) < len(parts) or MOE in parts)
-        check = _unsupported_split if is_split else _unsupported
+        is_padded = MOE in parts and not has_grouped(layer)  # whose call keeps tensors
+        is_split = bool(scopes) and (len(graphed) < len(parts) or is_padded)
         if scopes and not graphed:
             self._append(index, layer, is_site=False)
-        elif (why := check(layer, graphed)) is not None:
+        elif (why := _unsupported(layer, graphed, is_split)) is not None:
             self._keep_whole(index, layer, why)
         else:
-            self._graphed[index] = graphed, check
+            self._graphed[index] = graphed, is_split
             if not is_split:
                 self._append(index, layer, is_site=True)
                 return
@@ -219,9 +200,7 @@ class BlockPlan:
         Attention before it is graphed all the same; where there is none, the whole layer has to stay eager.
         """
         parts: Sequence[LayerPart] = ROUTER, ROUTED
-        if GROUPED.is_in(layer) and ROUTER.name not in scopes:
-            parts = (GROUPED,)
-        elif MOE.name in scopes:
+        if MOE.name in scopes or (has_grouped(layer) and ROUTER.name not in scopes):
             parts = (MOE,)
         elif ROUTER.name not in scopes:
             return (EXPERTS,)
@@ -244,24 +223,23 @@ class BlockPlan:
     def _append(
         self, index: int, layer: nn.Module, parts: Sequence[LayerPart] = (), *, is_site: bool
     ) -> None:
-        """Adds a layer, or neighbouring parts of it, as one step.
-
-        Only the last part may hand out several tensors.
-        """
+        """Adds a layer, or neighbouring parts, of which the last may hand out several tensors, as a step."""
         names = " and ".join(part.name for part in parts)
         name = f"{names and f'{names} of '}layer {index} ({type(layer).__name__})"
         run = _in_turn([part.run for part in parts]) if parts else run_layer
-        of_state = parts or ([GROUPED] if GROUPED.is_in(layer) else [])
         step: SiteSpec | EagerPart
         if is_site:
+            modules = dict(layer.named_modules(remove_duplicate=False))
+            children = [child for part in parts for child in part.children(layer) if child in modules]
+            routes = any(part.routes for part in parts) if parts else has_grouped(layer)
             step = SiteSpec(
                 name=name,
                 module=layer,
                 forward=self._alone(run),
-                parts=[child for part in parts for child in part.children_of(layer)],
-                bypassed=[child for part in parts for child in part.bypassed],
+                parts=children,
+                bypassed=sorted({child.rpartition(".")[0] for child in children} - {""}),
                 transient=parts[-1].transient(layer) if parts else (),
-                state=lambda layer: [tensor for part in of_state for tensor in part.state(layer)],
+                **({"state": read_by_routers} if routes else {}),
             )
         else:
             step = EagerPart(name=name, module=layer, forward=self._alone(run))
@@ -311,17 +289,12 @@ def _in_turn(runs: Sequence[Run]) -> Run:
     return run
 
 
-def _unsupported(layer: nn.Module, parts: Sequence[LayerPart]) -> str | None:
-    """Why a layer cannot run some parts in graphs, or None."""
-    return next((why for part in parts if (why := part.unsupported(layer)) is not None), None)
-
-
-def _unsupported_split(layer: nn.Module, parts: Sequence[LayerPart]) -> str | None:
-    """Why a layer cannot be run in parts, some of them graphed, or None."""
+def _unsupported(layer: nn.Module, parts: Sequence[LayerPart], is_split: bool) -> str | None:
+    """Why a layer cannot run some parts in graphs, apart from the rest if it is split; or None."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     forward = getattr(layer.forward, "__func__", layer.forward)
-    if isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward:
-        return _unsupported(layer, parts)
+    if not is_split or (isinstance(layer, TransformerLayer) and forward is TransformerLayer.forward):
+        return next((why for part in parts if (why := part.check(layer)) is not None), None)
     name = getattr(forward, "__qualname__", repr(forward))
     return f"its forward is {name} and not TransformerLayer.forward, so that its halves cannot be told apart"
