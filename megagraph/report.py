@@ -7,10 +7,12 @@ Counts nothing itself. A model's report is the plain dictionary that the Megatro
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +20,15 @@ from megagraph.log import rank
 from megagraph.timeline import Lease
 
 __all__ = [
-    *("check_target", "path_of_stage", "read_leases", "read_report", "report_table", "report_text"),
+    *(
+        "capture_progress",
+        "check_target",
+        "path_of_stage",
+        "read_leases",
+        "read_report",
+        "report_table",
+        "report_text",
+    ),
     *("scalars", "write_report"),
 ]
 
@@ -70,39 +80,36 @@ def report_table(reports: Sequence[ModelReport]) -> Table:
     table.add_column("")
     for report in reports:
         table.add_column(Text(str(report["model"])), justify="right")
-    for label, cells in _rows(reports):
-        table.add_row(Text(label), *map(Text, cells))
+    for label, cell in _rows(reports):
+        table.add_row(Text(label), *(Text(cell(report)) for report in reports))
     return table
 
 
-def _rows(reports: Sequence[ModelReport]) -> list[tuple[str, list[str]]]:
-    rows = [
-        ("layer calls", [f"{report['calls']:,}" for report in reports]),
-        ("  replayed", [_share(report["replays"], report["calls"]) for report in reports]),
-    ]
-    reasons = dict.fromkeys(reason for report in reports for reason in report["eager"])
-    for reason in reasons:
-        counts = [_share(report["eager"].get(reason, 0), report["calls"]) for report in reports]
-        rows.append((f"  eager: {reason}", counts))
-    rows.append(("padding share of replays", [_percent(report["padding_share"]) for report in reports]))
-    rows.append(("capture", [f"{report['capture_seconds']:.2f} s" for report in reports]))
-    rows.append(("capacities", ["\n".join(_capacity(c) for c in r["capacities"]) or "-" for r in reports]))
+def _rows(reports: Sequence[ModelReport]) -> Iterator[tuple[str, Callable[[ModelReport], str]]]:
+    """What each row says, and of a report."""
+    yield "layer calls", lambda it: f"{it['calls']:,}"
+    yield "  replayed", lambda it: _share(it["replays"], it["calls"])
+    for reason in dict.fromkeys(reason for report in reports for reason in report["eager"]):
+        yield f"  eager: {reason}", _eager_cell(reason)
+    yield "padding share of replays", lambda it: _percent(it["padding_share"])
+    yield "capture", lambda it: f"{it['capture_seconds']:.2f} s"
+    yield "capacities", lambda it: "\n".join(map(_capacity, it["capacities"])) or "-"
     if any(report.get("sites", report.get("layers")) != report.get("layers") for report in reports):
-        rows.append(("layers", [str(report.get("layers", "-")) for report in reports]))
-        rows.append(("sites of them", [str(report.get("sites", "-")) for report in reports]))
+        yield "layers", lambda it: str(it.get("layers", "-"))
+        yield "sites of them", lambda it: str(it.get("sites", "-"))
     if any(report.get("slots", 1) > 1 for report in reports):
-        rows.append(("slots", [str(report.get("slots", "-")) for report in reports]))
-        rows.append(("most in flight", [str(report.get("most_in_flight", "-")) for report in reports]))
+        yield "slots", lambda it: str(it.get("slots", "-"))
+        yield "most in flight", lambda it: str(it.get("most_in_flight", "-"))
     if any(report.get("cp_sizes") for report in reports):
-        counts = [_of_sizes(report.get("cp_sizes", {})) or "-" for report in reports]
-        rows.append(("micro-batches by ranks", counts))
-    failures = ["\n".join(report.get("failures", [])) for report in reports]
-    if any(failures):
-        rows.append(("stays eager", failures))
-    unverified = ["\n".join(_unverified(report)) for report in reports]
-    if any(unverified):
-        rows.append(("not verified", unverified))
-    return rows
+        yield "micro-batches by ranks", lambda it: _of_sizes(it.get("cp_sizes", {})) or "-"
+    if any(report.get("failures") for report in reports):
+        yield "stays eager", lambda it: "\n".join(it.get("failures", []))
+    if any(map(_unverified, reports)):
+        yield "not verified", lambda it: "\n".join(_unverified(it))
+
+
+def _eager_cell(reason: str) -> Callable[[ModelReport], str]:
+    return lambda it: _share(it["eager"].get(reason, 0), it["calls"])
 
 
 def _share(part: int, whole: int) -> str:
@@ -161,10 +168,6 @@ def check_target(option: str, path: Path | None) -> None:
     """Checks before a run that `write_report()` will be able to write its file, on the rank that writes.
 
     Makes no folder and leaves the file alone.
-
-    Args:
-        option: what the path was given as, for the message.
-        path: the file, or None for none.
 
     Raises:
         ValueError: naming the option, the path, and the folder that stands in the way.
@@ -273,3 +276,29 @@ def _read(path: Path) -> dict[str, Any]:
             if not is_right(model[key]):
                 raise ValueError(f"{path}: models[{index}].{key}: expected {expected}, got {model[key]!r}")
     return document
+
+
+def capture_progress() -> Callable[[int, int, str], None]:
+    """A display for `Bank.capture()`, on standard error; only of rank 0, and only on a terminal."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("capturing graphs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal or rank() != 0,
+    )
+    task = bar.add_task("")
+
+    def show(done: int, total: int, label: str) -> None:
+        if done == 0:
+            bar.reset(task)
+        bar.update(task, completed=done, total=total, description=label)
+        bar.start()
+        if done == total:
+            bar.stop()
+
+    return show

@@ -314,6 +314,7 @@ class CapturedVariant:
         given: the arguments over these at the capture, by slot.
         num_graphs: forwards and backwards, in every slot.
         notes: by slot, which memory of its pool was taken when the last pass of a site was captured.
+        not_compared: sites, by index, whose graphs no verification has compared, and why; None before any.
     """
 
     def __init__(self, spec: VariantSpec, num_slots: int) -> None:
@@ -323,6 +324,7 @@ class CapturedVariant:
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
         self.num_graphs = 0
         self.notes: Sequence[Mapping[int, _C.PoolNote | None]] = ()
+        self.not_compared: Mapping[int, str] | None = None
 
     def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
         """The arguments of a call that runs eager, over its micro-batch's metadata in memory of their own."""

@@ -2,7 +2,6 @@
 """The installed plugin: knows every model that ran, and the steps they run in."""
 
 import contextlib
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
 from megagraph.megatron.parallel.model_parallel import place_of, schedule_of, speaks_for_stage
-from megagraph.megatron.progress import IntervalLog
 from megagraph.timeline import Lease
 
 __all__ = ["Plugin", "disable_cuda_graphs_this_step", "is_cuda_graph_skipped", "key_of", "skips"]
@@ -58,23 +55,11 @@ def _backward_thread(step_graphs: Sequence[GraphedModel]) -> contextlib.Abstract
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _let_go(by_key: dict[int, GraphedModel], gone: list[GraphedModel], key: int) -> None:
-    """Takes the graphs of a model that is gone out of those of living ones."""
-    gone.append(by_key.pop(key))
-
-
 class Plugin:
-    """Models and steps.
+    """Models and steps."""
 
-    Attributes:
-        config: the options, the same for every model.
-        step_graphs: of the models whose step it is.
-        stage, stages: of the last pipeline for whose stage this rank speaks; the only one by default.
-    """
-
-    def __init__(self, config: GraphConfig, progress: Callable[[], Progress] | None = None) -> None:
-        self.config, self._progress = config, progress  # which makes the display of one model's capture
-        self._interval_log = IntervalLog(config.log_interval)
+    def __init__(self, config: GraphConfig) -> None:
+        self.config = config
         # By the key of a model, and of its blocks: of layers, and of multi-token prediction. An entry goes
         # with its module, so before another one can have that key. Weak ones would be made and hashed in
         # each call.
@@ -83,14 +68,15 @@ class Plugin:
         # Look graphs up by the key of a model, and of its block. No functions of ours: they run in each call.
         self.known_graphs, self.graphs_of_block = self._graphs.get, self._of_block.get
         self._is_suspended = False
-        self.stage, self.stages = 0, 1
+        self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._num_named: Counter[str] = Counter()  # models of each class so far
         self._gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
-        self.step_graphs: set[GraphedModel] = set()
+        self.step_graphs: set[GraphedModel] = set()  # of the models whose step it is
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+        self._around: weakref.WeakKeyDictionary[nn.Module, GraphedModel] = weakref.WeakKeyDictionary()
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
 
     def graphs_of_model(self, model: nn.Module) -> GraphedModel:
@@ -100,25 +86,25 @@ class Plugin:
 
     def graphs_around(self, module: nn.Module) -> GraphedModel | None:
         """The graphs of the model that has a module among its layers, of those that have run; else None."""
-        for graphs in self.all_graphs():
-            model = graphs.model()
-            layers = () if model is None else model.get_submodule("decoder").modules()
-            if any(module is inside for inside in layers):
-                return graphs
-        return None
+        if module not in self._around:
+            for graphs in self.all_graphs():
+                model = graphs.model()
+                layers = () if model is None else model.get_submodule("decoder").modules()
+                if any(module is inside for inside in layers):
+                    self._around[module] = graphs
+        return self._around.get(module)
 
     def _add(self, model: nn.Module) -> GraphedModel:
         ddp, name, stages = find_ddp(self._step_models, model), self._name(model), schedule_of(model)
-        progress = self._progress() if self._progress is not None else None
         if stages.stages > 1 and speaks_for_stage(model):
             self.stage, self.stages = stages.stage, stages.stages
             let_speak(True)
         with about(name):
-            graphs = GraphedModel(model, ddp, self.config, progress, name)
+            graphs = GraphedModel(model, ddp, self.config, name)
         if self._is_suspended:
             graphs.changes.suspend()
         self._graphs[key_of(model)] = graphs
-        self._when_gone(model, _let_go, self._graphs, self._gone, key_of(model))
+        self._when_gone(model, self._let_go, key_of(model))
         blocks: tuple[Any, Any] = model.decoder, getattr(model, "mtp", None)
         for block in blocks:
             if block is not None:
@@ -128,6 +114,9 @@ class Plugin:
         if any(graphs is other for other in self._graphs_inside(self._step_models)):
             self.step_graphs.add(graphs)
         return graphs
+
+    def _let_go(self, key: int) -> None:
+        self._gone.append(self._graphs.pop(key))
 
     def _when_gone(self, module: nn.Module, forget: Callable[..., object], *args: Any) -> None:
         finalizer = weakref.finalize(module, forget, *args)
@@ -179,7 +168,6 @@ class Plugin:
     def schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a schedule: what is due at a step boundary happens before it."""
 
-        @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             model = kwargs["model"]
             models = list(model) if isinstance(model, list | tuple) else [model]
@@ -197,8 +185,8 @@ class Plugin:
                 ran = self._graphs_inside(models)
                 for graphs in ran:
                     graphs.after_step()
-                if not kwargs.get("forward_only", False):
-                    self._interval_log.after_training_step(ran)
+                for graphs in () if kwargs.get("forward_only", False) else ran:
+                    graphs.after_training_step()
                 return result
             except BaseException:
                 for graphs in inside:
@@ -215,7 +203,6 @@ class Plugin:
         A model that goes on afterwards, with new groups, is captured again.
         """
 
-        @functools.wraps(original)
         def destroy(*args: Any, **kwargs: Any) -> Any:
             self._retire()
             group = args[0] if args else kwargs.get("group")

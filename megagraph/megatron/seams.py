@@ -31,6 +31,7 @@ __all__ = [
     *("is_engine_attention", "is_replaced", "made_in", "moe_metrics", "moe_records"),
     *("packs_say_documents", "permutation_sorts", "replaced_choice", "replaced_rope"),
     "router_losses_count_ranks",
+    "stand_in",
 ]
 
 # Releases that the tests run against. Others are tried, with a warning.
@@ -77,6 +78,20 @@ class Seam:
         names = inspect.signature(function).parameters
         missing = [parameter for parameter in self.parameters if parameter not in names]
         return f"{name} has no parameter {', '.join(missing)}" if missing else None
+
+
+def stand_in(afterwards: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Puts something in an attribute's place, the owner's own or an inherited one, until a stack closes."""
+    own = vars(owner)
+    put: Callable[[str, Any], None] = functools.partial(setattr, owner)
+    remove: Callable[[str], None] = functools.partial(delattr, owner)
+    if isinstance(own, dict):  # of an instance, where torch's modules look at each value
+        put, remove = own.__setitem__, own.__delitem__
+    if name in own:
+        afterwards.callback(put, name, own[name])
+    else:
+        afterwards.callback(remove, name)
+    put(name, value)
 
 
 # -- schedules and models ------------------------------------------------------------------------

@@ -6,43 +6,28 @@ return that a host has named for modules.
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megagraph import _C
 from megagraph.bank.sites import SiteSpec
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "WatchHandle", "keys_of", "watch", "weakly"]
+__all__ = ["IGNORED_ATTRIBUTES", "LayerWatch", "keys_of", "watch", "weakly"]
 
 Key = Callable[[], Any]
 Ineligible = Mapping[int, tuple[EagerReason, str]]
 
-# The functions hold whatever they hold; the modules are held weakly.
-_keys: weakref.WeakKeyDictionary[nn.Module, list[Key]] = weakref.WeakKeyDictionary()
-_key_changes = 0  # how often functions came or went
+# Of each module, which is held weakly, by the number of their handle. They hold whatever they hold.
+_keys: weakref.WeakKeyDictionary[nn.Module, OrderedDict[int, Key]] = weakref.WeakKeyDictionary()
 
 
-class WatchHandle:
-    """Takes a function back that `watch()` was given for a module."""
-
-    def __init__(self, module: nn.Module, key: Key) -> None:
-        self._module, self._key = weakref.ref(module), key
-
-    def remove(self) -> None:
-        """Takes it back; a second time does nothing."""
-        global _key_changes
-        module = self._module()
-        keys = [] if module is None else _keys.get(module, [])
-        if self._key in keys:
-            keys.remove(self._key)
-            _key_changes += 1
-
-
-def watch(module: nn.Module, *, key: Key) -> WatchHandle:
+def watch(module: nn.Module, *, key: Key) -> RemovableHandle:
     """Makes what `key()` returns part of the state that graphs of a module are captured in.
 
     For state that a forward reads and that stands in no attribute of a module: a variable of a closure, a
@@ -61,14 +46,19 @@ def watch(module: nn.Module, *, key: Key) -> WatchHandle:
     Raises:
         TypeError: if one of the two is something else, naming it.
     """
-    global _key_changes
     if not isinstance(module, nn.Module):
         raise TypeError(f"watch(): expected a torch.nn.Module, got {type(module).__name__}")
     if not callable(key):
         raise TypeError(f"watch(): key: expected a function without arguments, got {type(key).__name__}")
-    _keys.setdefault(module, []).append(key)
-    _key_changes += 1
-    return WatchHandle(module, key)
+    keys = _keys.setdefault(module, OrderedDict())
+    handle = RemovableHandle(keys)
+    keys[handle.id] = key
+    return handle
+
+
+def _registered() -> list[int]:
+    """The numbers of the functions that there are."""
+    return [number for keys in _keys.values() for number in keys] if _keys else []
 
 
 def keys_of(model: nn.Module) -> list[Key]:
@@ -80,7 +70,7 @@ def keys_of(model: nn.Module) -> list[Key]:
         key
         for module, keys in _keys.items()
         if module in inside or any(child is model for child in module.modules())
-        for key in keys
+        for key in keys.values()
     ]
 
 
@@ -159,7 +149,7 @@ class LayerWatch(_C.ModuleWatch):
             self._watch_state()
 
     def _watch_state(self) -> None:
-        self._keys_seen = _key_changes
+        self._keys_seen = _registered()
         guarded = [module for _name, module in self._guarded()]
         modules = [weakref.ref(module) for module in guarded]
         layer_list = getattr(self._block(), "layers", None)
@@ -181,15 +171,17 @@ class LayerWatch(_C.ModuleWatch):
 
     def whole_state(self) -> int:
         """Between steps: `state(True)`, with the functions that are part of it by now."""
-        if self._keys_seen != _key_changes:
+        if self._keys_seen != _registered():
             self._watch_state()
         return self.state(True)
 
-    def state_items(self) -> list[tuple[str, int, str]]:
-        """Every value of the state: its name, its hash, and what it is in words."""
+    def state_items(self) -> dict[str, tuple[int, str]]:
+        """The first value of the state with each name: its hash, and what it is in words."""
         names = [*(name for name, _module in self._guarded()), "the list of layers", "all modules"]
-        items = self._state.items()
-        return [(f"{names[index]}: {name}", value, words) for index, name, value, words in items]
+        items: dict[str, tuple[int, str]] = {}
+        for index, name, value, words in self._state.items():
+            items.setdefault(f"{names[index]}: {name}", (value, words))
+        return items
 
     def leave_out(self, stay_eager: Collection[int]) -> bool:
         """Takes layers that stay eager out of the state. Whether its hash is another one from now on."""

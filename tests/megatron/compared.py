@@ -8,7 +8,7 @@ from unittest import mock
 
 from megagraph.bank.sites import CapturedVariant
 from megagraph.bank.verify import Verification
-from megagraph.megatron.graphs.captures import Captures
+from megagraph.megatron.graphs.model import GraphedModel
 
 __all__ = ["every_graph_is_compared_or_named"]
 
@@ -25,26 +25,26 @@ def every_graph_is_compared_or_named() -> Iterator[None]:
 
     What was compared is noted where that happens, and not taken from what the plugin counts.
     """
-    compare, figures = Verification._compare, Captures.figures
+    compare, report = Verification._compare, GraphedModel.report
 
     def noting(verification: Verification, flight: Any, *args: Any) -> None:
         compare(verification, flight, *args)
         _compared(verification._variant).add(flight.index)
 
-    def checking(captures: Captures) -> dict[str, Any]:
-        found = figures(captures)
+    def checking(graphs: GraphedModel) -> dict[str, Any]:
+        found, bank = report(graphs), graphs.captures.bank
         named = {(it["variant"], it["site"]) for it in found["verification"]["unverified_sites"]}
         missing = [
             (str(captured.spec), site.name)
-            for captured in captures.bank.captured.values()
-            for index, site in captures.bank.graphable().items()
+            for captured in bank.captured.values()
+            for index, site in bank.graphable().items()
             if index not in _compared(captured) and (str(captured.spec), site.name) not in named
         ]
-        assert captures._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
+        assert graphs._config.verify == "off" or not missing, f"neither compared nor named: {missing}"
         return found
 
     with (
         mock.patch.object(Verification, "_compare", noting),
-        mock.patch.object(Captures, "figures", checking),
+        mock.patch.object(GraphedModel, "report", checking),
     ):
         yield

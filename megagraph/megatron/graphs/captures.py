@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph.bank.bank import Bank, Progress
+from megagraph import _C
+from megagraph.bank.bank import Bank
 from megagraph.bank.capture import BankOptions, GroupGaveUp, Verdict
 from megagraph.bank.sites import VariantSpec
 from megagraph.config import GraphConfig
@@ -22,31 +23,23 @@ from megagraph.megatron.graphs import while_capturing
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.graphs.layer_arguments import LayerArguments, MlaTables
 from megagraph.megatron.graphs.layers import BlockLayers
-from megagraph.megatron.graphs.variants import BlockInput, variant_spec
+from megagraph.megatron.graphs.variants import variant_spec
 from megagraph.megatron.graphs.verifying import Verifier
 from megagraph.megatron.graphs.walk import LayerLoop
 from megagraph.megatron.parallel.ddp import ParamSyncs, listen
-from megagraph.megatron.parallel.model_parallel import has_experts, slots_of
+from megagraph.megatron.parallel.model_parallel import slots_of
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.watch import IGNORED_ATTRIBUTES
+from megagraph.megatron.watch import IGNORED_ATTRIBUTES, LayerWatch
+from megagraph.report import capture_progress
 
 __all__ = ["Captures"]
 
 
 class Captures:
-    """The graphs of one model's layers, what they rely on, and the bank that holds them.
+    """The graphs of one model's layers, what they rely on, and the bank that holds them."""
 
-    Attributes:
-        layers, arguments: of the model's block; what these are called with, by variant.
-        bank: the present one, on which the dispatcher begins micro-batches.
-        watch: what its graphs rely on.
-        device: where the model is.
-        failures: what stays eager, in words.
-        verifier: keeps micro-batches that graphs are verified on.
-        loops: what replays each variant.
-        have_only_gradients_moved: that was all, when `what_changed()` was last asked.
-        valid_tokens: int64 [1], of all replayed packs.
-    """
+    bank: Bank  # the present one, on which the dispatcher begins micro-batches
+    watch: LayerWatch  # of what its graphs rely on
 
     def __init__(
         self,
@@ -56,19 +49,20 @@ class Captures:
         arguments: LayerArguments,
         dispatcher: Dispatcher,
     ) -> None:
-        self.layers, self.arguments = layers, arguments
+        self.layers, self.arguments = layers, arguments  # what layers are called with, by variant
         self._peers, self._tensor = peers, peers.tensor
         self._context = peers.context
-        self._config, self._dispatcher = config, dispatcher
+        self._config, self._dispatcher, self._due = config, dispatcher, dispatcher.due
         self.device = next(layers.model.parameters()).device
+        # Of all replayed packs.
         self.valid_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._workspaces: list[Tensor] = []
         self._mla_tables = MlaTables()
-        self.verifier = Verifier(config.verify, config.tail, peers)
-        self.failures: list[str] = []
+        self.verifier = Verifier(config, peers)
+        self.failures: list[str] = []  # what stays eager, in words
         self._last_holders = ""
-        self.have_only_gradients_moved = False
-        self.loops: dict[VariantKey, LayerLoop] = {}
+        self._progress = capture_progress() if config.progress else None
+        self.loops: dict[VariantKey, LayerLoop] = {}  # what replays each variant
         self._begin(former=None)
 
     def _begin(self, former: Bank | None, stay_eager: Collection[int] = ()) -> None:
@@ -103,6 +97,7 @@ class Captures:
             self.loops[key] = LayerLoop(self.layers.plan, self.bank, constants, before_sites)
         for key in self.loops.keys() - variants.keys():
             del self.loops[key], self.arguments[key]
+        self._mla_tables.keep(variants)
         self._dispatch()
 
     def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
@@ -125,45 +120,30 @@ class Captures:
         row_shape: tuple[int, ...],
         dtype: torch.dtype,
         params_type: type[Any],
-        progress: Progress | None,
-    ) -> bool:
+    ) -> None:
         """Captures variants, for hidden states of a row shape and dtype, and packs of a type.
 
-        A failure of a layer is logged and leaves it eager. Returns False if what was captured before had to
-        be dropped.
+        A failure of a layer is logged and leaves it eager.
         """
-        has_kept = True
         if self.watch.is_watching and self.layers.are_kept_out_otherwise():
-            has_kept = False
             self.reset()
         if not self.watch.is_watching:
             self._prepare()
         self._peers.hold(self.layers.specs)
         self._context.warm_up(self.device)
-        model = self.layers.model
-        block = BlockInput(
-            row_shape=row_shape,
-            dtype=dtype,
-            params_type=params_type,
-            tail=self._config.tail,
-            valid_tokens=self.valid_tokens,
-            mode="training" if model.decoder.training else "evaluation",
-            masks_tail=has_experts(model.config),
-            local_rows=self._tensor.rows,
-        )
-        variants = [self._variant(key, block) for key in keys]
+        variants = [self._variant(key, row_shape, dtype, params_type) for key in keys]
         seconds = self.bank.capture_seconds
         try:
-            has_kept = self._capture_and_verify(variants, progress) and has_kept
+            self._capture_and_verify(variants)
         except GroupGaveUp as error:
             log.warning("%s; training goes on eager", error)
             self._abandon(str(error), variants, EagerReason.GROUP_DISAGREED)
-            return False
+            return
         except Exception as error:
             log.exception("capture failed; training goes on eager")
             self._peers.max_over_ranks([Verdict.GAVE_UP])
             self._abandon(f"{type(error).__name__}: {error}", variants, EagerReason.CAPTURE_FAILED)
-            return False
+            return
         self._workspaces = while_capturing.held_workspaces()
         self.failures += self.bank.take_failures()
         self.watch.expect_memory(grad=any(variant.training for variant in variants))
@@ -172,16 +152,12 @@ class Captures:
         shapes = "; ".join(dict.fromkeys(str(key.capacity) for key in keys))
         seconds = self.bank.capture_seconds - seconds
         log.info("captured %d graphs in %.2f s for %s", self.bank.num_graphs, seconds, shapes)
-        return has_kept
 
-    def _capture_and_verify(self, variants: Sequence[VariantSpec], progress: Progress | None) -> bool:
-        """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined.
-
-        Returns False if what was captured before had to be dropped.
-        """
-        keys, has_kept = [variant.key for variant in variants], True
+    def _capture_and_verify(self, variants: Sequence[VariantSpec]) -> None:
+        """Captures, and again without the layers whose graphs turn out to be wrong, or with others joined."""
+        keys = [variant.key for variant in variants]
         while True:
-            self.bank.capture(variants, progress)
+            self.bank.capture(variants, self._progress)
             self._agree_on_variants()
             failing: Mapping[int, Why] = {
                 error.index: (error.reason, error.detail) for error in self.bank.failures
@@ -189,12 +165,11 @@ class Captures:
             if not self.layers.are_to_join_otherwise(failing):
                 failing = self._find_failing(keys)
                 if not failing:
-                    return has_kept
+                    return
                 if not self.layers.are_to_join_otherwise(failing):
                     self._leave_eager(failing)
                     self.bank.drop(keys)
                     continue
-            has_kept = has_kept and {*self.bank.variants} <= {*keys}
             self.reset()
             self._prepare()
             self._peers.hold(self.layers.specs)
@@ -212,6 +187,7 @@ class Captures:
         elif failing:
             self._leave_eager(failing)
             self.drop([*self.bank.variants])
+            self._due.forget_graphs()
         return not failing
 
     def _prepare(self) -> None:
@@ -250,39 +226,48 @@ class Captures:
             self.bank.eager_variants[variant.key] = reason
         self._dispatch()
 
-    def _variant(self, key: VariantKey, block: BlockInput) -> VariantSpec:
+    def _variant(
+        self, key: VariantKey, row_shape: tuple[int, ...], dtype: torch.dtype, params_type: type[Any]
+    ) -> VariantSpec:
+        layers, tail = self.layers, self._config.tail
+        model, packs = layers.model, _C.CanonicalPacks(key, tail.extra_seqs)
+        assert key.capacity is not None
+        rows = self._tensor.rows(key.capacity.tokens)
+        hidden = torch.empty((rows, *row_shape), dtype=dtype, device="meta")
+
         @contextlib.contextmanager
         def context() -> Iterator[None]:
-            model = self.layers.model  # looked up each time: variants must not keep it alive
-            decoder = model.decoder
+            decoder = layers.model.decoder  # looked up each time: variants must not keep it alive
             kept, tables = while_capturing.step_kept(decoder), self._mla_tables.answering(decoder, key)
             with self._context.showing_size(key.cp_size), kept, tables:
                 yield
 
-        def block_arguments(params: Any, hidden: Tensor) -> Mapping[str, Any]:
+        def arguments(*offsets: Any) -> Mapping[str, Any]:
+            params = packs.make(params_type, *offsets)
+            _C.mark_canonical(params)
             constants = self.arguments.of(key, params, hidden)
             return {"attention_mask": None, "packed_seq_params": params, **constants}
 
-        return variant_spec(key, block, block_arguments, context)
+        return variant_spec(key, model, hidden, packs, self.valid_tokens, arguments, context)
 
     # -- what graphs rely on ----------------------------------------------------------------------
 
     def what_changed(self) -> EagerReason | None:
         """Why the graphs must not be replayed any more, or None."""
-        self.have_only_gradients_moved = False
         if self.bank.has_other_streams():
             return EagerReason.ADDRESS_MOVED
         if self.layers.follow():
-            self._param_syncs = ParamSyncs(self.layers.ddp, self.layers.specs)
-            self.watch = self.layers.new_watch()
-            self._dispatch()
+            self.reset()
             return EagerReason.PARAMETERS_CHANGED
-        changed = self.watch.what_changed(self.layers.find_ineligible)
-        self.have_only_gradients_moved = self.watch.have_only_gradients_moved
-        return changed
+        return self.watch.what_changed(self.layers.find_ineligible)
+
+    def have_only_gradients_moved(self) -> bool:
+        """Whether that was all."""
+        return self.watch.have_only_gradients_moved and not self.bank.has_other_streams()
 
     def reset(self) -> None:
-        """Releases every graph and begins another bank; the counters go on."""
+        """Releases every graph and begins another bank; the counters go on, and what was captured is due."""
+        self._due.forget_graphs()
         self.bank.release()
         self._peers.let_go()
         self.arguments.clear()
@@ -294,20 +279,3 @@ class Captures:
         """Releases the graphs of some variants. Only if no slot is held."""
         self.bank.drop(keys)
         self._follow_variants()
-        self._mla_tables.keep(self.bank.variants)
-
-    # -- figures ---------------------------------------------------------------------------------
-
-    def figures(self) -> dict[str, Any]:
-        """Layers, graphs, their memory, the time spent capturing over all banks, and what stays eager."""
-        return {
-            "layers": self.layers.num_sites,
-            "sites": len(self.bank.specs),
-            "graphs": self.bank.num_graphs,
-            "slots": self.bank.num_slots,
-            "most_in_flight": self.bank.most_in_flight,
-            "pool_bytes": self.bank.pool_bytes(),
-            "capture_seconds": self.bank.capture_seconds,
-            "failures": list(self.failures),
-            "verification": self.verifier.report(),
-        }

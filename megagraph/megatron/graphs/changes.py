@@ -20,7 +20,7 @@ it more or fewer of them.
 """
 
 import gc
-import json
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,43 +28,38 @@ from typing import Any
 import torch
 
 from megagraph import _C
-from megagraph.decide.dispatch import PackForm, VariantKey
+from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
 from megagraph.log import log
 from megagraph.megatron.graphs.captures import Captures
 from megagraph.megatron.graphs.dispatcher import Dispatcher
 from megagraph.megatron.parallel.peers import Peers
+from megagraph.megatron.scopes.moe import forget_calls
 
 __all__ = ["Changes"]
 
 _DISAGREED, _MOVED = EagerReason.GROUP_DISAGREED, EagerReason.ADDRESS_MOVED
 _MOST_NAMED = 3  # values that have changed
 _MOST_DROPPED = 2  # times that graphs of a state may go for those of another one
-_WAITS, _WITHOUT = "waits", "-"  # what a rank says that cannot capture; that cannot if gradients are recorded
+# A rank can capture, also what records gradients, and nothing is due.
+_IDLE: tuple[bool, bool, list[VariantKey]] = (True, True, [])
 _PATIENCE = 20  # steps in which another rank cannot capture until this one says so
 
 
 class Changes:
-    """What keeps the running step eager, here or on another rank of the group.
-
-    Attributes:
-        reason: why every micro-batch of the step runs eager, or None.
-        gradients_reason: why those do whose graphs add to main gradients, or None.
-        has_resumed: the host has announced that what moved up to now has moved.
-        is_suspended: it has announced that something may move, and nothing is to be replayed.
-        has_raised: the last step has, and may have left tensors of its micro-batches behind.
-    """
+    """What keeps the running step eager, here or on another rank of the group."""
 
     def __init__(self, captures: Captures, peers: Peers, dispatcher: Dispatcher, most_states: int) -> None:
         self._captures, self._peers, self._dispatcher = captures, peers, dispatcher
         self._due, self._states = dispatcher.due, dispatcher.states
         self._most = most_states  # that may have graphs at once
         self._has_moved = False  # without an announcement: what moves once moves again
+        # Why every micro-batch of the step runs eager; why those do whose graphs add to main gradients.
         self.reason: EagerReason | None = None
         self.gradients_reason: EagerReason | None = None
-        self.has_resumed = False
-        self.is_suspended = False
-        self.has_raised = False
+        self.has_resumed = False  # the host has announced that what moved up to now has moved
+        self.is_suspended = False  # it has announced that something may move: nothing is to be replayed
+        self.has_raised = False  # the last step has, and may have left tensors of its micro-batches behind
         self._waited = 0  # steps in a row that another rank could not capture in
         # -- states --
         self._met = 0, 0  # fingerprint and settings at the last boundary
@@ -86,11 +81,6 @@ class Changes:
         self.has_resumed = self.has_resumed or self.is_suspended
         self.is_suspended = False
         self._dispatcher.set_suspended(False)
-
-    @property
-    def keep_training_eager(self) -> bool:
-        """Whether the step that begins replays no training graph."""
-        return self.is_suspended or self.reason is not None or self.gradients_reason is not None
 
     # -- what has changed ------------------------------------------------------------------------
 
@@ -124,7 +114,7 @@ class Changes:
     ) -> None:
         """Learns what keeps other ranks' steps eager, and drops the same graphs as they."""
         stops = changed if changed is not None and self._costs_step(changed, captures) else None
-        is_partial = changed is None or self._captures.have_only_gradients_moved
+        is_partial = changed is None or self._captures.have_only_gradients_moved()
         self.reason = None if is_partial else stops
         self.gradients_reason = _MOVED if is_away else stops
         is_eager = runs_eager or self.reason is not None
@@ -144,7 +134,7 @@ class Changes:
         if is_broken and context.is_whole:
             # Those ranks have dropped theirs: a pack that they share with this one is in no graph there.
             context.give_up()
-            self.drop_everything()
+            self._captures.reset()
             log.warning("other ranks have destroyed a group of theirs alone: nothing is captured any more")
 
     def _clean_up(self) -> None:
@@ -152,7 +142,7 @@ class Changes:
         self.has_raised = False
         bank, layers = self._captures.bank, self._captures.layers
         if bank.holders():
-            layers.forget_calls()
+            forget_calls(layers.model.decoder.layers)
             gc.collect()
         if holders := bank.holders():
             log.warning("a step that raised has left tensors that somebody holds: %s", holders)
@@ -164,17 +154,12 @@ class Changes:
         is_first, self._has_moved = not self._has_moved, True
         return is_first or not captures
 
-    def drop_everything(self) -> None:
-        """Drops all graphs, on this rank."""
-        self._captures.reset()
-        self._due.forget_graphs()
-
     def _drop(self, is_partial: bool) -> None:
         """Drops the same graphs on all ranks: all of them where one rank cannot keep some."""
         bank, watch = self._captures.bank, self._captures.watch
         (everything,) = self._peers.max_over_ranks([int(not is_partial or bool(bank.holders()))])
         if everything:
-            self.drop_everything()
+            self._captures.reset()
         else:
             self._captures.drop([key for key in bank.variants if key.grad])
             watch.forget_gradients()
@@ -183,34 +168,29 @@ class Changes:
     # -- what is captured ------------------------------------------------------------------------
 
     def due_anywhere(self, can_capture: bool) -> set[VariantKey]:
-        """What is captured now, the same on all ranks; nothing while they want different graphs.
+        """What is captured now, in the state of now and the same on all ranks.
 
-        `can_capture`: shapes are known on this rank.
+        Nothing while they want different graphs, a slot is held or memory is away. `can_capture`: shapes are
+        known on this rank.
         """
-        due = self._due_now() if can_capture else set()
+        bank, watch = self._captures.bank, self._captures.watch
+        can_capture = can_capture and not torch.is_inference_mode_enabled()
+        has_memory, has_gradients = watch.has_memory(grad=False), watch.has_memory(grad=True)
+        has_gradients = has_gradients and self.gradients_reason is None
+        due: set[VariantKey] = set()
+        if can_capture and self._due.due and self._has_place():
+            kinds = self._due.due_in(self._states.current, torch.is_grad_enabled())
+            due = {kind for kind in kinds if (has_gradients if kind.grad else has_memory)}
+        if due and not self._captures.is_idle():
+            due.clear()
         if self._peers.run_other_packs:
             # What others have met is captured here as well, so whatever keeps a capture back does so first.
-            bank, watch = self._captures.bank, self._captures.watch
-            is_held = torch.is_inference_mode_enabled() or bool(bank.holders())
-            can_capture = can_capture and not is_held and watch.has_memory(grad=False)
-            has_gradients = self.gradients_reason is None and watch.has_memory(grad=True)
+            can_capture = can_capture and has_memory and not bank.holders()
             return self._due_on_all(due, can_capture=can_capture, has_gradients=has_gradients)
         if self._peers.size > 1 and not self._peers.agree_on(repr(sorted(map(repr, due)))):
             log.warning("capture waits: ranks of the group want different graphs")
             return set()
         return due
-
-    def _due_now(self) -> set[VariantKey]:
-        """What may be captured: in the state of now alone; nothing while a slot is held or memory is away."""
-        if not self._due.due or torch.is_inference_mode_enabled() or not self._has_place():
-            return set()
-        away, watch = self.gradients_reason, self._captures.watch
-        due = {
-            kind
-            for kind in self._due.due_in(self._states.current, torch.is_grad_enabled())
-            if (away is None or not kind.grad) and watch.has_memory(grad=kind.grad)
-        }
-        return due if due and self._captures.is_idle() else set()
 
     def _due_on_all(
         self, due: Iterable[VariantKey], *, can_capture: bool, has_gradients: bool
@@ -222,27 +202,25 @@ class Changes:
         """
         context = self._peers.context
         can_capture = can_capture and context.is_whole
-        here = (_said(due) if has_gradients else _WITHOUT + _said(due)) if can_capture else _WAITS
-        said = self._peers.gather(here)
-        waiting = [rank for rank, kinds in enumerate(said) if kinds == _WAITS]
-        wanted = [kinds.removeprefix(_WITHOUT) for kinds in said if kinds != _WAITS]
-        self._waited = self._waited + 1 if waiting and any(wanted) and can_capture else 0
+        here = can_capture, has_gradients, sorted(due) if can_capture else []
+        # Nothing is said as long as there is nothing to say, which costs little.
+        text = "" if here == _IDLE else pickle.dumps(here, protocol=0).decode()
+        said = [pickle.loads(each.encode()) if each else _IDLE for each in self._peers.gather(text)]
+        waiting = [str(rank) for rank, (can, _has_gradients, _kinds) in enumerate(said) if not can]
+        wanted = {kind for _can, _has_gradients, kinds in said for kind in kinds}
+        self._waited = self._waited + 1 if waiting and wanted and can_capture else 0
         if self._waited == _PATIENCE:
             log.warning(
                 "a capture has waited for %d steps: rank %s of those that may share packs cannot capture. "
                 "It has run no pack yet, or something holds its graphs, or its memory or a group is away",
                 _PATIENCE,
-                ", ".join(map(str, waiting)),
+                ", ".join(waiting),
             )
         if waiting:
             return set()
-        return {
-            kind.replace(cp_size=size)
-            for kinds in wanted
-            for kind in (_kind_of(values) for values in json.loads(kinds or "[]"))
-            for size in context.sizes
-            if not kind.grad or not any(each.startswith(_WITHOUT) for each in said)
-        }
+        have_gradients = all(has for _can, has, _kinds in said)
+        wanted = {kind for kind in wanted if have_gradients or not kind.grad}
+        return {kind.replace(cp_size=size) for kind in wanted for size in context.sizes}
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -282,7 +260,8 @@ class Changes:
                 self._forget_oldest_states()
 
     def _raise_for_ranks(self) -> None:
-        of_ranks = self._peers.gather(_differences(self._items, self._items_of_now()) or "nothing")
+        watch = self._captures.watch
+        of_ranks = self._peers.gather(_differences(self._items, watch.state_items()) or "nothing")
         said = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(of_ranks))
         raise RuntimeError(
             "inside a step the layers' state changed on some of the ranks that run the same packs and not on "
@@ -290,17 +269,11 @@ class Changes:
             + said
         )
 
-    def _items_of_now(self) -> dict[str, tuple[int, str]]:
-        items: dict[str, tuple[int, str]] = {}
-        watch = self._captures.watch
-        for name, value, words in watch.state_items():
-            items.setdefault(name, (value, words))
-        return items
-
     def _name_what_changed(self) -> None:
         if self._has_warned and self._new_in_a_row > self._most:  # a walk over everything, in each step
             return
-        now = self._items_of_now()
+        watch = self._captures.watch
+        now = watch.state_items()
         changed = _differences(self._items, now) or "the numeric settings"
         if self._items:
             self._made_new[self._states.current] = changed
@@ -328,7 +301,7 @@ class Changes:
         watch, bank = self._captures.watch, self._captures.bank
         if watch.leave_out(bank.eager_sites):
             self._states.add_name(watch.whole_state())
-            self._items = self._items_of_now()
+            self._items = watch.state_items()
         self._unguarded = sorted(watch.names_left_out())
         if self._unguarded:
             log.info("no part of the layers' state: %s", ", ".join(self._unguarded))
@@ -389,13 +362,3 @@ def _differences(before: dict[str, tuple[int, str]], now: dict[str, tuple[int, s
     said = [f"{name} {one[1]} -> {other[1]}" for name, (one, other) in pairs.items() if one[0] != other[0]]
     more = len(said) - _MOST_NAMED
     return ", ".join(said[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _said(kinds: Iterable[VariantKey]) -> str:
-    """Kinds as JSON; nothing for none."""
-    said = [{**kind.as_dict(), "form": kind.form.as_dict()} for kind in sorted(kinds)]
-    return json.dumps(said) if said else ""
-
-
-def _kind_of(values: dict[str, Any]) -> VariantKey:
-    return VariantKey(**{**values, "form": PackForm(**values["form"])})

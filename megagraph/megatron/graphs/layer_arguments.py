@@ -14,6 +14,7 @@ an eager micro-batch, a recompute in the backward), the offsets are these.
 """
 
 import contextlib
+import functools
 import inspect
 import types
 import weakref
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.megatron.graphs.entry import Entries
-from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams
+from megagraph.megatron.seams import GPT_FORWARD, MLA_ATTENTION, has_mla, hybrid_seams, stand_in
 
 __all__ = ["Constants", "LayerArguments", "MlaTables", "layer_constants"]
 
@@ -71,20 +72,18 @@ class LayerArguments(dict[Hashable, Constants]):
 
     What a host hands to layers in place of a table, frequencies of each token for one, has rows for the pack
     as it was given.
-
-    Attributes:
-        depend_on_max_seqlen: tables say where positions begin; with fused RoPE these begin anew in documents.
-        are_cut: multi-latent attention makes the tables, and cuts them to the rows of the pack.
-        are_own: the layers were handed the model's own table when that was last asked; None before.
     """
 
     def __init__(self, model: nn.Module, entries: Entries) -> None:
         super().__init__()
         self._model, self._entries = weakref.ref(model), entries
         config: Any = model.config
+        # Multi-latent attention makes the tables, and cuts them to the rows of the pack.
         self.are_cut = has_mla(model)
         has_tables = self.are_cut or getattr(model, "rotary_pos_emb", None) is not None
+        # They say where positions begin; with fused RoPE these begin anew in documents.
         self.depend_on_max_seqlen = has_tables and not config.apply_rope_fusion
+        # Whether the layers were handed the model's own table when that was last asked; None before.
         self.are_own: bool | None = None
         self._own_tables: dict[int, tuple[Tensor, int]] = {}  # by rows, and how often they were written
 
@@ -226,14 +225,10 @@ class MlaTables:
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, weakref.WeakKeyDictionary[nn.Module, _Answers]] = {}
-        self._distinct: list[Any] = []
 
     def keep(self, variants: Container[Hashable]) -> None:
         """Lets go of what other variants were answered, whose graphs were dropped."""
         self._answers = {key: answers for key, answers in self._answers.items() if key in variants}
-        by_embedding = (answers for of_variant in self._answers.values() for answers in of_variant.values())
-        asked = (table for answers in by_embedding for table in answers.values())
-        self._distinct = [*{id(table): table for table in asked}.values()]
 
     @contextlib.contextmanager
     def answering(self, block: nn.Module, variant: Hashable) -> Iterator[None]:
@@ -244,26 +239,12 @@ class MlaTables:
         before a capture.
         """
         of_variant = self._answers.setdefault(variant, weakref.WeakKeyDictionary())
-        asked = [
-            (embedding, name)
-            for embedding in _embeddings(block)
-            for name in (_ANGLES, _COSINES)
-            if hasattr(embedding, name)
-        ]
-        before = [vars(embedding).get(name) for embedding, name in asked]
-        kept = [
-            self._kept(of_variant.setdefault(embedding, {}), embedding, name) for embedding, name in asked
-        ]
-        for (embedding, name), answer in zip(asked, kept, strict=True):
-            vars(embedding)[name] = answer
-        try:
+        with contextlib.ExitStack() as afterwards:
+            for embedding in _embeddings(block):
+                answers = of_variant.setdefault(embedding, {})
+                for name in filter(functools.partial(hasattr, embedding), (_ANGLES, _COSINES)):
+                    stand_in(afterwards, embedding, name, self._kept(answers, embedding, name))
             yield
-        finally:
-            for (embedding, name), own in zip(asked, before, strict=True):
-                if own is None:
-                    del vars(embedding)[name]
-                else:
-                    vars(embedding)[name] = own
 
     def _kept(self, answers: _Answers, embedding: nn.Module, name: str) -> Callable[..., Any]:
         ask = getattr(embedding, name)
@@ -281,11 +262,9 @@ class MlaTables:
         return answer
 
     def _shared(self, made: Any) -> Any:
-        for known in self._distinct:
-            if _are_equal(known, made):
-                return known
-        self._distinct.append(made)
-        return made
+        by_embedding = (answers for of_variant in self._answers.values() for answers in of_variant.values())
+        distinct = {id(table): table for answers in by_embedding for table in answers.values()}
+        return next((known for known in distinct.values() if _are_equal(known, made)), made)
 
 
 def _embeddings(block: nn.Module) -> list[nn.Module]:

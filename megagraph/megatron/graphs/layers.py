@@ -28,24 +28,26 @@ from megagraph.megatron.graphs.while_capturing import block_context
 from megagraph.megatron.parallel.ddp import accumulator_hooks, borders_of, is_ddp_hook
 from megagraph.megatron.parallel.groups import refused_for_groups
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.megatron.scopes.moe import forget_calls
 from megagraph.megatron.scopes.plan import BlockPlan
 from megagraph.megatron.watch import LayerWatch, keys_of
 
-__all__ = ["BlockLayers"]
+__all__ = ["BlockLayers", "found_anywhere"]
+
+
+def found_anywhere(
+    peers: Peers, found: Mapping[int, Why], num_sites: int, elsewhere: str
+) -> Mapping[int, Why]:
+    """Sites, by index, of which some rank of the group has found something; `elsewhere` if not this one."""
+    anywhere = peers.max_over_ranks([int(index in found) for index in range(num_sites)])
+    disagreed = EagerReason.GROUP_DISAGREED, elsewhere
+    return {index: found.get(index, disagreed) for index, is_found in enumerate(anywhere) if is_found}
 
 
 class BlockLayers:
-    """The layers that a block has, or had when it was last looked at. Keeps no model alive.
+    """The layers that a block has, or had when it was last looked at. Keeps no model alive."""
 
-    Attributes:
-        scopes: what of each layer is graphed; none for whole layers.
-        plan: the steps of the layers, of which several whole ones may be joined.
-        num_sites: how many sites there are while none are joined.
-    """
-
-    plan: BlockPlan
-    num_sites: int
+    plan: BlockPlan  # their steps, of which several whole ones may be joined
+    num_sites: int  # while none are joined
 
     def __init__(
         self, model: nn.Module, ddp: nn.Module | None, peers: Peers, config: GraphConfig, entries: Entries
@@ -53,6 +55,7 @@ class BlockLayers:
         self._model = weakref.ref(model)
         self.ddp = ddp
         self._peers, self._entries = peers, entries
+        # What of each layer is graphed; none for whole layers.
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self._joins = config.cuda_graph_granularity == "chunk"
         self._apart: set[int] = set()  # layers whose site of several has failed
@@ -101,11 +104,6 @@ class BlockLayers:
             return True
         return False
 
-    def forget_calls(self) -> None:
-        """Drops what layers keep of calls whose backward will not come."""
-        block = self.model.decoder
-        forget_calls(block.layers)
-
     def new_watch(self, stay_eager: Collection[int] = ()) -> LayerWatch:
         """Watches them from now on, but for the state of those that stay eager, by index."""
         model = self._model
@@ -148,14 +146,11 @@ class BlockLayers:
         """Those that some rank of the group cannot graph, or that were found to be at fault before."""
         here = self.find_ineligible()
         self._kept_out = self._kept_out_now()
-        anywhere = self._peers.max_over_ranks([int(index in here) for index in range(len(self.specs))])
-        disagreed = EagerReason.GROUP_DISAGREED, "another rank of the group cannot graph it"
-        ineligible = {index: here.get(index, disagreed) for index, found in enumerate(anywhere) if found}
+        elsewhere = "another rank of the group cannot graph it"
+        ineligible = found_anywhere(self._peers, here, len(self.specs), elsewhere)
         starts = enumerate(place.start for place in self._places)
-        return {
-            **ineligible,
-            **{index: self._wrong[start] for index, start in starts if start in self._wrong},
-        }
+        wrong = {index: self._wrong[start] for index, start in starts if start in self._wrong}
+        return {**ineligible, **wrong}
 
     def are_kept_out_otherwise(self) -> bool:
         """Whether other layers than before the first capture must not be in a graph, or not be split.

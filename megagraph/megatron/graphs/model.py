@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.bank import Progress
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import VariantKey
 from megagraph.decide.reasons import EagerReason
@@ -50,33 +49,13 @@ def _ranks_of_experts(model: Any) -> HostGroup:
 
 
 class GraphedModel:
-    """Everything the plugin knows of one GPTModel or HybridModel.
+    """Everything the plugin knows of one GPTModel or HybridModel, which it holds weakly."""
 
-    Attributes:
-        model: the model itself, weakly.
-        entries: how it and its block are entered.
-        peers, tensor, context: the ranks that run the same packs; of these, those that share its layers, and
-            those that share a micro-batch.
-        dispatcher: decides which variant takes a pack.
-        captures: its graphs.
-        verifier: keeps micro-batches that graphs are verified on.
-        changes: what keeps a step eager.
-        refusal: why the whole model stays eager, or None.
-        running: what its forward runs now: padded, or as given.
-        hands_on: another stage or chunk of a pipeline gets its hidden states.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        ddp: nn.Module | None,
-        config: GraphConfig,
-        progress: Progress | None,
-        name: str,
-    ) -> None:
+    def __init__(self, model: nn.Module, ddp: nn.Module | None, config: GraphConfig, name: str) -> None:
         check_graph_options(model.config)
-        self.model, self._config, self._progress, self.name = weakref.ref(model), config, progress, name
+        self.model, self._config, self.name = weakref.ref(model), config, name
         self.entries = Entries(model)
+        # Another stage or chunk of a pipeline gets its hidden states.
         self.hands_on = not getattr(model, "post_process", True)
         self.peers = Peers(model, config.cp_sizes)
         self.tensor, self.context = self.peers.tensor, self.peers.context
@@ -87,7 +66,7 @@ class GraphedModel:
         self.captures = Captures(self._layers, self.peers, config, self._arguments, self.dispatcher)
         self.verifier = self.captures.verifier
         self.changes = Changes(self.captures, self.peers, self.dispatcher, config.cuda_graph_max_states)
-        self.refusal: Refusal | None = None
+        self.refusal: Refusal | None = None  # why the whole model stays eager
         self._refuse(refusal_of(model, ddp, self._layers.scopes, config))
         self._learners: HostGroup = self.peers  # of capacities
         if self.refusal is None:
@@ -99,7 +78,9 @@ class GraphedModel:
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
         self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
         self._unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
-        self.running: MicroBatch | EagerReason | None = None
+        self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
+        self._training_steps = 0
+        self._last_counters: dict[str, int] = {}  # in the log
 
     def _refuse(self, refusal: Refusal | None) -> None:
         """Keeps the whole model eager, and says so in the log and in the report."""
@@ -261,7 +242,7 @@ class GraphedModel:
         self._layers.ddp = ddp
         captures = self.captures
         captures.failures.clear()  # of its hooks, which nobody expected
-        self.changes.drop_everything()
+        self.captures.reset()
         if self.refusal is None:
             self._refuse(refusal_of(model, ddp, self._layers.scopes, self._config))
 
@@ -308,7 +289,6 @@ class GraphedModel:
         if changes.reason is not None:
             return
         if self.verifier.pending is not None and not self.captures.is_still_right():
-            self._due.forget_graphs()
             return
         can_capture = self._rows is not None and bool(self.dispatcher.by_cp_size)
         if (self._due.due or self.peers.size > 1) and (kinds := changes.due_anywhere(can_capture)):
@@ -317,7 +297,9 @@ class GraphedModel:
     @property
     def may_replay_training(self) -> bool:
         """Whether there are training graphs, and nothing keeps them from the step that begins."""
-        return not self.changes.keep_training_eager and any(kind.grad for kind in self._due.captured)
+        changes = self.changes
+        is_eager = changes.is_suspended or changes.reason is not None or changes.gradients_reason is not None
+        return not is_eager and any(kind.grad for kind in self._due.captured)
 
     def _capture(self, kinds: set[VariantKey]) -> None:
         assert self._rows is not None
@@ -325,8 +307,7 @@ class GraphedModel:
         self.changes.make_room()
         is_first = not due.captured
         variants = self.dispatcher.variants(kinds)
-        if not self.captures.capture(variants, *self._rows, self._params_type, self._progress):
-            due.forget_graphs()
+        self.captures.capture(variants, *self._rows, self._params_type)
         if is_first:
             self.changes.follow_eager_layers()
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again
@@ -343,22 +324,37 @@ class GraphedModel:
                     "with" if kind.grad else "without",
                 )
 
+    def after_training_step(self) -> None:
+        """Counts it, and now and then says what was replayed since it last did, and what is guarded."""
+        self._training_steps += 1
+        interval = self._config.log_interval
+        if not interval or self._training_steps % interval:
+            return
+        bank = self.captures.bank
+        now = bank.counters()
+        since = {name: count - self._last_counters.get(name, 0) for name, count in now.items()}
+        self._last_counters = now
+        eager = {reason.name: since[reason.name] for reason in EagerReason if since[reason.name]}
+        reasons = ", ".join(f"{name} {count}" for name, count in eager.items())
+        log.info(
+            "steps %d-%d: %s: %d of %d layer calls replayed, %d eager%s; %s; %s",
+            *(self._training_steps - interval + 1, self._training_steps, self.name),
+            *(since["replays"], since["calls"], sum(eager.values()), f" ({reasons})" if reasons else ""),
+            *(self.changes.describe(), self.verifier.describe(bank)),
+        )
+
     def leave_group(self, group: Any) -> None:
         """Drops every graph that holds collectives of a group that is about to go; None is every group."""
         if self.peers.use(group):
             self.peers.leave(group)
-            self.changes.drop_everything()
-
-    def guards(self) -> str:
-        """What is guarded and what was verified so far, in words."""
-        return f"{self.changes.describe()}; {self.verifier.describe()}"
+            self.captures.reset()
 
     def report(self) -> dict[str, Any]:
         """Counters, padding and captures as plain values. Waits for the device."""
-        captures, by_size = self.captures, self.dispatcher.counts() if self.context.is_dynamic else {}
-        counters, figures = captures.bank.counters(), captures.figures()
-        refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
+        captures, bank = self.captures, self.captures.bank
+        counters, by_size = bank.counters(), self.dispatcher.counts() if self.context.is_dynamic else {}
         valid, replayed = int(captures.valid_tokens.item()), self.dispatcher.replayed_tokens
+        refused = [] if self.refusal is None else [f"{self.name} {self.refusal}"]
         return {
             "model": self.name,
             "calls": counters["calls"],
@@ -367,7 +363,14 @@ class GraphedModel:
             "capacities": self.dispatcher.report(),
             "cp_sizes": {str(size): counts for size, counts in by_size.items()},
             "padding_share": 1 - valid / replayed if replayed else None,
-            **figures,
+            "layers": self._layers.num_sites,
+            "sites": len(bank.specs),
+            "graphs": bank.num_graphs,
+            "slots": bank.num_slots,
+            "most_in_flight": bank.most_in_flight,
+            "pool_bytes": bank.pool_bytes(),
+            "capture_seconds": bank.capture_seconds,
+            "verification": self.verifier.report(bank),
             **self.changes.report(),
-            "failures": [*refused, *figures["failures"]],
+            "failures": [*refused, *captures.failures],
         }

@@ -4,7 +4,7 @@
 Mixtures of experts run on canonical packs if their router lets rows past the pack's end go.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ def refusal_of(
     options: GraphConfig = _BY_DEFAULT,
 ) -> Refusal | None:
     """The first thing in a model, or in the DDP around it, that graphs of these scopes do not support yet."""
-    what = _unsupported(model, ddp, options)
+    what = next(_unsupported(model, ddp, options), None)
     if what is not None:
         return Refusal(reason=EagerReason.SCOPE_UNSUPPORTED, sentence=f"{what} is not supported yet")
     block: Any = model.decoder
@@ -127,145 +127,111 @@ def refusal_of(
     return None if broken is None else Refusal(reason=broken[0], sentence=broken[1])
 
 
-def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> str | None:
-    config, block = model.config, model.decoder
-    option = _unsupported_option(config, _UNSUPPORTED)
-    if option is not None:
-        attribute, name = option
-        return f"{name} ({attribute}={getattr(config, attribute)!r})"
-    if config.hybrid_context_parallel and not options.cp_sizes:
-        return "hybrid context parallelism (hybrid_context_parallel=True) without cp_sizes"
-    if getattr(getattr(ddp, "ddp_config", None), "use_megatron_fsdp", False):
-        return "Megatron-FSDP"
-    if getattr(model, "position_embedding_type", None) == "mrope":
-        return "multimodal RoPE (position_embedding_type='mrope')"
-    replaced = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
-    if replaced is not None:
-        return f"{replaced} in place of Megatron's RoPE"
-    return (
-        _unsupported_prediction(model)
-        or _unsupported_pattern(block)
-        or _unsupported_module(block)
-        or _unsupported_context(model)
-        or _unsupported_pipeline(model)
-        or _unsupported_experts(config, block)
-    )
+def _set(what: str, config: Any, attribute: str) -> str:
+    """Something that an attribute of a config asks for."""
+    return f"{what} ({attribute}={getattr(config, attribute)!r})"
 
 
-def _unsupported_option(config: Any, options: Sequence[_Option]) -> tuple[str, str] | None:
-    """The attribute of the first option with another value than the one that is fine, and its name."""
+def _other_options(config: Any, options: Sequence[_Option], of: str = "") -> Iterator[str]:
+    """The options with another value than the one that is fine."""
     for attribute, fine, name in options:
         if getattr(config, attribute, fine) not in (fine, None):
-            return attribute, name
-    return None
+            yield _set(of + name, config, attribute)
 
 
-def _unsupported_prediction(model: Any) -> str | None:
-    """Multi-token prediction that could not be handed the pack as it was given."""
-    block = getattr(model, "mtp", None)
-    if block is None:
-        return None
-    if model.config.sequence_parallel:
+def _unsupported(model: Any, ddp: Any, options: GraphConfig) -> Iterator[str]:
+    """What graphs do not support yet, in words; whoever asks stops at the first thing."""
+    config, block = model.config, model.decoder
+    yield from _other_options(config, _UNSUPPORTED)
+    if config.hybrid_context_parallel and not options.cp_sizes:
+        yield f"{_set('hybrid context parallelism', config, 'hybrid_context_parallel')} without cp_sizes"
+    if getattr(getattr(ddp, "ddp_config", None), "use_megatron_fsdp", False):
+        yield "Megatron-FSDP"
+    if getattr(model, "position_embedding_type", None) == "mrope":
+        yield _set("multimodal RoPE", model, "position_embedding_type")
+    replaced = replaced_rope(is_mla=has_mla(model), is_fused=config.apply_rope_fusion)
+    if replaced is not None:
+        yield f"{replaced} in place of Megatron's RoPE"
+    prediction = getattr(model, "mtp", None)
+    if prediction is not None and config.sequence_parallel:
         # Its losses are means over rows, of which the canonical pack has more.
-        return "multi-token prediction with sequence parallelism (sequence_parallel=True)"
-    if is_replaced(block, PREDICTION_FORWARD):
-        return f"multi-token prediction by a forward of {type(block).__qualname__}'s own"
-    return None
+        yield _set("multi-token prediction with sequence parallelism", config, "sequence_parallel")
+    if prediction is not None and is_replaced(prediction, PREDICTION_FORWARD):
+        yield f"multi-token prediction by a forward of {type(prediction).__qualname__}'s own"
+    yield from _unsupported_pattern(block)
+    yield from _unsupported_modules(block)
+    if config.context_parallel_size > 1:
+        for what in unsupported_sharing(model):
+            yield _set(f"{what} with context parallelism", config, "context_parallel_size")
+    if config.pipeline_model_parallel_size > 1:
+        for what, is_there in {
+            "multi-token prediction": bool(config.mtp_num_layers),
+            "a HybridModel": hasattr(block, "layer_type_list"),
+            "deferred gradients of the output layer's weight (defer_embedding_wgrad_compute)": (
+                config.defer_embedding_wgrad_compute
+            ),
+        }.items():
+            if is_there:
+                yield _set(f"{what} with pipeline parallelism", config, "pipeline_model_parallel_size")
+    if has_experts(config):
+        yield from _unsupported_experts(config, block)
 
 
-def _unsupported_context(model: Any) -> str | None:
-    """What context-parallel ranks cannot share packs in."""
-    size = model.config.context_parallel_size
-    what = next(unsupported_sharing(model), None) if size > 1 else None
-    return None if what is None else f"{what} with context parallelism (context_parallel_size={size})"
-
-
-def _unsupported_pipeline(model: Any) -> str | None:
-    """What stages of a pipeline cannot have yet."""
-    config = model.config
-    size = config.pipeline_model_parallel_size
-    if size == 1:
-        return None
-    found = {
-        "multi-token prediction": bool(config.mtp_num_layers),
-        "a HybridModel": hasattr(model.decoder, "layer_type_list"),
-        "deferred gradients of the output layer's weight (defer_embedding_wgrad_compute)": (
-            config.defer_embedding_wgrad_compute
-        ),
-    }
-    what = next((name for name, is_there in found.items() if is_there), None)
-    return None if what is None else f"{what} with pipeline parallelism (pipeline_model_parallel_size={size})"
-
-
-def _unsupported_pattern(block: Any) -> str | None:
-    """The first layer of a HybridStack of a kind that is not built; None for other blocks."""
+def _unsupported_pattern(block: Any) -> Iterator[str]:
+    """Layers of a HybridStack of a kind that is not built; none of other blocks."""
     for symbol, layer in zip(getattr(block, "layer_type_list", ()), block.layers, strict=False):
+        at = f"({symbol!r} in the hybrid layer pattern)"
         if symbol not in _HYBRID_SUPPORTED:
-            name = _HYBRID_UNSUPPORTED.get(symbol, "an unknown kind of layer")
-            return f"{name} ({symbol!r} in the hybrid layer pattern)"
-        if symbol in _OF_KIND and not _OF_KIND[symbol][1].is_in(layer):
-            named = f"layer of {_OF_KIND[symbol][0]} ({symbol!r} in the hybrid layer pattern)"
-            return f"{type(layer).__name__} as a {named}"
-    return None
+            yield f"{_HYBRID_UNSUPPORTED.get(symbol, 'an unknown kind of layer')} {at}"
+        elif symbol in _OF_KIND and not _OF_KIND[symbol][1].is_in(layer):
+            yield f"{type(layer).__name__} as a layer of {_OF_KIND[symbol][0]} {at}"
 
 
-def _unsupported_module(block: nn.Module) -> str | None:
-    """The first module inside of a kind, or derived from one, that cannot run on a canonical pack."""
+def _unsupported_modules(block: nn.Module) -> Iterator[str]:
+    """Modules inside of a kind, or derived from one, that cannot run on a canonical pack."""
     in_mamba = {id(layer.mixer) for layer in block.modules() if is_mamba(layer)}
     for path, module in block.named_modules():
         if id(module) in in_mamba:
             continue
+        at = f"({type(module).__name__} at {path})"
         if any(getattr(module, mark, None) for mark in _QUANTIZED):
-            return f"quantization ({type(module).__name__} at {path})"
+            yield f"quantization {at}"
         names = [cls.__name__ for cls in type(module).__mro__]
         for end, name in _MODULES_UNSUPPORTED.items():
             if any(one.endswith(end) for one in names):
-                return f"{name} ({type(module).__name__} at {path})"
-    return None
+                yield f"{name} {at}"
 
 
-def _unsupported_experts(config: Any, block: Any) -> str | None:
+def _unsupported_experts(config: Any, block: Any) -> Iterator[str]:
     """What of a model's experts is not supported yet."""
-    if not has_experts(config):
-        return None
+    experts = "mixture of experts "
     options = [*_EXPERTS_UNSUPPORTED, *(_EQUAL_ROWS_UNSUPPORTED if need_equal_rows(config) else ())]
-    option = _unsupported_option(config, options)
-    if option is not None:
-        attribute, name = option
-        return _experts(name, attribute, config)
+    yield from _other_options(config, options, experts)
     kinds = config.moe_router_load_balancing_type
     if any(kind in _LOOK_AT_ALL_ROWS for kind in ([kinds] if isinstance(kinds, str) else kinds)):
-        return _experts("whose routing looks at all rows", "moe_router_load_balancing_type", config)
+        yield _set(f"{experts}whose routing looks at all rows", config, "moe_router_load_balancing_type")
     layers = [found for layer in block.layers if (found := experts_of(layer)) is not None]
     if not layers:
-        return _experts("in layers of a foreign kind", "num_moe_experts", config)
-    return next((what for layer in layers if (what := _unsupported_mixture(layer, config)) is not None), None)
-
-
-def _unsupported_mixture(layer: Any, config: Any) -> str | None:
+        yield _set(f"{experts}in layers of a foreign kind", config, "num_moe_experts")
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
     )
 
-    if type(layer) is not MoELayer and not is_grouped(layer):
-        return f"mixture of experts in a layer of class {type(layer).__qualname__}"
     known = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, SortingDispatcher)
-    if type(layer.token_dispatcher) not in known:
-        return _experts("with another dispatcher", "moe_token_dispatcher_type", config)
-    if not has_forced_routing(layer.router):
-        return None
-    whose = "whose routing is replayed or a host's"
-    if recomputes(config, "moe"):  # in the backward pass nobody knows how many rows were given
-        return _experts(f"{whose}, and recomputed", "recompute_modules", config)
-    if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
-        return _experts(whose, "tensor_model_parallel_size", config)
-    if is_replaced(layer.router, ROUTER_FORWARD):
-        router = type(layer.router).__qualname__
-        return f"mixture of experts {whose}, behind a forward of its own, in a router of class {router}"
-    return None
-
-
-def _experts(name: str, attribute: str, config: Any) -> str:
-    return f"mixture of experts {name} ({attribute}={getattr(config, attribute)!r})"
+    for layer in layers:
+        if type(layer) is not MoELayer and not is_grouped(layer):
+            yield f"{experts}in a layer of class {type(layer).__qualname__}"
+        if type(layer.token_dispatcher) not in known:
+            yield _set(f"{experts}with another dispatcher", config, "moe_token_dispatcher_type")
+        if not has_forced_routing(layer.router):
+            continue
+        told = f"{experts}whose routing is replayed or a host's"
+        if recomputes(config, "moe"):  # in the backward pass nobody knows how many rows were given
+            yield _set(f"{told}, and recomputed", config, "recompute_modules")
+        if config.tensor_model_parallel_size > 1:  # whose ranks have a share of the rows
+            yield _set(told, config, "tensor_model_parallel_size")
+        if is_replaced(layer.router, ROUTER_FORWARD):
+            router = type(layer.router).__qualname__
+            yield f"{told}, behind a forward of its own, in a router of class {router}"

@@ -14,7 +14,6 @@ division: one more source of a micro-batch.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,93 +22,55 @@ from torch import Tensor
 from megagraph import _C
 from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity, VariantKey
-from megagraph.packs.packing import TailConvention
+from megagraph.megatron.parallel.model_parallel import has_experts
 
-__all__ = ["BlockInput", "example_offsets", "variant_spec"]
+__all__ = ["variant_spec"]
 
 _MASK, _SEQ_IDX = "padding_mask", "seq_idx"  # as layers and packs call them
 _ROWS = "rows"  # offsets of this rank's rows
 
 
-def example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> Tensor:
-    """Offsets of a legal pack that fills the capacity, int32 [num_seqs + 1].
-
-    Args:
-        capacity: of each rank's share.
-        cp_size: ranks that share the pack.
-        device: of the offsets.
-    """
+def _example_offsets(capacity: Capacity, cp_size: int, device: torch.device) -> Tensor:
+    """Offsets of a legal pack that fills the capacity on each of the ranks that share it."""
     multiple = 1 if cp_size == 1 else 2 * cp_size
     longest, tokens = capacity.max_seqlen // multiple * multiple, capacity.tokens * cp_size
     ends = [min(i * longest, tokens) for i in range(capacity.num_seqs + 1)]
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-def _described(key: VariantKey) -> list[str]:
-    """What sets its graphs apart from those of plain training packs."""
-    return [*(() if key.grad else ("forward only",)), *(("with a padding mask",) if key.has_mask else ())]
-
-
-def _offsets_spec(example: Tensor, source: int, added: int | None = None) -> _C.MetadataSpec:
-    fill = -1 if added is None else added
+def _offsets_spec(example: Tensor, source: int, fill: int = -1) -> _C.MetadataSpec:
     return _C.MetadataSpec(kind=_C.SegmentKind.OFFSETS, example=example, source=source, fill=fill)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockInput:
-    """What all variants of a block have in common.
-
-    Args:
-        row_shape: of the hidden states, without their first dimension.
-        dtype: of the hidden states.
-        params_type: `PackedSeqParams`.
-        tail: convention of the canonical offsets.
-        valid_tokens: int64 [1], counts the valid tokens of replayed packs.
-        mode: that the block is in, in words.
-        masks_tail: layers are given a padding mask in any case, of the rows past the pack's end.
-        local_rows: from a pack's tokens to the rows of hidden states on this rank; fewer where ranks share
-            them.
-    """
-
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    params_type: type[Any]
-    tail: TailConvention
-    valid_tokens: Tensor
-    mode: str
-    masks_tail: bool
-    local_rows: Callable[[int], int]
 
 
 def variant_spec(
     key: VariantKey,
-    block: BlockInput,
-    block_arguments: Callable[[Any, Tensor], Mapping[str, Any]],
+    model: Any,
+    hidden: Tensor,
+    packs: _C.CanonicalPacks,
+    valid_tokens: Tensor,
+    block_arguments: Callable[[Tensor, Tensor | None, Tensor | None], Mapping[str, Any]],
     context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> VariantSpec:
-    """Describes one variant.
+    """Describes one variant of a model's block, for hidden states [T, 1, H] like those on the meta device.
 
-    Args:
-        key: its shapes; the packs it takes and how the model runs.
-        block: what it shares with the block's other variants.
-        block_arguments: from a pack and hidden states to the layers' arguments.
-        context: entered around the warm-up and the capture.
+    `block_arguments` makes a canonical pack of its offsets, padded offsets and documents of rows, and gives
+    what the layers are called with. `valid_tokens`, int64 [1], counts those of replayed packs.
     """
     capacity, form, cp_size = key.capacity, key.form, key.cp_size
     assert capacity is not None
-    packs = _C.CanonicalPacks(key, block.tail.extra_seqs)
     added = packs.added_offsets()
     physical = int(form.has_padded)
-    example = example_offsets(capacity, cp_size, block.valid_tokens.device)
+    example = _example_offsets(capacity, cp_size, valid_tokens.device)
     # Of what a micro-batch hands over, the offsets of this rank's rows, and a mask behind everything else.
     of_rows = physical if cp_size == 1 else physical + form.has_seq_idx + 1
     of_mask = physical + form.has_seq_idx + (1 if cp_size == 1 else 2)
     metadata = {
-        name: _offsets_spec(example, physical if name == "padded" else 0, end) for name, end in added.items()
+        name: _offsets_spec(example, physical if name == "padded" else 0, -1 if end is None else end)
+        for name, end in added.items()
     }
     metadata["valid_tokens"] = _C.MetadataSpec(
         kind=_C.SegmentKind.COUNT,
-        example=block.valid_tokens,
+        example=valid_tokens,
         source=0 if cp_size == 1 else of_rows,
         shared=True,
     )
@@ -117,10 +78,10 @@ def variant_spec(
     if cp_size > 1 or added[end_buffer] is not None:  # where no other buffer ends with this rank's rows
         end_buffer = _ROWS
         metadata[_ROWS] = _offsets_spec(example // cp_size, of_rows)
-    rows = block.local_rows(capacity.tokens)
+    rows = hidden.size(0)
     # Rows that ranks share come padded from the embedding: no rank's rows end where the pack does.
     is_whole = rows == capacity.tokens
-    has_mask = key.has_mask or block.masks_tail
+    has_mask = key.has_mask or has_experts(model.config)  # also of the rows past the pack's end
     if has_mask:
         metadata[_MASK] = _C.MetadataSpec(
             kind=_C.SegmentKind.MASK if is_whole else _C.SegmentKind.COPY,
@@ -128,29 +89,25 @@ def variant_spec(
             source=of_mask if key.has_mask else -1,
         )
     if form.has_seq_idx:  # of all ranks' rows, of which those past the pack are no document's
-        metadata[_SEQ_IDX] = _C.MetadataSpec(
-            kind=_C.SegmentKind.OFFSETS,
-            example=torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device),
-            source=physical + 1,
-            fill=capacity.num_seqs,
-        )
+        documents = torch.zeros(capacity.tokens, dtype=torch.int32, device=example.device)
+        metadata[_SEQ_IDX] = _offsets_spec(documents, physical + 1, capacity.num_seqs)
 
     def arguments(buffers: Mapping[str, Tensor]) -> Mapping[str, Any]:
         own = {name: buffer.detach() for name, buffer in buffers.items()}  # objects of its own
         index = own[_SEQ_IDX].view(1, capacity.tokens) if form.has_seq_idx else None
-        params = packs.make(block.params_type, own["actual"], own.get("padded"), index)
-        _C.mark_canonical(params)
-        hidden = torch.empty((rows, *block.row_shape), dtype=block.dtype, device="meta")
-        given = block_arguments(params, hidden)
+        given = block_arguments(own["actual"], own.get("padded"), index)
         return {**given, _MASK: own[_MASK].view(1, rows)} if has_mask else given
 
+    mode = "training" if model.decoder.training else "evaluation"
+    # What sets its graphs apart from those of plain training packs.
+    apart = "" if key.grad else "forward only", "with a padding mask" if key.has_mask else ""
     return VariantSpec(
         key=key,
-        name=", ".join([block.mode, *_described(key), str(capacity)]),
+        name=", ".join(filter(None, (mode, *apart, str(capacity)))),
         training=key.grad,
         rows=rows,
-        row_shape=block.row_shape,
-        dtype=block.dtype,
+        row_shape=tuple(hidden.shape[1:]),
+        dtype=hidden.dtype,
         metadata=metadata,
         end_source=of_rows if is_whole else -1,
         end_buffer=end_buffer if is_whole else None,

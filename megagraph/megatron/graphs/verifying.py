@@ -4,9 +4,7 @@
 megagraph/bank/verify.py compares; what follows from it is decided elsewhere.
 """
 
-import itertools
 import time
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +14,15 @@ from torch import Tensor
 
 from megagraph.bank.backends import KeptMemoryError
 from megagraph.bank.bank import Bank
-from megagraph.bank.sites import CapturedVariant
 from megagraph.bank.verify import Example, Verification, verify
+from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity, PackShape, VariantKey
-from megagraph.decide.reasons import EagerReason
+from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
 from megagraph.megatron.graphs.dispatcher import MicroBatch
+from megagraph.megatron.graphs.layers import found_anywhere
 from megagraph.megatron.parallel.peers import Peers
 from megagraph.packs.ops import thd_partition_indices
-from megagraph.packs.packing import TailConvention
 
 __all__ = ["Verifier"]
 
@@ -36,9 +34,6 @@ _ARE_NO_EXAMPLES = (
 
 _NO_EXAMPLE = "no micro-batch that fits was kept"
 _NOT_TAKEN = "its graph did not take the micro-batch that was kept"
-
-Failing = Mapping[int, tuple[EagerReason, str]]
-Unverified = Mapping[str, str]  # a site with a graph: its variant, its name, and why it was not compared
 
 
 @dataclass
@@ -61,29 +56,21 @@ class _Kept:
 
 
 class Verifier:
-    """Verifies the graphs of one model, together with the ranks that run the same packs.
+    """Verifies the graphs of one model, together with the ranks that run the same packs."""
 
-    Attributes:
-        every: one of as many replayed micro-batches is kept; 0 for none.
-        pending: a variant that is due to be verified again.
-    """
-
-    def __init__(self, option: str | int, tail: TailConvention, peers: Peers) -> None:
-        self._tail = tail
+    def __init__(self, config: GraphConfig, peers: Peers) -> None:
+        option, self._tail = config.verify, config.tail
         self._peers = peers
         self._tensor, self._context = peers.tensor, peers.context
         self._is_on = option != "off"
-        # Ranks of other packs replay others, and would have to agree on which they verify.
+        # One of as many replayed micro-batches is kept; 0 for none. Ranks of other packs replay others, and
+        # would have to agree on which they verify.
         self.every = option if isinstance(option, int) and not peers.run_other_packs else 0
         # By a variant's key of no state, with the capacity that was picked if there were any yet.
         self._kept: dict[VariantKey, _Kept] = {}
         self._replayed = 0
-        self.pending: VariantKey | None = None
+        self.pending: VariantKey | None = None  # due to be verified again
         self._verified = self._bytes = 0
-        # Sites with graphs that were not compared, as long as these live.
-        self._unverified: weakref.WeakKeyDictionary[CapturedVariant, list[Unverified]]
-        self._unverified = weakref.WeakKeyDictionary()
-        self._compared: weakref.WeakSet[CapturedVariant] = weakref.WeakSet()  # whole, at least once
         self._seconds = 0.0
         self._within_spread: set[str] = set()
         self._kept_memory: str | None = None  # why no graph may run any more
@@ -128,28 +115,23 @@ class Verifier:
 
     # -- graphs ----------------------------------------------------------------------------------
 
-    def failing(self, bank: Bank, keys: Sequence[VariantKey]) -> Failing:
+    def failing(self, bank: Bank, keys: Sequence[VariantKey]) -> Mapping[int, Why]:
         """Verifies variants by the micro-batches that they hold of those that were kept.
 
         Returns the layers, by index, whose graphs are wrong, here or on another rank: why, in words.
         """
         if not self._is_on:
             return {}
-        found: dict[int, str] = {}
+        found: dict[int, Why] = {}
         for key in keys:
             verification = self._verify(bank, key)
             for difference in () if verification is None else verification.differences:
-                found.setdefault(difference.index, str(difference))
+                found.setdefault(difference.index, (EagerReason.VERIFY_FAILED, str(difference)))
             if self._kept_memory is not None and key in bank.variants:
-                found = dict.fromkeys(range(len(bank.specs)), self._kept_memory)
-        anywhere = self._peers.max_over_ranks([int(index in found) for index in range(len(bank.specs))])
-        return {
-            index: (EagerReason.VERIFY_FAILED, found[index])
-            if index in found
-            else (EagerReason.GROUP_DISAGREED, "its graph is wrong on another rank of the group")
-            for index, is_wrong in enumerate(anywhere)
-            if is_wrong
-        }
+                why = EagerReason.VERIFY_FAILED, self._kept_memory
+                found = dict.fromkeys(range(len(bank.specs)), why)
+        elsewhere = "its graph is wrong on another rank of the group"
+        return found_anywhere(self._peers, found, len(bank.specs), elsewhere)
 
     def _verify(self, bank: Bank, key: VariantKey) -> Verification | None:
         kept = self._example(key)
@@ -190,36 +172,25 @@ class Verifier:
 
     def _note_unverified(self, bank: Bank, key: VariantKey, sites: Mapping[int, str]) -> None:
         """Takes note of the sites of a variant, by index, that have graphs and were not compared, and why."""
-        if key not in bank.variants:
-            return
-        captured = bank.captured[bank.variants[key]]
-        if not sites:
-            self._compared.add(captured)
-            self._unverified.pop(captured, None)
-        elif captured not in self._compared:
-            self._unverified[captured] = [
-                {"variant": str(captured.spec), "site": bank.specs[index].name, "why": why}
-                for index, why in sites.items()
-            ]
+        captured = bank.captured[bank.variants[key]] if key in bank.variants else None
+        # All of them have been compared once: that stays so.
+        if captured is not None and (not sites or captured.not_compared != {}):
+            captured.not_compared = sites
 
     def _valid_rows(self, kept: _Kept, key: VariantKey) -> Tensor:
         """This rank's rows of documents, without the padding behind each of them and behind the last."""
         assert key.capacity is not None
-        actual, physical = (kept.sources[which].tolist() for which in (0, int(key.form.has_padded)))
-        lengths = (end - begin for begin, end in itertools.pairwise(actual))
-        rows = [
-            row
-            for begin, length in zip(physical, lengths, strict=False)
-            for row in range(begin, begin + length)
-        ]
+        actual, physical = (kept.sources[which].cpu().long() for which in (0, int(key.form.has_padded)))
+        held = torch.arange(int(physical[-1]))
         if key.cp_size > 1:
-            offsets = torch.tensor(physical, dtype=torch.int32)
-            held = thd_partition_indices(offsets, physical[-1], key.cp_size, self._context.rank(key.cp_size))
-            rows = torch.isin(held, torch.tensor(rows)).nonzero().flatten().tolist()
+            rank = self._context.rank(key.cp_size)
+            held = thd_partition_indices(physical.int(), len(held), key.cp_size, rank).long()
+        document = torch.searchsorted(physical[1:], held, right=True)
+        rows = (held - physical[document] < actual.diff()[document]).nonzero().flatten()
         count = self._tensor.rows(key.capacity.tokens)
         first = count * self._tensor.rank() if self._tensor.shards_sequence else 0
-        here = [row - first for row in rows if 0 <= row - first < count]
-        return torch.tensor(here, dtype=torch.int64, device=kept.hidden.device)
+        here = (rows >= first) & (rows < first + count)
+        return (rows[here] - first).to(kept.hidden.device)
 
     def forget_except(self, due: Collection[VariantKey]) -> None:
         """After a capture: lets go of what was kept, but for kinds that are due in another state."""
@@ -227,18 +198,23 @@ class Verifier:
         self._kept = {key: kept for key, kept in self._kept.items() if key.kind in families}
         self.pending = None
 
-    def describe(self) -> str:
+    def describe(self, bank: Bank) -> str:
         """How many variants were verified, and what that cost, for the log."""
-        unverified = f", {len(self._unverified)} could not be" if self._unverified else ""
-        return f"{self._verified} verified in {self._seconds:.2f} s{unverified}"
+        unverified = sum(bool(captured.not_compared) for captured in bank.captured.values())
+        could_not = f", {unverified} could not be" if unverified else ""
+        return f"{self._verified} verified in {self._seconds:.2f} s{could_not}"
 
-    def report(self) -> dict[str, Any]:
+    def report(self, bank: Bank) -> dict[str, Any]:
         """What was verified, what it cost, and which layers differ from themselves in eager."""
-        unverified = [*self._unverified.values()]
+        unverified = [captured for captured in bank.captured.values() if captured.not_compared]
         return {
             "verified": self._verified,
             "unverified": len(unverified),
-            "unverified_sites": [*itertools.chain.from_iterable(unverified)],
+            "unverified_sites": [
+                {"variant": str(captured.spec), "site": bank.specs[index].name, "why": why}
+                for captured in unverified
+                for index, why in (captured.not_compared or {}).items()
+            ],
             "seconds": self._seconds,
             "bytes": self._bytes,
             "within_spread": sorted(self._within_spread),

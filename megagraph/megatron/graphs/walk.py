@@ -22,6 +22,7 @@ from megagraph.megatron.graphs.dispatcher import MicroBatch
 from megagraph.megatron.graphs.layer_arguments import Constants
 from megagraph.megatron.scopes.parts import given_to_mamba, run_layer
 from megagraph.megatron.scopes.plan import BlockPlan, LayerStep, without_history
+from megagraph.megatron.seams import stand_in
 
 __all__ = ["LayerLoop", "LayersOneByOne"]
 
@@ -35,52 +36,46 @@ def _canonical(batch: MicroBatch) -> dict[str, Any]:
     return given if mask is None else {**given, "padding_mask": mask}
 
 
-class _Walk:
-    """Runs steps of a micro-batch, each on what the one before hands on: its graph, or eager.
+def _walk(
+    steps: Sequence[LayerStep],
+    loop: "LayerLoop | None",
+    batch: MicroBatch,
+    hidden_states: Any,
+    arguments: Mapping[str, Any],
+    before_site: BeforeSite,
+    *,
+    is_padded: bool,
+) -> Tensor:
+    """Runs steps, each on what the one before hands on: its graph, if there is a loop, or eager.
 
-    Args:
-        batch: the micro-batch.
-        sites: of the bank that has the graphs; none where nothing replays.
-        before_site: called with a site's index before that site; None for nothing.
+    `before_site` is called with a site's index before that site. Rows that are not padded yet are what was
+    given, which a graph's staging pads.
     """
-
-    def __init__(
-        self, batch: MicroBatch, sites: Sequence[Callable[..., Any]] = (), before_site: BeforeSite = None
-    ) -> None:
-        self._batch, self._sites, self._before_site = batch, sites, before_site
-
-    def run(
-        self, steps: Sequence[LayerStep], hidden_states: Any, arguments: Mapping[str, Any], *, is_padded: bool
-    ) -> Tensor:
-        """Runs them; rows that are not padded yet are what was given, which a graph's staging pads."""
-        out: Any = None
-        try:
-            for step in steps:
-                out = NotImplemented
-                if step.site is not None:
-                    if self._before_site is not None:
-                        self._before_site(step.site)
-                    out = self._sites[step.site](hidden_states)
-                if out is NotImplemented:
-                    if not is_padded:
-                        hidden_states = self._batch.pad(hidden_states)
-                    out = step.run_eager(hidden_states, {**arguments, **_canonical(self._batch)})
-                hidden_states, is_padded = out, True
-            result: Tensor = hidden_states
-            return result
-        except BaseException:
-            hidden_states = out = None  # the traceback keeps this frame, and would keep a slot
-            raise
+    out: Any = None
+    try:
+        for step in steps:
+            out = NotImplemented
+            if loop is not None and step.site is not None:
+                if before_site is not None:
+                    before_site(step.site)
+                out = loop.sites[step.site](hidden_states)
+            if out is NotImplemented:
+                if not is_padded:
+                    hidden_states = batch.pad(hidden_states)
+                out = step.run_eager(hidden_states, {**arguments, **_canonical(batch)})
+            hidden_states, is_padded = out, True
+        result: Tensor = hidden_states
+        return result
+    except BaseException:
+        hidden_states = out = None  # the traceback keeps this frame, and would keep a slot
+        raise
 
 
 class LayerLoop:
     """Stands in for all layers of a block while a micro-batch of one variant replays.
 
-    Args:
-        plan: the steps of the layers.
-        bank: of these steps, with their graphs.
-        constants: the arguments that the graphs were captured with; a call with others runs eager.
-        before_sites: asked in each forward for what to call with a site's index before that site.
+    Calls with other arguments than `constants`, those of the capture, run eager. `before_sites` is asked in
+    each forward for what to call with a site's index before that site.
     """
 
     def __init__(
@@ -88,10 +83,10 @@ class LayerLoop:
     ) -> None:
         self._plan = plan
         self._steps = plan.walk(bank.eager_sites)
-        self._sites = bank.sites
+        self.sites = bank.sites
         self._replay_all = bank.replay_all
         self._constants = constants
-        self._before_sites = before_sites
+        self.before_sites = before_sites
         # The running micro-batch. The loop sets its reason where the call's arguments are others.
         self.batch: MicroBatch | None = None
 
@@ -122,18 +117,12 @@ class LayerLoop:
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, given))
             return hidden_states, None
-        before_site = self._before_sites()
+        before_site = self.before_sites()
         if before_site is None:
             out = self._replay_all(hidden_states)
             if out is not NotImplemented:
                 return out, None
-        walk = _Walk(batch, self._sites, before_site)
-        return walk.run(self._steps, hidden_states, arguments, is_padded=False), None
-
-    def walk(self) -> _Walk:
-        """For steps of the running micro-batch that are run one by one."""
-        assert self.batch is not None
-        return _Walk(self.batch, self._sites, self._before_sites())
+        return _walk(self._steps, self, batch, hidden_states, arguments, before_site, is_padded=False), None
 
 
 _NAMED = ("hidden_states", "attention_mask", "packed_seq_params")
@@ -143,14 +132,8 @@ class LayersOneByOne:
     """Stands in for the forward of each layer while one micro-batch runs.
 
     A layer replays, or runs eager on the canonical pack as its site or the decision says. A call with other
-    arguments than those of the capture runs as it was given.
-
-    Args:
-        batch: the micro-batch.
-        plan: the steps of the layers.
-        constants: the arguments of the capture.
-        loop: of the variant that replays; None where the decision was to run eager.
-        count_eager: counts a call that runs as given although the micro-batch replays.
+    arguments than those of the capture runs as it was given, and `count_eager` counts it if the micro-batch
+    replays, in the `loop` of its variant.
     """
 
     def __init__(
@@ -161,11 +144,8 @@ class LayersOneByOne:
         loop: LayerLoop | None,
         count_eager: Callable[[EagerReason], None],
     ) -> None:
-        self._batch = batch
-        self._plan = plan
-        self._constants = constants
-        self._replays = loop is not None
-        self._walk = _Walk(batch) if loop is None else loop.walk()
+        self._batch, self._plan, self._constants, self._loop = batch, plan, constants, loop
+        self._before_site = None if loop is None else loop.before_sites()
         self._count_eager = count_eager
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None
@@ -176,18 +156,11 @@ class LayersOneByOne:
     @contextlib.contextmanager
     def shadowing(self) -> Iterator[None]:
         """While inside, calls of the layers come here; hooks on them run as ever."""
-        layers = self._plan.layers()
-        before = [vars(layer).get("forward") for layer in layers]
-        for index, layer in enumerate(layers):
-            vars(layer)["forward"] = functools.partial(self._run, index, layer.forward)
-        try:
+        with contextlib.ExitStack() as afterwards:
+            for index, layer in enumerate(self._plan.layers()):
+                run = functools.partial(self._run, index, layer.forward)
+                stand_in(afterwards, layer, "forward", run)
             yield
-        finally:
-            for layer, forward in zip(layers, before, strict=True):
-                if forward is None:
-                    del vars(layer)["forward"]
-                else:
-                    vars(layer)["forward"] = forward
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_running:  # the host backend runs the layer again
@@ -200,7 +173,7 @@ class LayersOneByOne:
         arguments = {name: value for name, value in kwargs.items() if name not in _NAMED}
         is_mamba = index in self._plan.mamba_layers
         if len(args) > 1 or not self._is_expected(is_mamba, kwargs, arguments):
-            if self._replays:
+            if self._loop is not None:
                 self._count_eager(EagerReason.SIGNATURE_CHANGED)
             if kwargs.get("packed_seq_params") is self._batch.params:
                 is_own = self._batch.is_own(kwargs.get("rotary_pos_emb"), given)
@@ -219,10 +192,13 @@ class LayersOneByOne:
             whole = self._batch.pad(given)
         self._is_running = True
         try:
-            out = self._walk.run(
+            out = _walk(
                 self._steps(index, run_forward),
+                self._loop,
+                self._batch,
                 given if whole is None else whole,
                 arguments,
+                self._before_site,
                 is_padded=whole is not None,
             )
         finally:
@@ -233,10 +209,9 @@ class LayersOneByOne:
     def _steps(self, index: int, run_forward: Callable[..., Tensor]) -> list[LayerStep]:
         """Of a layer. All of it is its own forward: the call, with its hooks, is what came here."""
         steps = self._plan.steps_of(index)
-        if self._replays and not steps[0].is_whole:
+        if self._loop is not None and not steps[0].is_whole:
             return steps
-        site = steps[0].site if self._replays else None
-        return [dataclasses.replace(steps[0], site=site, run=run_forward)]
+        return [dataclasses.replace(steps[0], run=run_forward)]
 
     def _is_expected(self, is_mamba: bool, kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         if (

@@ -7,13 +7,14 @@ they might let go of. Captures nothing.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megagraph.megatron.scopes.moe import make_scale, new_metrics_are_empty
+from megagraph.megatron.seams import stand_in
 
 __all__ = ["block_context", "capturing", "held_workspaces", "rng_tracker_source", "step_kept"]
 
@@ -24,11 +25,6 @@ def rng_tracker_source() -> Callable[[], Any]:
 
     source: Callable[[], Any] = tensor_parallel.get_cuda_rng_tracker
     return source
-
-
-def _rng_tracker() -> Any:
-    """Megatron's named random streams, which may be Transformer Engine's."""
-    return rng_tracker_source()()
 
 
 def held_workspaces() -> list[Tensor]:
@@ -56,16 +52,15 @@ def block_context(block: nn.Module) -> Callable[[], contextlib.AbstractContextMa
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     config: Any = block.config
-    has_own_stream = config.sequence_parallel and isinstance(block, TransformerBlock)
+    if not config.sequence_parallel or not isinstance(block, TransformerBlock):
+        return contextlib.nullcontext
 
-    def own_stream() -> contextlib.AbstractContextManager[Any]:
-        tracker = _rng_tracker()  # may be replaced at any time
-        if not streams.is_graph_safe_cuda_rng_tracker(tracker):
-            return contextlib.nullcontext()
-        forked: contextlib.AbstractContextManager[Any] = tracker.fork()
-        return forked
+    def own_stream() -> Any:
+        tracker = rng_tracker_source()()  # may be replaced at any time
+        is_safe = streams.is_graph_safe_cuda_rng_tracker(tracker)
+        return tracker.fork() if is_safe else contextlib.nullcontext()
 
-    return own_stream if has_own_stream else contextlib.nullcontext
+    return own_stream
 
 
 @contextlib.contextmanager
@@ -88,75 +83,44 @@ def step_kept(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Sets the flags that say so: Megatron's, which silences its DDP's hooks, and Transformer Engine's."""
-    from megatron.core.transformer import cuda_graphs
+    """Sets the flags that say so, and leaves random streams where they are inside a stream capture.
 
-    if cuda_graphs.is_graph_capturing():
-        yield
-        return
-    cuda_graphs._set_capture_start()
-    try:
-        with _te_capturing(), _fixed_streams():
-            yield
-    finally:
-        cuda_graphs._set_capture_end()
-
-
-@contextlib.contextmanager
-def _te_capturing() -> Iterator[None]:
-    """Sets Transformer Engine's flag, with its own random streams only.
-
-    Its attention refuses any other tracker while the flag is set, even if nothing is dropped.
-    """
-    te_graph = sys.modules.get("transformer_engine.pytorch.graph")
-    te_streams = sys.modules.get("transformer_engine.pytorch.distributed")
-    tracker = _rng_tracker()
-    if te_graph is None or te_streams is None or not isinstance(tracker, te_streams.CudaRNGStatesTracker):
-        yield
-        return
-    te_graph.set_capture_start()
-    try:
-        yield
-    finally:
-        te_graph.set_capture_end()
-
-
-@contextlib.contextmanager
-def _fixed_streams() -> Iterator[None]:
-    """Inside a stream capture, leaves random streams where they are.
+    Megatron's flag silences its DDP's hooks. Transformer Engine's is set with its own random streams only:
+    its attention refuses any other tracker meanwhile, even if nothing is dropped.
 
     Megatron swaps the generator's state around some parts of a layer, which a capture refuses. A layer that
     draws from a swapped stream, a named one or one that recomputing sets back, was found in its warm-up and
     is not captured (megagraph/bank/rng.py); for the others, the swap is without effect.
     """
     from megatron.core.tensor_parallel import random as streams
+    from megatron.core.transformer import cuda_graphs
 
-    tracker = _rng_tracker()
-    if not torch.cuda.is_available() or streams.is_graph_safe_cuda_rng_tracker(tracker):
+    if cuda_graphs.is_graph_capturing():
         yield
         return
-    tracker_type: Any = streams.CudaRNGStatesTracker
-    fork, get_all, set_all = tracker_type.fork, streams._get_all_rng_states, streams._set_all_rng_states
-
-    @contextlib.contextmanager
-    def fixed_fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with contextlib.nullcontext() if _in_capture() else fork(self, *args, **kwargs):
-            yield
-
-    def fixed_get_all() -> Any:
-        return (None, None, None) if _in_capture() else get_all()
-
-    def fixed_set_all(*states: Any) -> None:
-        if not _in_capture():
-            set_all(*states)
-
-    tracker_type.fork = fixed_fork
-    streams._get_all_rng_states, streams._set_all_rng_states = fixed_get_all, fixed_set_all
-    try:
+    tracker = rng_tracker_source()()
+    engine, engine_streams = (
+        sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("graph", "distributed")
+    )
+    with contextlib.ExitStack() as afterwards:
+        cuda_graphs._set_capture_start()
+        afterwards.callback(cuda_graphs._set_capture_end)
+        if engine and engine_streams and isinstance(tracker, engine_streams.CudaRNGStatesTracker):
+            engine.set_capture_start()
+            afterwards.callback(engine.set_capture_end)
+        swaps: Sequence[tuple[Any, str, Any]] = (  # and what is handed out in place of each
+            (streams.CudaRNGStatesTracker, "fork", contextlib.nullcontext()),
+            (streams, "_get_all_rng_states", (None, None, None)),
+            (streams, "_set_all_rng_states", None),
+        )
+        are_fixed = torch.cuda.is_available() and not streams.is_graph_safe_cuda_rng_tracker(tracker)
+        for owner, name, instead in swaps if are_fixed else ():
+            stand_in(afterwards, owner, name, _outside_of_captures(getattr(owner, name), instead))
         yield
-    finally:
-        tracker_type.fork = fork
-        streams._get_all_rng_states, streams._set_all_rng_states = get_all, set_all
+
+
+def _outside_of_captures(original: Callable[..., Any], instead: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: instead if _in_capture() else original(*args, **kwargs)
 
 
 def _in_capture() -> bool:

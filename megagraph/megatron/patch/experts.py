@@ -15,7 +15,6 @@ are. Megatron's own count for the bias raises if there is a mask, and is repaire
 """
 
 import contextvars
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,121 +34,122 @@ from megagraph.megatron.scopes.moe import (
 )
 from megagraph.megatron.seams import ROUTING, is_replaced, permutation_sorts
 
-__all__ = ["ExpertWrappers"]
+__all__ = [
+    *("wrap_choice", "wrap_expert_bias", "wrap_permutation", "wrap_permuted_rows"),
+    *("wrap_router", "wrap_routing"),
+]
 
 
-class ExpertWrappers:
-    """Wraps what routes, and what relies on every row being routed."""
+# Rows of padding of the routing that runs, bool [rows, 1].
+_padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
-        self._graphs: weakref.WeakKeyDictionary[Any, GraphedModel] = weakref.WeakKeyDictionary()
-        # Rows of padding of the routing that runs, bool [rows, 1].
-        self._padding: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("padding", default=None)
 
-    def _graphs_of(self, router: Any) -> GraphedModel | None:
-        """Those of a router's model if it runs on canonical packs."""
-        graphs = self._graphs.get(router) or self._plugin.graphs_around(router)
-        if graphs is None:
-            return None
-        self._graphs[router] = graphs
-        return graphs if graphs.refusal is None else None
+def _graphs_of(plugin: Plugin, router: Any) -> GraphedModel | None:
+    """Those of a router's model if it runs on canonical packs."""
+    graphs = plugin.graphs_around(router)
+    return None if graphs is None or graphs.refusal is not None else graphs
 
-    def router(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
 
-        The others reach no expert. Routing of a host's gets the mask that was given, too, or none; Megatron's
-        that of the canonical pack's first rows.
-        """
+def wrap_router(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TopKRouter.forward`: a router that is told what to choose has the rows that were given.
 
-        def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-            graphs = self._graphs_of(router) if has_forced_routing(router) else None
-            batch = None if graphs is None else graphs.running
-            if not isinstance(batch, MicroBatch) or batch.is_as_given:
-                return original(router, input, padding_mask, **further)
-            if recomputes(router.config, "moe") or router.config.sequence_parallel:
-                raise RuntimeError(
-                    "expected no 'moe' in recompute_modules, and no sequence parallelism, if routing is "
-                    "replayed or a host's; without them, or with routers that are told so before the model's "
-                    "first call, training goes on"
-                )
-            rows, added = batch.tokens, input.size(0) - batch.tokens
-            if is_replaced(router, ROUTING):
-                padding_mask = None if batch.mask is None else batch.mask.transpose(0, 1)
-            elif padding_mask is not None:
-                padding_mask = padding_mask[:rows]
-            probs, routing_map = original(router, input[:rows], padding_mask, **further)
-            if not added:
-                return probs, routing_map
-            probs, routing_map = (functional.pad(each, (0, 0, 0, added)) for each in (probs, routing_map))
-            mark_unrouted(routing_map)
+    The others reach no expert. Routing of a host's gets the mask that was given, too, or none; Megatron's
+    that of the canonical pack's first rows.
+    """
+
+    def forward(router: Any, input: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
+        graphs = _graphs_of(plugin, router) if has_forced_routing(router) else None
+        batch = None if graphs is None else graphs.running
+        if not isinstance(batch, MicroBatch) or batch.is_as_given:
+            return original(router, input, padding_mask, **further)
+        if recomputes(router.config, "moe") or router.config.sequence_parallel:
+            raise RuntimeError(
+                "expected no 'moe' in recompute_modules, and no sequence parallelism, if routing is "
+                "replayed or a host's; without them, or with routers that are told so before the model's "
+                "first call, training goes on"
+            )
+        rows, added = batch.tokens, input.size(0) - batch.tokens
+        if is_replaced(router, ROUTING):
+            padding_mask = None if batch.mask is None else batch.mask.transpose(0, 1)
+        elif padding_mask is not None:
+            padding_mask = padding_mask[:rows]
+        probs, routing_map = original(router, input[:rows], padding_mask, **further)
+        if not added:
             return probs, routing_map
+        probs, routing_map = (functional.pad(each, (0, 0, 0, added)) for each in (probs, routing_map))
+        mark_unrouted(routing_map)
+        return probs, routing_map
 
-        return forward
+    return forward
 
-    def routing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""
 
-        def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
-            if padding_mask is None or self._graphs_of(router) is None:
-                return original(router, logits, padding_mask=padding_mask, **further)
-            token = self._padding.set(padding_mask.reshape(-1, 1))
-            try:
-                probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
-            finally:
-                self._padding.reset(token)
-            mark_unrouted(routing_map)
-            return probs, routing_map
+def wrap_routing(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TopKRouter.routing`: makes the mask known to the choice of experts inside."""
 
-        return routing
+    def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None, **further: Any) -> Any:
+        if padding_mask is None or _graphs_of(plugin, router) is None:
+            return original(router, logits, padding_mask=padding_mask, **further)
+        token = _padding.set(padding_mask.reshape(-1, 1))
+        try:
+            probs, routing_map = original(router, logits, padding_mask=padding_mask, **further)
+        finally:
+            _padding.reset(token)
+        mark_unrouted(routing_map)
+        return probs, routing_map
 
-    def choice(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the choice of experts: none for rows of padding, before any are dropped."""
+    return routing
 
-        def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> Any:
-            probs, chosen = original(*args, **kwargs)
-            padding = self._padding.get()
-            if padding is None:
-                return probs, chosen
-            return probs.masked_fill(padding, 0), chosen & ~padding
 
-        return topk_routing_with_score_function
+def wrap_choice(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the choice of experts: none for rows of padding, before any are dropped."""
 
-    def expert_bias(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
+    def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> Any:
+        probs, chosen = original(*args, **kwargs)
+        padding = _padding.get()
+        if padding is None:
+            return probs, chosen
+        return probs.masked_fill(padding, 0), chosen & ~padding
 
-        def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-            if padding_mask is not None:
-                padding_mask = padding_mask.reshape(-1, 1)
-            original(router, routing_map, padding_mask=padding_mask)
+    return topk_routing_with_score_function
 
-        return _apply_expert_bias
 
-    def permuted_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `preprocess` of the alltoall dispatcher, which counts every row `topk` times."""
+def wrap_expert_bias(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the count for the experts' bias, which takes the mask for one of experts, and raises."""
 
-        def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
-            counts = original(dispatcher, routing_map)
-            is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
-            if may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
-                # As Megatron does if tokens are dropped.
-                dispatcher.num_out_tokens = routing_map.sum()
-                dispatcher._maybe_update_cuda_sync_point("before_permutation_1")
-            return counts
+    def _apply_expert_bias(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if padding_mask is not None:
+            padding_mask = padding_mask.reshape(-1, 1)
+        original(router, routing_map, padding_mask=padding_mask)
 
-        return preprocess
+    return _apply_expert_bias
 
-    def permutation(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `permute`: hands out what a graph has permuted, as many rows as are routed."""
-        further = (None, None) if permutation_sorts() else ()
 
-        def permute(*args: Any, num_out_tokens: Any = None, **options: Any) -> Any:
-            permuted = take_permuted()
-            if permuted is None:
-                return original(*args, num_out_tokens=num_out_tokens, **options)
-            count = int(num_out_tokens)
-            if count != permuted[0].size(0):
-                permuted = [each[:count] for each in permuted]
-            return *permuted, *further
+def wrap_permuted_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `preprocess` of the alltoall dispatcher, which counts every row `topk` times."""
 
-        return permute
+    def preprocess(dispatcher: Any, routing_map: Tensor) -> Any:
+        counts = original(dispatcher, routing_map)
+        is_constant = not isinstance(dispatcher.num_out_tokens, torch.Tensor)
+        if may_have_unrouted(routing_map) and is_constant and not dispatcher.drop_and_pad:
+            # As Megatron does if tokens are dropped.
+            dispatcher.num_out_tokens = routing_map.sum()
+            dispatcher._maybe_update_cuda_sync_point("before_permutation_1")
+        return counts
+
+    return preprocess
+
+
+def wrap_permutation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `permute`: hands out what a graph has permuted, as many rows as are routed."""
+    further = (None, None) if permutation_sorts() else ()
+
+    def permute(*args: Any, num_out_tokens: Any = None, **options: Any) -> Any:
+        permuted = take_permuted()
+        if permuted is None:
+            return original(*args, num_out_tokens=num_out_tokens, **options)
+        count = int(num_out_tokens)
+        if count != permuted[0].size(0):
+            permuted = [each[:count] for each in permuted]
+        return *permuted, *further
+
+    return permute

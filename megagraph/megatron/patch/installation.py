@@ -2,10 +2,12 @@
 """Puts the plugin into megatron-core and takes it out again. Nothing is patched at import."""
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +16,9 @@ from megagraph import _C
 from megagraph.config import GraphConfig
 from megagraph.log import log, rank
 from megagraph.megatron import seams
-from megagraph.megatron.patch import inside_layers
-from megagraph.megatron.patch.experts import ExpertWrappers
+from megagraph.megatron.patch import experts, inside_layers
 from megagraph.megatron.patch.forwards import ForwardWrappers, wrap_prediction
 from megagraph.megatron.plugin import Plugin
-from megagraph.megatron.progress import capture_progress
 from megagraph.report import check_target, path_of_stage, report_text, write_report
 
 __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "uninstall"]
@@ -26,83 +26,61 @@ __all__ = ["install", "installed_plugin", "reports", "resume", "suspend", "unins
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-
-class _Installation:
-    """The plugin and the functions that it took the place of."""
-
-    def __init__(self, plugin: Plugin) -> None:
-        self.plugin = plugin
-        report = plugin.config.report
-        # As seen from the folder that `install()` was called in.
-        self._report = None if report is None else report.absolute()
-        # Where it stood, its name, and what it was there; None if a class above had it.
-        self._originals: list[tuple[Any, str, Any]] = []
-        forwards, experts = ForwardWrappers(plugin), ExpertWrappers(plugin)
-        for schedule in seams.SCHEDULES:
-            self._wrap(schedule, plugin.schedule)
-        self._wrap(seams.GPT_FORWARD, forwards.model_forward, forwards.model_call)
-        self._wrap(seams.BLOCK_FORWARD, forwards.block_forward, forwards.block_call)
-        if (hybrid := seams.hybrid_seams()) is not None:
-            model, stack = hybrid
-            self._wrap(model, forwards.model_forward, forwards.model_call)
-            self._wrap(stack, forwards.stack_forward, forwards.block_call)
-            if not seams.packs_say_documents():
-                self._wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
-        self._wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
-        self._wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
-        self._wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
-        self._wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
-        self._wrap(seams.MLA_KEY_ROPE, inside_layers.wrap_key_rope)
-        for attention in seams.engine_seams():
-            self._wrap(attention, inside_layers.wrap_engine_attention)
-        self._wrap(seams.ROUTER_FORWARD, experts.router)
-        self._wrap(seams.ROUTING, experts.routing)
-        self._wrap(seams.EXPERT_CHOICE, experts.choice)
-        self._wrap(seams.EXPERT_BIAS, experts.expert_bias)
-        self._wrap(seams.PERMUTED_ROWS, experts.permuted_rows)
-        self._wrap(seams.PERMUTATION, experts.permutation)
-        self._wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
-        self._wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
-
-    def _wrap(self, seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
-        """Wraps what is at a seam; with `call` the call of its class, too."""
-        owner = seam.owner()
-        for name, wrap in ((seam.name, wrapper), ("__call__", call)):
-            if wrap is not None:
-                original = getattr(owner, name)
-                self._originals.append((owner, name, vars(owner).get(name)))
-                setattr(owner, name, functools.wraps(original)(wrap(original)))
-
-    def remove(self) -> None:
-        """Puts every original back."""
-        for owner, name, original in reversed(self._originals):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        self._originals.clear()
-        try:
-            self._write_report()
-        finally:
-            self.plugin.release()
-
-    def _write_report(self) -> None:
-        """Rank 0 writes, and one rank of each further stage. No run that is over fails for its report."""
-        plugin = self.plugin
-        if self._report is None or (rank() != 0 and plugin.stage == 0):
-            return
-        reports, leases = plugin.reports(), plugin.leases()
-        path = path_of_stage(self._report, plugin.stage)
-        more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
-        more |= {"leases": leases} if leases else {}
-        try:
-            write_report(reports, path, **more)
-        except OSError as error:
-            log.error("the report could not be written to %s (%s); it follows", path, error)
-            sys.stderr.write(report_text(reports))
+_plugin: Plugin | None = None  # the installed one
+_undo = contextlib.ExitStack()  # puts every original back, then writes the report and drops all graphs
 
 
-_installation: _Installation | None = None
+def _wrap(seam: seams.Seam, wrapper: _Wrapper, call: _Wrapper | None = None) -> None:
+    """Wraps what is at a seam; with `call` the call of its class, too."""
+    owner = seam.owner()
+    for name, wrap in ((seam.name, wrapper), ("__call__", call)):
+        if wrap is not None:
+            original = getattr(owner, name)
+            seams.stand_in(_undo, owner, name, functools.wraps(original)(wrap(original)))
+
+
+def _wrap_all(plugin: Plugin) -> None:
+    forwards = ForwardWrappers(plugin)
+    for schedule in seams.SCHEDULES:
+        _wrap(schedule, plugin.schedule)
+    _wrap(seams.GPT_FORWARD, forwards.model_forward, forwards.model_call)
+    _wrap(seams.BLOCK_FORWARD, forwards.block_forward, forwards.block_call)
+    if (hybrid := seams.hybrid_seams()) is not None:
+        model, stack = hybrid
+        _wrap(model, forwards.model_forward, forwards.model_call)
+        _wrap(stack, forwards.stack_forward, forwards.block_call)
+        if not seams.packs_say_documents():
+            _wrap(seams.MIXER_DOCUMENTS, inside_layers.wrap_documents)
+    _wrap(seams.PREDICTION_FORWARD, functools.partial(wrap_prediction, plugin))
+    _wrap(seams.ATTENTION_ROPE, inside_layers.wrap_rope)
+    _wrap(seams.MLA_ROPE, inside_layers.wrap_rope)
+    _wrap(seams.MLA_QUERY_ROPE, inside_layers.wrap_query_rope)
+    _wrap(seams.MLA_KEY_ROPE, inside_layers.wrap_key_rope)
+    for attention in seams.engine_seams():
+        _wrap(attention, inside_layers.wrap_engine_attention)
+    _wrap(seams.ROUTER_FORWARD, functools.partial(experts.wrap_router, plugin))
+    _wrap(seams.ROUTING, functools.partial(experts.wrap_routing, plugin))
+    _wrap(seams.EXPERT_CHOICE, experts.wrap_choice)
+    _wrap(seams.EXPERT_BIAS, experts.wrap_expert_bias)
+    _wrap(seams.PERMUTED_ROWS, experts.wrap_permuted_rows)
+    _wrap(seams.PERMUTATION, experts.wrap_permutation)
+    _wrap(seams.DESTROY_PROCESS_GROUP, plugin.before_groups_go)
+    _wrap(seams.DESTROY_MODEL_PARALLEL, plugin.before_groups_go)
+
+
+def _write_report(plugin: Plugin, first: Path | None) -> None:
+    """Rank 0 writes, and one rank of each further stage. No run that is over fails for its report."""
+    if first is None or (rank() != 0 and plugin.stage == 0):
+        return
+    reports, leases = plugin.reports(), plugin.leases()
+    path = path_of_stage(first, plugin.stage)
+    more: dict[str, Any] = {"stages": plugin.stages} if plugin.stages > 1 else {}
+    more |= {"leases": leases} if leases else {}
+    try:
+        write_report(reports, path, **more)
+    except OSError as error:
+        log.error("the report could not be written to %s (%s); it follows", path, error)
+        sys.stderr.write(report_text(reports))
 
 
 def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
@@ -120,8 +98,8 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
         RuntimeError: if the plugin is installed already, megatron-core is absent or does not fit, or
             the machine has a GPU and this build no CUDA part.
     """
-    global _installation
-    if _installation is not None:
+    global _plugin
+    if _plugin is not None:
         raise RuntimeError("megagraph is installed already; uninstall() first to change its options")
     config = _as_config(config)
     if torch.cuda.is_available() and not _C.WITH_CUDA:
@@ -134,7 +112,12 @@ def install(config: GraphConfig | str | os.PathLike[str] | None = None) -> None:
     if config.mode == "off":
         return
     check_target("report", config.report)
-    _installation = _Installation(Plugin(config, capture_progress if config.progress else None))
+    plugin, report = Plugin(config), config.report
+    _undo.callback(plugin.release)
+    # As seen from the folder of now.
+    _undo.callback(_write_report, plugin, None if report is None else report.absolute())
+    _wrap_all(plugin)
+    _plugin = plugin
     log.info("installed in megatron-core %s, mode %s", version, config.mode)
 
 
@@ -158,32 +141,31 @@ def uninstall() -> None:
     rank of each further stage, into `NAME.stage1.json` and so on beside it; a report that cannot be written
     is logged, and printed to standard error instead.
     """
-    global _installation
-    if _installation is not None:
-        installation, _installation = _installation, None
-        installation.remove()
+    global _plugin
+    _plugin = None
+    _undo.close()
 
 
 def installed_plugin() -> Plugin | None:
     """The installed plugin, or None."""
-    return None if _installation is None else _installation.plugin
+    return _plugin
 
 
 def reports() -> list[dict[str, Any]]:
     """What every model did so far: one entry for each. Waits for the device."""
-    return [] if _installation is None else _installation.plugin.reports()
+    return [] if _plugin is None else _plugin.reports()
 
 
 def suspend() -> None:
     """Runs every model eager until `resume()`; call it before weights or gradients are moved away."""
-    if _installation is not None:
-        _installation.plugin.suspend()
+    if _plugin is not None:
+        _plugin.suspend()
 
 
 def resume() -> None:
     """Replays again; what moved is captured anew at the next step boundary."""
-    if _installation is not None:
-        _installation.plugin.resume()
+    if _plugin is not None:
+        _plugin.resume()
 
 
 # Graphs must be gone before process groups are: NCCL waits for them for ever.

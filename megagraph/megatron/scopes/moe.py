@@ -23,7 +23,7 @@ are any, hidden states as they entered. `most` is as many as there may be: rows 
 take where they are padded to a capacity. Sorting puts those that are routed first, in the order of eager.
 Counts and splits, whatever waits for the device or goes over ranks, and the cut to the routed rows are part
 of the eager part behind it, where Megatron's dispatcher preprocesses as ever, but is handed these rows in
-place of its own permutation (`ExpertWrappers.permutation()`). So its attributes are those of eager. A
+place of its own permutation (`wrap_permutation()`). So its attributes are those of eager. A
 dispatcher that gathers all rows permutes behind its dispatch: there the scope adds nothing to the router's.
 
 Layers of experts keep tensors of a call with their history beyond its end, and set them anew in the next one.
