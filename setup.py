@@ -60,6 +60,7 @@ PYTHON = [
     "canonical_packs",
     "dispatcher",
     "micro_batch",
+    "module_calls",
     "module",
     "pack_reader",
     "site_object",

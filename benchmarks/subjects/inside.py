@@ -120,7 +120,7 @@ class Replays:
 
     def decided(self) -> Any:
         """A micro-batch: a pack of the largest capacity, read and decided on as a model's forward does."""
-        return self._graphs.decide(self._params, self._tokens, None, from_ids=True, is_skipped=False)
+        return self._graphs.dispatcher.enter(self._params, self._tokens, None, True, False, True, True)
 
     @contextlib.contextmanager
     def running(self, batch: Any) -> Iterator[None]:
@@ -131,7 +131,8 @@ class Replays:
         try:
             yield
         finally:
-            self._graphs.end(batch, loop)
+            loop.batch = None
+            self._graphs.dispatcher.end(batch)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[None]:
         """Both: decides on one, and lets the bank replay it inside."""

@@ -33,6 +33,10 @@ class States {
   // The number of the state at the last boundary, and whether it was met there for the first time.
   int64_t current() const { return current_; }
   bool is_new() const { return is_new_; }
+  // Whether this rank said the same when it was last asked.
+  bool is_met(uint64_t fingerprint, uint64_t settings) const {
+    return fingerprint == fingerprint_ && settings == settings_;
+  }
   // Whether there are more states than are remembered for long.
   bool has_many() const;
   // Forgets the states that were not used for the longest time, while there are too many of them,

@@ -5,6 +5,7 @@
 #include "csrc/python/dispatcher.h"
 #include "csrc/python/eager_reasons.h"
 #include "csrc/python/micro_batch.h"
+#include "csrc/python/module_calls.h"
 
 namespace py = pybind11;
 
@@ -48,6 +49,7 @@ void bind_dispatch(py::module_& m) {
       .def("agree", &States::agree, py::arg("largest"))
       .def_property_readonly("current", &States::current)
       .def_property_readonly("is_new", &States::is_new)
+      .def("is_met", &States::is_met, py::arg("fingerprint"), py::arg("settings"))
       .def("has_many", &States::has_many)
       .def("forget_oldest", &States::forget_oldest, py::arg("keep"))
       .def("add_name", &States::add_name, py::arg("fingerprint"))
@@ -68,6 +70,8 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("due", &DueVariants::due)
       .def_property_readonly("captured", &DueVariants::captured)
       .def("states_with_graphs", &DueVariants::states_with_graphs);
+  m.def("has_forwards", &has_forwards, py::arg("model"), py::arg("of_model"), py::arg("of_block"));
+  m.def("by_name", &by_name, py::arg("names"), py::arg("args"), py::arg("kwargs"));
   m.def("mark_canonical", &mark_canonical, py::arg("params"));
   m.def("is_canonical", &is_canonical, py::arg("offsets"));
   m.def("with_canonical_mark", &with_canonical_mark, py::arg("params"));
@@ -129,12 +133,16 @@ void bind_dispatch(py::module_& m) {
       .def_property_readonly("states", &Dispatcher::states,
                              py::return_value_policy::reference_internal)
       .def_property_readonly("due", &Dispatcher::due, py::return_value_policy::reference_internal)
-      .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"))
+      .def("is_unchanged", &Dispatcher::is_unchanged, py::arg("state"))
+      .def_property_readonly("params_type", &Dispatcher::params_type)
+      .def("eager_reason", &Dispatcher::eager_reason, py::arg("params"), py::arg("tokens"),
+           py::arg("is_settled"))
       .def("enter", &Dispatcher::enter, py::arg("params"), py::arg("tokens"), py::arg("mask"),
            py::arg("is_mask_shared"), py::arg("is_skipped"), py::arg("are_megatrons"),
            py::arg("is_settled"))
       .def("begin", &Dispatcher::begin, py::arg("batch"))
       .def("end", &Dispatcher::end, py::arg("batch"))
+      .def("count_eager", &Dispatcher::count_eager, py::arg("reason"))
       .def("counts", &named_counts)
       .def_property_readonly("replayed_tokens", &Dispatcher::replayed_tokens);
 }

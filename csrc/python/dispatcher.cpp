@@ -62,6 +62,13 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   variants_ = std::move(variants);
   eager_variants_ = std::move(eager_variants);
   watch_ = std::move(watch);
+  calls_ = 0;
+  for (int index = 0; index < bank_->num_sites(); ++index) calls_ += bank_->site(index).calls();
+}
+
+bool Dispatcher::is_unchanged(size_t state) {
+  return options_.ranks == 1 && watch_->is_as_expected() &&
+         states_.is_met(state, NumericSettings::current(bank_->device().type()).hash());
 }
 
 Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {
@@ -96,8 +103,16 @@ Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) con
   return found;
 }
 
-py::object Dispatcher::eager_reason(const py::object& params, int64_t tokens) {
-  return python_reason(find(params, tokens).against);
+std::optional<EagerReason> Dispatcher::eager_reason(const py::object& params, int64_t tokens,
+                                                    bool is_settled) const {
+  if (!options_.run_alike) return EagerReason::kGroupDisagreed;  // others may call it less often
+  const auto known = capacities_.find(options_.cp_size);
+  const bool is_learning = known == capacities_.end() || known->second.empty();
+  // Another rank may be able to read its pack, and ask this one before its step what it has
+  // learned.
+  const bool asks_others = options_.ranks > 1 || rules_->needs_equal_rows;
+  if (!is_settled || (is_learning && asks_others)) return std::nullopt;
+  return find(params, tokens).against;
 }
 
 std::optional<EagerReason> Dispatcher::eager_reason_of_step(bool is_skipped, bool grad) const {
@@ -150,6 +165,7 @@ py::object Dispatcher::enter(const py::object& params, int64_t tokens, const py:
   if (has_no_graph && !(are_megatrons && batch->run_as_given(*reason))) {
     return python_reason(reason);
   }
+  params_type_ = py::type::of(params);
   return py::cast(std::move(batch));
 }
 
@@ -173,7 +189,15 @@ bool Dispatcher::begin(MicroBatch& batch) {
 void Dispatcher::end(const MicroBatch& batch) {
   bank_->end();
   count(batch);
-  if (!batch.reason()) replayed_tokens_ += batch.capacity().tokens;
+  if (batch.reason()) {
+    count_eager(*batch.reason());
+  } else {
+    replayed_tokens_ += batch.capacity().tokens;
+  }
+}
+
+void Dispatcher::count_eager(EagerReason reason) {
+  bank_->counters().count_eager(refused_.value_or(reason), calls_);
 }
 
 std::optional<EagerReason> Dispatcher::lease(const MicroBatch& batch) {

@@ -80,6 +80,11 @@ class Dispatcher {
   }
   // Nothing replays as long as it is.
   void set_suspended(bool is_suspended) { is_suspended_ = is_suspended; }
+  // Whether all that graphs rely on, and the layers' state, which has this hash, are as at the last
+  // boundary: nothing has to be dropped or told. False where other ranks have to be asked.
+  bool is_unchanged(size_t state);
+  // The class of the last pack that a capacity may hold; None before.
+  const pybind11::object& params_type() const { return params_type_; }
   // The shapes of packs that came while capacities were to be learned.
   const std::set<PackShape>& observed() const { return observed_; }
   States& states() { return states_; }
@@ -87,8 +92,9 @@ class Dispatcher {
 
   // -- in a step --
   // Why no graph of the model could take a pack of `tokens` rows, whatever state the layers are in;
-  // None where one could.
-  pybind11::object eager_reason(const pybind11::object& params, int64_t tokens);
+  // None where one could, or that is not known yet.
+  std::optional<EagerReason> eager_reason(const pybind11::object& params, int64_t tokens,
+                                          bool is_settled) const;
   // A `MicroBatch`, to be padded to its capacity, or the reason why it runs as it was given. Its
   // key has no capacity while these are to be learned, and it runs as it was given, too. `mask`:
   // the padding mask that the model was given, or None; `is_mask_shared`: layers get as many of its
@@ -102,8 +108,10 @@ class Dispatcher {
   // why, beside what graphs know whether its state does. Such a one is counted, and its state
   // remembered.
   bool begin(MicroBatch& batch);
-  // Ends the micro-batch that has leased one, and counts it.
+  // Ends the micro-batch that has leased one, and counts it; as eager, if a reason was found since.
   void end(const MicroBatch& batch);
+  // Counts a micro-batch in which every layer runs eager.
+  void count_eager(EagerReason reason);
   const Counts& counts() const { return counts_; }
   int64_t replayed_tokens() const { return replayed_tokens_; }  // with those of padding
 
@@ -133,6 +141,7 @@ class Dispatcher {
   std::map<int64_t, std::vector<Capacity>> capacities_;
   pybind11::dict groups_;
   std::shared_ptr<GraphBank> bank_;
+  int64_t calls_ = 0;  // of its sites in each micro-batch
   std::map<VariantKey, int> variants_;
   std::map<VariantKey, EagerReason> eager_variants_;
   std::shared_ptr<ModuleWatch> watch_;
@@ -140,6 +149,7 @@ class Dispatcher {
   bool is_suspended_ = false;
   std::set<PackShape> observed_;
   std::map<VariantKey, std::shared_ptr<CanonicalPacks>> made_;
+  pybind11::object params_type_ = pybind11::none();
   Counts counts_;
   int64_t replayed_tokens_ = 0;
 };

@@ -77,7 +77,6 @@ void watch_content(PyObject* dict, const DictFlag& flag) {
 
 void ignore_key(PyObject* name) { ignored_keys.insert(name); }
 uint64_t dict_events() { return events; }
-uint64_t dict_version(PyObject*) { return 0; }
 
 #else
 
@@ -86,9 +85,6 @@ void watch_dict(PyObject*, const DictFlag&) {}
 void watch_content(PyObject*, const DictFlag&) {}
 void ignore_key(PyObject*) {}
 uint64_t dict_events() { return 0; }
-uint64_t dict_version(PyObject* dict) {
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-}
 
 #endif
 

@@ -35,6 +35,13 @@ void ignore_key(PyObject* name);
 uint64_t dict_events();
 
 // Another one after each change of the dictionary. Where events can be told it is always 0.
-uint64_t dict_version(PyObject* dict);
+// Thousands are asked for in each micro-batch.
+inline uint64_t dict_version([[maybe_unused]] PyObject* dict) {
+#if PY_VERSION_HEX >= 0x030c0000
+  return 0;
+#else
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#endif
+}
 
 }  // namespace megagraph

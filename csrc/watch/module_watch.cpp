@@ -97,7 +97,13 @@ void ModuleWatch::expect_memory(bool grad) {
 
 void ModuleWatch::forget_gradients() { watches_gradients_ = are_gradients_away_ = false; }
 
-std::optional<EagerReason> ModuleWatch::difference(const py::function& of_hooks) {
+bool ModuleWatch::is_as_expected() {
+  const auto of_any_hooks = [] { return std::optional(EagerReason::kForeignHook); };
+  return is_watching_ && !difference(of_any_hooks) && !are_gradients_away_ &&
+         state_watch_->sees_layers();
+}
+
+std::optional<EagerReason> ModuleWatch::difference(const OfHooks& of_hooks) {
   have_only_gradients_moved_ = false;
   look();
   const bool have_moved = watches_gradients_ && now_.gradients != expected_.gradients;
@@ -109,8 +115,7 @@ std::optional<EagerReason> ModuleWatch::difference(const py::function& of_hooks)
     return EagerReason::kParametersChanged;
   }
   if (now_.hooks != expected_.hooks) {
-    const py::object reason = of_hooks();
-    if (!reason.is_none()) return static_cast<EagerReason>(reason.cast<int>());
+    if (const auto reason = of_hooks()) return reason;
     expect_hooks();
   }
   have_only_gradients_moved_ = have_moved && !are_gradients_away_;

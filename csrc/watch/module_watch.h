@@ -22,6 +22,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -53,9 +54,12 @@ class ModuleWatch {
   // No graph reads main gradients any more.
   void forget_gradients();
 
+  // Whether there is no difference, nor any that nobody can tell, of what it watches by now.
+  bool is_as_expected();
   // Why graphs must not be replayed. `of_hooks` is asked where hooks differ and nothing that weighs
   // more does: for a reason, or for None, where those of now may be expected.
-  std::optional<EagerReason> difference(const pybind11::function& of_hooks);
+  using OfHooks = std::function<std::optional<EagerReason>()>;
+  std::optional<EagerReason> difference(const OfHooks& of_hooks);
   // Whether graphs read main gradients that had no memory at the last difference(): nobody can tell
   // whether they have moved.
   bool are_gradients_away() const { return are_gradients_away_; }

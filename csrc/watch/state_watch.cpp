@@ -53,7 +53,7 @@ struct StateWatch::Owner {
     if (kCanTellDictEvents) return true;
     if (kind == Kind::kModule || kind == Kind::kConfiguration) {
       const py::object object = referent(reference.ptr());
-      if (!object || attributes_of(object.ptr()).ptr() != versions.at(0).first) return false;
+      if (!object || attributes_of(object.ptr()).ptr() != versions[0].first) return false;
     }
     return std::all_of(versions.begin(), versions.end(),
                        [](const auto& known) { return dict_version(known.first) == known.second; });
@@ -172,6 +172,13 @@ size_t StateWatch::now(bool whole) {
   hash.mix(list_of_layers());
   if (!keys_.empty()) hash.mix(of_keys());
   return hash.value();
+}
+
+bool StateWatch::sees_layers() const {
+  static const py::str& layers = interned("layers");
+  const py::object block = referent(block_.ptr());
+  return block && entry(attributes_of(block.ptr()).ptr(), layers) == nullptr &&
+         _PyType_Lookup(Py_TYPE(block.ptr()), layers.ptr()) == nullptr;
 }
 
 // A forward of the block has something else stand in for its attribute.

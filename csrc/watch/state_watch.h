@@ -45,6 +45,8 @@ class StateWatch {
   StateWatch(const StateWatch&) = delete;
   StateWatch& operator=(const StateWatch&) = delete;
 
+  // Whether the block has its layers among its modules, and nothing stands before them.
+  bool sees_layers() const;
   // The state of now. `whole`: the content of containers too, else as it was when last read.
   size_t now(bool whole);
 

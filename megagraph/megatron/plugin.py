@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megagraph.config import GraphConfig
-from megagraph.decide.reasons import EagerReason
 from megagraph.log import about, let_speak, subject
 from megagraph.megatron.graphs.model import GraphedModel
 from megagraph.megatron.parallel.ddp import find_ddp
@@ -70,7 +69,7 @@ class Plugin:
         self._is_suspended = False
         self.stage, self.stages = 0, 1  # of the last pipeline for whose stage this rank speaks
         self._num_named: Counter[str] = Counter()  # models of each class so far
-        self._gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
+        self.gone: list[GraphedModel] = []  # whose model is gone, still with their graphs
         self._retired: list[dict[str, Any]] = []
         self._retired_leases: dict[str, list[Lease]] = {}
         self._step_models: Sequence[nn.Module] = ()
@@ -116,7 +115,7 @@ class Plugin:
         return graphs
 
     def _let_go(self, key: int) -> None:
-        self._gone.append(self._graphs.pop(key))
+        self.gone.append(self._graphs.pop(key))
 
     def _when_gone(self, module: nn.Module, forget: Callable[..., object], *args: Any) -> None:
         finalizer = weakref.finalize(module, forget, *args)
@@ -135,8 +134,8 @@ class Plugin:
 
         Not when they go: garbage is collected in the middle of anything, a capture or a trace.
         """
-        while self._gone:
-            graphs = self._gone.pop(0)
+        while self.gone:
+            graphs = self.gone.pop(0)
             self._retired.append(graphs.report())
             self._retired_leases[graphs.name] = graphs.captures.bank.leases()
             graphs.captures.bank.release()
@@ -212,29 +211,25 @@ class Plugin:
 
         return destroy
 
-    def begin_bare_call(
-        self, graphs: GraphedModel, params: Any, tokens: int
-    ) -> tuple[EagerReason | None, bool]:
-        """Before a call of a model outside of its own step. Inside another's, changes are looked for only.
+    def free_gone(self) -> None:
+        """Before a call of a model outside of its own step: frees what models that are gone have left."""
+        if not self._step_models:
+            self._retire()
 
-        Returns:
-            Why no graph could take its pack, if that is known; and whether the call, outside of any schedule,
-            is a step of its own: `graphs.after_step()` ends it.
+    def begin_bare_call(self, graphs: GraphedModel) -> bool:
+        """Before such a call, if a graph may take its pack. Inside another's step looks for changes only.
+
+        Returns whether the call, outside of any schedule, is a step of its own: `after_step()` ends it.
         """
-        if self._gone and not self._step_models:
-            self._retire()  # frees what models that are gone have left
-        reason = graphs.eager_reason(params, tokens)
-        if reason is not None:
-            return reason, False
         if self._step_models:
             graphs.at_bare_call()
-            return None, False
+            return False
         model = subject.set(graphs.name)  # `about()`, without its calls: this is paid in each bare call
         try:
             graphs.at_step_boundary(is_skipped=bool(skips))
         finally:
             subject.reset(model)
-        return None, True
+        return True
 
     def suspend(self) -> None:
         """Runs every model eager until `resume()`, also those that are still to come."""

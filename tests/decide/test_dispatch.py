@@ -73,7 +73,7 @@ def decide(
     pack = None if shape is None else pack_of(shape)
     tokens = 1 if shape is None else shape.tokens
     found = enter(made, pack, tokens)
-    reason = made.eager_reason(pack, tokens)
+    reason = made.eager_reason(pack, tokens, True)
     assert reason is (found if isinstance(found, EagerReason) else None)
     if isinstance(found, EagerReason):
         return found

@@ -75,6 +75,16 @@ def test_parameters_frozen_or_thawed_later_cost_one_eager_step(pair: rig.Pair) -
     assert report["replays"] == (1 + 2 + 2) * rig.LAYERS
 
 
+def test_a_list_that_stands_before_the_blocks_own_layers_is_noticed(pair: rig.Pair) -> None:
+    """No state of the layers tells it."""
+    pair.step(rig.ONE, times=2)
+    for trainer in pair.both:
+        block = trainer.chunk.decoder
+        vars(block)["layers"] = [*reversed(block.layers)]
+    pair.step(rig.ONE)
+    assert pair.report()["eager"] == {"WARMING_UP": rig.LAYERS, "PARAMETERS_CHANGED": rig.LAYERS}
+
+
 def _move_weights(trainer: Trainer) -> list[torch.Tensor]:
     """Moves every parameter; what reads the old place from now on reads NaN."""
     old = [param.data for param in trainer.chunk.parameters()]

@@ -181,7 +181,7 @@ def test_every_pack_has_as_many_rows(
         step(trainer, [Micro(lengths=(9,))])
     graphs, micro = plugin.graphs_of_model(trainer.chunk), Micro(lengths=lengths)
     params = micro.params(trainer.device)
-    batch = graphs.decide(params, micro.physical, None, from_ids=True, is_skipped=False)
+    batch = graphs.dispatcher.enter(params, micro.physical, None, True, False, True, True)
     assert isinstance(batch, MicroBatch) and (batch.capacity, batch.reason) == (capacity, reason)
 
 

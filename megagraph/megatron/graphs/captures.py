@@ -100,10 +100,6 @@ class Captures:
         self._mla_tables.keep(variants)
         self._dispatch()
 
-    def count_eager(self, reason: EagerReason, sites: int | None = None) -> None:
-        """Counts what runs eager: a call of every site, or of some."""
-        self.bank.count_eager(reason, self.layers.num_sites if sites is None else sites)
-
     # -- capture ---------------------------------------------------------------------------------
 
     def is_idle(self) -> bool:

@@ -62,7 +62,6 @@ class Changes:
         self.has_raised = False  # the last step has, and may have left tensors of its micro-batches behind
         self._waited = 0  # steps in a row that another rank could not capture in
         # -- states --
-        self._met = 0, 0  # fingerprint and settings at the last boundary
         self._items: dict[str, tuple[int, str]] = {}  # of the last state that was new
         self._made_new: dict[int, str] = {}  # what made each state another one than that before
         self._new_in_a_row = 0
@@ -91,15 +90,20 @@ class Changes:
         """
         if self.has_raised:
             self._clean_up()
-        watch = self._captures.watch
-        changed = None if runs_eager else self._captures.what_changed()
-        is_away = not runs_eager and watch.are_gradients_away
-        said = self._local_state(has_changed=changed is not None)
-        if changed is None and not is_away and self._peers.size == 1:  # as in nearly every step and bare call
-            if said:
-                self._agree_on_state(said)
+        of_model, watch = self._captures, self._captures.watch
+        # As in nearly every step and bare call. Only where Megatron calls them may layers stay joined.
+        if (
+            not runs_eager
+            and of_model.layers.entries.are_megatrons
+            and not of_model.bank.has_other_streams()
+            and self._dispatcher.is_unchanged(watch.whole_state())
+        ):
+            self._new_in_a_row = 0
             self.reason = self.gradients_reason = None
         else:
+            changed = None if runs_eager else of_model.what_changed()
+            is_away = not runs_eager and watch.are_gradients_away
+            said = self._local_state(has_changed=changed is not None)
             self._agree(changed, said, is_away=is_away, runs_eager=runs_eager, captures=captures)
         self._dispatcher.keep_eager(self.reason, self.gradients_reason)
 
@@ -238,10 +242,9 @@ class Changes:
         if has_changed:
             watch.follow_modules()
         met = watch.whole_state(), _C.numeric_settings(self._captures.device)
-        if met == self._met and self._peers.size == 1:
+        if self._peers.size == 1 and self._states.is_met(*met):
             self._new_in_a_row = 0
             return ()
-        self._met = met
         return self._states.local_state(self._peers.rank(), *met)
 
     def _agree_on_state(self, largest: Sequence[int]) -> None:

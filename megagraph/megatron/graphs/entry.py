@@ -94,24 +94,16 @@ class Entries:
     are_settled: bool
 
     def __init__(self, model: nn.Module) -> None:
-        self._find_doors(model)
+        self.find_doors(model)
 
-    def _find_doors(self, model: nn.Module) -> None:
+    def find_doors(self, model: nn.Module) -> None:
+        """At first, and if the model or its block has another forward by now: `_C.has_forwards()`."""
         block: Any = model.decoder
         self.model, self.block = Doors(model), Doors(block)
         self.are_megatrons = self.are_settled = bool(self.model.is_own and self.block.is_own)
         self._failure = ""
         self._news: list[str] = []
         self._told: set[str] = set()
-
-    def follow(self, model: nn.Module) -> None:
-        """Finds the doors anew if the model or its block has another forward by now."""
-        block: Any = model.decoder
-        for module, doors in ((model, self.model), (block, self.block)):
-            forward: Any = module.forward
-            if getattr(forward, "__func__", forward) is not doors.forward():
-                self._find_doors(model)
-                return
 
     def fail(self, sentence: str) -> None:
         """Keeps the model eager from the next step boundary on, and micro-batches as given until then."""

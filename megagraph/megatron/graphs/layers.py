@@ -54,7 +54,7 @@ class BlockLayers:
     ) -> None:
         self._model = weakref.ref(model)
         self.ddp = ddp
-        self._peers, self._entries = peers, entries
+        self._peers, self.entries = peers, entries
         # What of each layer is graphed; none for whole layers.
         self.scopes = scopes_of(model.config, config.cuda_graph_modules)
         self._joins = config.cuda_graph_granularity == "chunk"
@@ -99,7 +99,7 @@ class BlockLayers:
             self._apart.clear()
             self._wrong.clear()
             return True
-        if self.plan is not self._each and not self._entries.are_megatrons:
+        if self.plan is not self._each and not self.entries.are_megatrons:
             self.plan = self._each
             return True
         return False
@@ -175,7 +175,7 @@ class BlockLayers:
             return
         self.plan = self._each
         left = self.ineligible_in_group()
-        if self._entries.are_megatrons:
+        if self.entries.are_megatrons:
             borders = borders_of(self.ddp, self.specs)
             joined = self._each.joined(borders, {*left, *self._apart})
             if len(joined.specs) < self.num_sites:
@@ -185,7 +185,7 @@ class BlockLayers:
             log.warning("cuda_graph_granularity='chunk' joins no layers: %s", self._why_apart())
 
     def _why_apart(self) -> str:
-        if not self._entries.are_megatrons:
+        if not self.entries.are_megatrons:
             return "a forward that overrides Megatron's calls them one by one"
         if not any(step.is_whole for step in self.plan.steps):
             return "cuda_graph_modules leaves something eager in each of them"

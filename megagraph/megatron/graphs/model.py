@@ -76,8 +76,7 @@ class GraphedModel:
             if config.mode == "graph":
                 self.changes.begin()
         self._rows: tuple[torch.Size, torch.dtype] | None = None  # shape and type of one
-        self._params_type: Any = PACKED_SEQ_PARAMS.function()  # until a graph could take another
-        self._unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
+        self.unlearned: MicroBatch | None = None  # the running one, for which there is no capacity yet
         self.running: MicroBatch | EagerReason | None = None  # in a forward of it: padded, or as given
         self._training_steps = 0
         self._last_counters: dict[str, int] = {}  # in the log
@@ -89,37 +88,6 @@ class GraphedModel:
             self.context.refuse(refusal.sentence)
             self.dispatcher.refuse(refusal.reason)
             log.warning(str(refusal))
-
-    def eager_reason(self, params: Any, tokens: int) -> EagerReason | None:
-        """Why no graph could take a pack of `tokens` rows; None where one could, or nothing is known yet."""
-        if self.peers.run_other_packs:
-            return EagerReason.GROUP_DISAGREED  # others may call the model less often
-        # Another rank may be able to read its pack, and ask this one before its step what it has learned.
-        if (self._learners.size > 1 and not self.dispatcher.known) or not self.entries.are_settled:
-            return None
-        return self.dispatcher.eager_reason(params, tokens)
-
-    def decide(
-        self, params: Any, tokens: int, mask: Any, *, from_ids: bool, is_skipped: bool
-    ) -> MicroBatch | EagerReason:
-        """The micro-batch, to be padded to its capacity; or why it runs eager as it was given.
-
-        `from_ids`: the model makes hidden states of token ids. `is_skipped`: graphs are switched off for this
-        step.
-        """
-        # Layers get as many of its rows as they have of hidden states.
-        is_shared = not self.tensor.shards_sequence or self.tensor.shares_masks(from_ids=from_ids)
-        entries, self._unlearned = self.entries, None
-        batch = self.dispatcher.enter(
-            params, tokens, mask, is_shared, is_skipped, entries.are_megatrons, entries.are_settled
-        )
-        if isinstance(batch, EagerReason):
-            return batch
-        self._params_type = type(batch.params)
-        if batch.capacity is None:
-            self._unlearned = batch
-            return EagerReason.WARMING_UP
-        return batch if entries.are_megatrons or self._has_constants(batch) else EagerReason.WARMING_UP
 
     @contextlib.contextmanager
     def runs(self, batch: MicroBatch | EagerReason | None) -> Iterator[None]:
@@ -153,7 +121,7 @@ class GraphedModel:
         if self.tensor.shards_sequence and params is not None:
             self._arguments.include(table, params, hidden_states)
 
-    def _has_constants(self, batch: MicroBatch) -> bool:
+    def has_constants(self, batch: MicroBatch) -> bool:
         """Whether it is known what an overridden model's layers will be called with."""
         if self._rows is None:
             return False
@@ -179,19 +147,18 @@ class GraphedModel:
 
     def count_as_given(self, reason: EagerReason, hidden_states: Tensor | None = None) -> None:
         """Counts a micro-batch that no capacity holds, or none yet, or that cannot be acted on."""
-        reason = reason if self.refusal is None else self.refusal.reason
         if hidden_states is not None and self.learns_from(reason):
             self._rows = hidden_states.shape[1:], hidden_states.dtype
-            if self._unlearned is not None:
-                self.verifier.keep(self._unlearned, hidden_states)
-        self._unlearned = None
-        self.captures.count_eager(reason)
+            if self.unlearned is not None:
+                self.verifier.keep(self.unlearned, hidden_states)
+        self.unlearned = None
+        self.dispatcher.count_eager(reason)
 
     def begin(self, batch: MicroBatch, hidden_states: Tensor, table: Any, mask: Any) -> LayerLoop | None:
         """Leases a slot for a micro-batch and returns the loop that replays it; None runs it eager.
 
-        Counts an eager micro-batch. `end()` ends one that replays. The block was given the hidden states, a
-        rotary table and, if it is Megatron's, a padding mask.
+        Counts an eager micro-batch; the dispatcher ends one that replays. The block was given the hidden
+        states, a rotary table and, if it is Megatron's, a padding mask.
         """
         if self.entries.are_megatrons and not batch.take_mask(mask, hidden_states):
             self.run_as_given(batch, table, hidden_states)
@@ -211,21 +178,14 @@ class GraphedModel:
             self.verifier.keep(batch, hidden_states)
         if not batch.is_own(table, hidden_states):
             batch.run_as_given(is_own_table=False)
-        self.captures.count_eager(batch.reason)
+        self.dispatcher.count_eager(batch.reason)
         return None
 
     def run_as_given(self, batch: MicroBatch, table: Any, hidden_states: Tensor) -> None:
         """Has a micro-batch run as given whose layers are handed what no variant takes, and counts it."""
         batch.reason = EagerReason.SIGNATURE_CHANGED
         batch.run_as_given(is_own_table=batch.is_own(table, hidden_states))
-        self.captures.count_eager(batch.reason)
-
-    def end(self, batch: MicroBatch, loop: LayerLoop) -> None:
-        """Ends a micro-batch for which `begin()` returned a loop, which may have found a reason since."""
-        loop.batch = None
-        self.dispatcher.end(batch)
-        if batch.reason is not None:
-            self.captures.count_eager(batch.reason)
+        self.dispatcher.count_eager(batch.reason)
 
     def look_around(self, models: Sequence[nn.Module]) -> None:
         """Before a step: finds the DDP around it in `models` of a schedule, and where to act by now.
@@ -235,7 +195,9 @@ class GraphedModel:
         model = self.model()
         if model is None:
             return
-        self.entries.follow(model)
+        entries = self.entries
+        if not _C.has_forwards(model, entries.model.forward, entries.block.forward):
+            entries.find_doors(model)
         ddp = find_ddp(models, model) if self._layers.ddp is None else None
         if ddp is None:
             return
@@ -307,7 +269,8 @@ class GraphedModel:
         self.changes.make_room()
         is_first = not due.captured
         variants = self.dispatcher.variants(kinds)
-        self.captures.capture(variants, *self._rows, self._params_type)
+        params_type: Any = self.dispatcher.params_type or PACKED_SEQ_PARAMS.function()
+        self.captures.capture(variants, *self._rows, params_type)
         if is_first:
             self.changes.follow_eager_layers()
         due.mark_captured(kinds)  # or they stay eager; what was captured before is due again

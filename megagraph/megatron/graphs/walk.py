@@ -75,11 +75,15 @@ class LayerLoop:
     """Stands in for all layers of a block while a micro-batch of one variant replays.
 
     Calls with other arguments than `constants`, those of the capture, run eager. `before_sites` is asked in
-    each forward for what to call with a site's index before that site.
+    each forward for what to call with a site's index before that site; it is None if nothing ever is.
     """
 
     def __init__(
-        self, plan: BlockPlan, bank: Bank, constants: Constants, before_sites: Callable[[], BeforeSite]
+        self,
+        plan: BlockPlan,
+        bank: Bank,
+        constants: Constants,
+        before_sites: Callable[[], BeforeSite] | None,
     ) -> None:
         self._plan = plan
         self._steps = plan.walk(bank.eager_sites)
@@ -117,7 +121,7 @@ class LayerLoop:
             for layer in self._plan.layers():
                 hidden_states = without_history(run_layer(layer, hidden_states, given))
             return hidden_states, None
-        before_site = self.before_sites()
+        before_site = self.before_sites and self.before_sites()
         if before_site is None:
             out = self._replay_all(hidden_states)
             if out is not NotImplemented:
@@ -145,7 +149,7 @@ class LayersOneByOne:
         count_eager: Callable[[EagerReason], None],
     ) -> None:
         self._batch, self._plan, self._constants, self._loop = batch, plan, constants, loop
-        self._before_site = None if loop is None else loop.before_sites()
+        self._before_site = loop.before_sites() if loop is not None and loop.before_sites else None
         self._count_eager = count_eager
         # The rows that a layer handed out last, and all rows that they are a part of.
         self._cut: Tensor | None = None

@@ -138,10 +138,14 @@ class ParamSyncs:
                 now.clear()
                 now.update(before)
 
-    def before_sites(self) -> Callable[[int], None] | None:
-        """What to call with each site's index before it runs in this forward pass; None for nothing."""
+    @property
+    def before_sites(self) -> Callable[[], Callable[[int], None] | None] | None:
+        """Says in each forward pass what to call before a site, with its index; None if it never does."""
+        return self._before_sites if self._groups else None
+
+    def _before_sites(self) -> Callable[[int], None] | None:
         # Hosts take the pre-hooks away for a while, having synchronised the parameters: so here.
-        if not self._groups or not self._ddp().remove_forward_pre_hook_handles:
+        if not self._ddp().remove_forward_pre_hook_handles:
             return None
         is_done = [
             group.param_gather_dispatched and group.param_gather_handle is None

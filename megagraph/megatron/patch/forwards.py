@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megagraph._C import by_name, has_forwards
 from megagraph.decide.reasons import EagerReason
 from megagraph.megatron.graphs.dispatcher import MicroBatch, as_pack
 from megagraph.megatron.graphs.entry import is_ours, names_of
@@ -118,7 +119,8 @@ class ForwardWrappers:
                 with graphs.runs(None):
                     return original(model, *args, **kwargs)
             entries = graphs.entries
-            entries.follow(model)
+            if not has_forwards(model, entries.model.forward, entries.block.forward):
+                entries.find_doors(model)
             doors = entries.model
             if doors.is_own is False and not doors.problem:
                 return act(model, *args, **kwargs)
@@ -155,7 +157,7 @@ class ForwardWrappers:
             if args:
                 # A call is one of a known model.
                 names = graphs.entries.model.names if own_names is None else own_names  # type: ignore[union-attr]
-                args, kwargs = _by_name(names, args, kwargs)
+                args, kwargs = by_name(names, args, kwargs)
             get = kwargs.get
             ids: Any = get("input_ids")
             is_first_stage = getattr(model, "pre_process", True)
@@ -185,21 +187,27 @@ class ForwardWrappers:
                 run = _seeing(graphs, given, params, original)
             tokens = ids.numel() if hidden_states is None else graphs.tensor.num_tokens(hidden_states)
             batch: MicroBatch | EagerReason | None = None
-            is_step = False
+            is_step, dispatcher, is_skipped = False, graphs.dispatcher, bool(skips)
             if graphs not in plugin.step_graphs:
-                batch, is_step = plugin.begin_bare_call(graphs, params, tokens)
+                if plugin.gone:
+                    plugin.free_gone()
+                batch = dispatcher.eager_reason(params, tokens, entries.are_settled)
+                if batch is None:
+                    is_step = plugin.begin_bare_call(graphs)
             if batch is None:
-                from_ids, is_skipped = hidden_states is None, bool(skips)
-                batch = graphs.decide(
-                    params, tokens, get("padding_mask"), from_ids=from_ids, is_skipped=is_skipped
-                )
+                mask, ranks = get("padding_mask"), graphs.tensor
+                # Layers get as many of its rows as they have of hidden states.
+                is_shared = not ranks.shards_sequence or ranks.shares_masks(from_ids=hidden_states is None)
+                doors = entries.are_megatrons, entries.are_settled
+                batch = dispatcher.enter(params, tokens, mask, is_shared, is_skipped, *doors)
+            graphs.unlearned = None
             if isinstance(batch, MicroBatch):
                 batch = _enter(graphs, model, batch, kwargs)
             if isinstance(batch, EagerReason):
-                if graphs.dispatcher.needs_equal_rows:
+                if dispatcher.needs_equal_rows:
                     graphs.require_rows(tokens, batch)
                 if entries.are_settled and not graphs.learns_from(batch):
-                    graphs.count_as_given(batch)  # whatever its block is given: no graph has a use for it
+                    dispatcher.count_eager(batch)  # whatever its block is given: no graph has a use for it
                     batch = None
                     if graphs.running is None and not is_step:
                         return run(model, *args, **kwargs)
@@ -230,13 +238,13 @@ class ForwardWrappers:
             batch, doors = graphs.running, graphs.entries.block
             if doors.is_own is False and isinstance(batch, MicroBatch):
                 doors.reached += 1
-                args, kwargs = _by_name(doors.names, args, kwargs)
+                args, kwargs = by_name(doors.names, args, kwargs)
                 return _one_by_one(graphs, batch, functools.partial(original, block, *args), kwargs)
             reached = doors.reached
             out = original(block, *args, **kwargs)
             if doors.reached == reached:
                 reason = graphs.entries.block_bypassed(_decided_as_given(batch))
-                _args, given = _by_name(doors.names, args, kwargs)
+                _args, given = by_name(doors.names, args, kwargs)
                 graphs.count_as_given(reason, given.get("hidden_states"))
             return out
 
@@ -283,7 +291,8 @@ class ForwardWrappers:
                 out = original(block, hidden_states, None, *args, **kwargs)
             finally:
                 del block.__dict__["layers"]
-                graphs.end(batch, loop)
+                loop.batch = None
+                graphs.dispatcher.end(batch)
             cut = batch.cut(out)
             # The schedule keeps what it hands on over later forwards, and this may be the slot's memory.
             return cut.clone() if graphs.hands_on and cut is out else cut
@@ -300,7 +309,7 @@ class ForwardWrappers:
         def run(stack: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if "layers" in stack.__dict__:  # shadowed: this micro-batch replays
                 (loop,) = stack.__dict__["layers"]
-                args, kwargs = _by_name(names, args, kwargs)
+                args, kwargs = by_name(names, args, kwargs)
                 stack.__dict__["layers"] = (_StackLoop(loop, kwargs),)
             return original(stack, *args, **kwargs)
 
@@ -322,13 +331,6 @@ def _seeing(graphs: GraphedModel, given: Any, pack: Any, original: Callable[...,
 def _decided_as_given(batch: MicroBatch | EagerReason) -> EagerReason | None:
     """Why a micro-batch runs as it was given; None where it was decided to run on a canonical pack."""
     return batch if isinstance(batch, EagerReason) else None
-
-
-def _by_name(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, those by position by their names, as far as they have any."""
-    return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class _StackLoop:
@@ -366,10 +368,16 @@ def _enter(
     The offsets stay as given: what lies behind the layers tells documents apart by them.
 
     Returns:
-        The micro-batch, or why it runs as it was given after all: something fits the rows that were given
-        alone, or asks the block for other results.
+        The micro-batch, or why it runs as it was given after all: there is no capacity yet, it is not known
+        what the layers will get, something fits the rows that were given alone, or asks the block for other
+        results.
     """
+    if batch.capacity is None:
+        graphs.unlearned = batch
+        return EagerReason.WARMING_UP
     processor, is_foreign = given.get("output_processor"), not graphs.entries.are_megatrons
+    if is_foreign and not graphs.has_constants(batch):
+        return EagerReason.WARMING_UP
     if given.get("attention_mask") is not None or given.get("extra_block_kwargs") is not None:
         return EagerReason.SIGNATURE_CHANGED
     if batch.entry_padding:
@@ -442,7 +450,7 @@ def _one_by_one(
     loop = graphs.begin(batch, hidden_states, given.get("rotary_pos_emb"), None)
     given["packed_seq_params"] = batch.params
     captures = graphs.captures
-    count_site = functools.partial(captures.count_eager, sites=1)
+    count_site = functools.partial(captures.bank.count_eager, calls=1)
     constants = captures.arguments[batch.key]
     layers = LayersOneByOne(batch, captures.layers.plan, constants, loop, count_site)
     try:
@@ -450,7 +458,8 @@ def _one_by_one(
             out = original(**given)
     finally:
         if loop is not None:
-            graphs.end(batch, loop)
+            loop.batch = None
+            graphs.dispatcher.end(batch)
     if loop is not None and layers.num_called == 0:
         graphs.count_as_given(graphs.entries.block_missed(None))
     return out
@@ -470,7 +479,7 @@ def wrap_prediction(plugin: Plugin, original: Callable[..., Any]) -> Callable[..
         graphs = graphs_of_block(key_of(block))
         batch = None if graphs is None else graphs.running
         if isinstance(batch, MicroBatch):
-            args, kwargs = _by_name(names, args, kwargs)
+            args, kwargs = by_name(names, args, kwargs)
             hidden_states: Any = kwargs.get("hidden_states")
             is_own = batch.is_own(kwargs.get("rotary_pos_emb"), hidden_states)
             kwargs["packed_seq_params"] = batch.given_params(is_own_table=is_own)
