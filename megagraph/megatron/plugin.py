@@ -217,9 +217,9 @@ class Plugin:
             self._retire()
 
     def begin_bare_call(self, graphs: GraphedModel) -> bool:
-        """Before such a call, if a graph may take its pack. Inside another's step looks for changes only.
+        """Before a call whose pack a graph may take: is it a step of its own, which `after_step()` ends?
 
-        Returns whether the call, outside of any schedule, is a step of its own: `after_step()` ends it.
+        Not inside another model's step, where changes are only looked for.
         """
         if self._step_models:
             graphs.at_bare_call()
