@@ -66,9 +66,12 @@ void Dispatcher::use(std::shared_ptr<GraphBank> bank, std::map<VariantKey, int> 
   for (int index = 0; index < bank_->num_sites(); ++index) calls_ += bank_->site(index).calls();
 }
 
-bool Dispatcher::is_unchanged(size_t state) {
-  return options_.ranks == 1 && watch_->is_as_expected() &&
-         states_.is_met(state, NumericSettings::current(bank_->device().type()).hash());
+// The state first: it has the layers, and of others that are gone nothing can be asked.
+bool Dispatcher::is_unchanged() {
+  return options_.ranks == 1 &&
+         states_.is_met(watch_->state(true),
+                        NumericSettings::current(bank_->device().type()).hash()) &&
+         watch_->is_as_expected();
 }
 
 Dispatcher::Found Dispatcher::find(const py::object& params, int64_t tokens) const {

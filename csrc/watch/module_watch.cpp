@@ -99,8 +99,8 @@ void ModuleWatch::forget_gradients() { watches_gradients_ = are_gradients_away_ 
 
 bool ModuleWatch::is_as_expected() {
   const auto of_any_hooks = [] { return std::optional(EagerReason::kForeignHook); };
-  return is_watching_ && !difference(of_any_hooks) && !are_gradients_away_ &&
-         state_watch_->sees_layers();
+  return is_watching_ && state_watch_->sees_layers() && !difference(of_any_hooks) &&
+         !are_gradients_away_;
 }
 
 std::optional<EagerReason> ModuleWatch::difference(const OfHooks& of_hooks) {

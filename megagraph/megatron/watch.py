@@ -169,6 +169,10 @@ class LayerWatch(_C.ModuleWatch):
             for name, module in spec.named_modules()
         ]
 
+    def has_keys_of_now(self) -> bool:
+        """Whether the functions that are part of the state are all that there are by now."""
+        return self._keys_seen == _key_changes
+
     def whole_state(self) -> int:
         """Between steps: `state(True)`, with the functions that are part of it by now."""
         if self._keys_seen != _registered():

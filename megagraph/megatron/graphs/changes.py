@@ -96,7 +96,8 @@ class Changes:
             not runs_eager
             and of_model.layers.entries.are_megatrons
             and not of_model.bank.has_other_streams()
-            and self._dispatcher.is_unchanged(watch.whole_state())
+            and watch.has_keys_of_now()
+            and self._dispatcher.is_unchanged()
         ):
             self._new_in_a_row = 0
             self.reason = self.gradients_reason = None
