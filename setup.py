@@ -35,6 +35,7 @@ OPS_WITH_KERNELS = [
 OPS = ["rope_mla_tensors", "varlen_attention", "varlen_attention_cpu"]
 BANK = [
     "host_executable",
+    "capture/capture_edges",
     "capture/main_grad_node",
     "capture/op_trace",
     "capture/side_branch",

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Captures, what is swapped and watched meanwhile, and how their bits are compared.
 
+#include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
+#include "csrc/bank/capture/capture_edges.h"
 #include "csrc/bank/capture/cuda_capture.h"
 #include "csrc/bank/capture/main_grad_node.h"
 #include "csrc/bank/capture/op_trace.h"
@@ -45,9 +48,42 @@ struct SwapEnd {
   AccumulatorSwap& swap;
 };
 
-// Same memory, owned by somebody else: what a graph's boundary in a pool is.
-at::Tensor unowned_alias(const at::Tensor& t) {
-  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
+void bind_edges(py::module_& m) {
+  py::class_<CaptureEdges>(m, "CaptureEdges")
+      .def(py::init([](std::map<int, std::set<size_t>> transient, std::set<int> gaps,
+                       std::vector<int64_t> shape, at::ScalarType dtype, at::Device device) {
+             return std::make_unique<CaptureEdges>(std::move(transient), std::move(gaps),
+                                                   std::move(shape),
+                                                   at::TensorOptions(dtype).device(device));
+           }),
+           py::kw_only(), py::arg("transient"), py::arg("gaps"), py::arg("shape"), py::arg("dtype"),
+           py::arg("device"))
+      .def("is_entry", &CaptureEdges::is_entry, py::arg("site"))
+      .def("input", &CaptureEdges::input, py::arg("site"))
+      .def("keep_outputs", &CaptureEdges::keep_outputs, py::arg("site"), py::arg("outputs"))
+      .def(
+          "output_grads",
+          [](CaptureEdges& edges, int site, const std::vector<bool>& has_grad) {
+            return or_none(edges.output_grads(site, has_grad));
+          },
+          py::arg("site"), py::arg("has_grad"))
+      .def("keep_input_grad", &CaptureEdges::keep_input_grad, py::arg("site"), py::arg("grad"))
+      .def("keep_param_grads", &CaptureEdges::keep_param_grads, py::arg("site"), py::arg("arrived"))
+      .def("give_back_outputs", &CaptureEdges::give_back_outputs, py::arg("site"))
+      .def("give_back_gradients", &CaptureEdges::give_back_gradients, py::arg("site"))
+      .def("disown", &CaptureEdges::disown)
+      .def(
+          "graph",
+          [](const CaptureEdges& edges, int site, ExecutableHandle& forward,
+             ExecutableHandle* backward, std::vector<at::Tensor> accumulated) {
+            std::shared_ptr<SiteGraph> graph = edges.graph(site);
+            graph->forward = std::move(forward.executable);
+            if (backward != nullptr) graph->backward = std::move(backward->executable);
+            graph->accumulated = std::move(accumulated);
+            return graph;
+          },
+          py::arg("site"), py::kw_only(), py::arg("forward"), py::arg("backward"),
+          py::arg("accumulated"));
 }
 
 void bind_runs(py::module_& m) {
@@ -101,8 +137,8 @@ void bind_cuda(py::module_& m) {
       .def(py::init<c10::DeviceIndex, MempoolId, const PoolNote&>(), py::arg("device_index"),
            py::arg("pool"), py::arg("note"))
       .def_property_readonly("is_open", &PoolLoan::is_open)
-      .def("begin", &PoolLoan::begin)
-      .def("end", &PoolLoan::end)
+      .def("__enter__", &PoolLoan::begin)
+      .def("__exit__", [](PoolLoan& loan, const py::args&) { loan.end(); })
       .def("close", &PoolLoan::close);
 }
 #endif
@@ -136,8 +172,7 @@ void bind_capture(py::module_& m) {
            })
       .def_property_readonly("has_parts", &AccumulatorSwap::has_parts)
       .def_property_readonly("reached", &AccumulatorSwap::reached)
-      .def("take_kept_grads",
-           [](AccumulatorSwap& swap) { return or_none(swap.take_kept_grads()); });
+      .def("take_kept_grads", &AccumulatorSwap::take_kept_grads);
   m.def(
       "other_leaf",
       [](const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
@@ -145,10 +180,10 @@ void bind_capture(py::module_& m) {
         return leaf.defined() ? std::optional(leaf) : std::nullopt;
       },
       py::arg("outputs"), py::arg("input"));
-  m.def("unowned_alias", &unowned_alias, py::arg("tensor"));
   py::class_<OpTrace>(m, "OpTrace")
       .def(py::init<>())
       .def_property_readonly("last_op", &OpTrace::last_op);
+  bind_edges(m);
   bind_runs(m);
 #ifdef MEGAGRAPH_WITH_CUDA
   m.attr("WITH_CUDA") = true;

@@ -119,41 +119,7 @@ void bind_slot(py::module_& m) {
 }
 
 void bind_site_graph(py::module_& m) {
-  py::class_<Boundaries>(m, "Boundaries")
-      .def(py::init<>())
-      .def_readwrite("inputs", &Boundaries::inputs)
-      .def_readwrite("outputs", &Boundaries::outputs)
-      .def_property(
-          "grad_outputs", [](const Boundaries& edges) { return or_none(edges.grad_outputs); },
-          [](Boundaries& edges, const OptionalTensors& grads) {
-            edges.grad_outputs = or_undefined(grads);
-          })
-      .def_property(
-          "grad_inputs", [](const Boundaries& edges) { return or_none(edges.grad_inputs); },
-          [](Boundaries& edges, const OptionalTensors& grads) {
-            edges.grad_inputs = or_undefined(grads);
-          })
-      .def_readwrite("params", &Boundaries::params)
-      .def_readwrite("param_grads", &Boundaries::param_grads);
   py::class_<SiteGraph, std::shared_ptr<SiteGraph>>(m, "SiteGraph")
-      .def(py::init([](ExecutableHandle& forward, ExecutableHandle* backward,
-                       const Boundaries& boundaries, std::vector<at::Tensor> accumulated,
-                       bool is_entry, bool is_chained, std::vector<bool> is_transient) {
-             auto graph = std::make_shared<SiteGraph>();
-             graph->saves_outputs.resize(boundaries.outputs.size());
-             graph->is_entry = is_entry;
-             graph->is_chained = is_chained;
-             graph->is_transient = std::move(is_transient);
-             graph->forward = std::move(forward.executable);
-             if (backward != nullptr) graph->backward = std::move(backward->executable);
-             graph->boundaries = boundaries;
-             graph->accumulated = std::move(accumulated);
-             return graph;
-           }),
-           py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("boundaries"),
-           py::arg("accumulated"), py::arg("is_entry"), py::arg("is_chained"),
-           py::arg("is_transient"))
-      .def_readonly("boundaries", &SiteGraph::boundaries)
       .def_readonly("accumulated", &SiteGraph::accumulated)
       .def_readwrite("reads", &SiteGraph::reads)
       .def_readwrite("saves_input", &SiteGraph::saves_input)

@@ -20,20 +20,12 @@ struct ExecutableHandle {
   std::unique_ptr<Executable> executable;
 };
 
-// None in Python is an undefined tensor in C++.
-using OptionalTensors = std::vector<std::optional<at::Tensor>>;
-
-inline OptionalTensors or_none(const std::vector<at::Tensor>& tensors) {
-  OptionalTensors result;
+// An undefined tensor in C++ is None in Python.
+inline std::vector<std::optional<at::Tensor>> or_none(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::optional<at::Tensor>> result;
   for (const at::Tensor& t : tensors) {
     result.push_back(t.defined() ? std::make_optional(t) : std::nullopt);
   }
-  return result;
-}
-
-inline std::vector<at::Tensor> or_undefined(const OptionalTensors& tensors) {
-  std::vector<at::Tensor> result;
-  for (const auto& t : tensors) result.push_back(t.value_or(at::Tensor()));
   return result;
 }
 

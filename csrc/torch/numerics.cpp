@@ -150,4 +150,10 @@ size_t NumericSettings::hash() const {
 
 bool uses_deterministic_algorithms() { return at::globalContext().deterministicAlgorithms(); }
 
+Unfilled::Unfilled() : before_(at::globalContext().deterministicFillUninitializedMemory()) {
+  at::globalContext().setDeterministicFillUninitializedMemory(false);
+}
+
+Unfilled::~Unfilled() { at::globalContext().setDeterministicFillUninitializedMemory(before_); }
+
 }  // namespace megagraph

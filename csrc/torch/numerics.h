@@ -32,4 +32,17 @@ class NumericSettings {
 
 bool uses_deterministic_algorithms();
 
+// Lets at::empty() leave memory as it is in deterministic mode, too. A static buffer is written
+// before its graph is launched: a captured fill would overwrite it.
+class Unfilled {
+ public:
+  Unfilled();
+  ~Unfilled();
+  Unfilled(const Unfilled&) = delete;
+  Unfilled& operator=(const Unfilled&) = delete;
+
+ private:
+  const bool before_;
+};
+
 }  // namespace megagraph

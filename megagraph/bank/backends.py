@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor
 
 from megagraph import _C
 
@@ -69,15 +68,6 @@ class Backend:
         """
         body()
         return _C.make_host_executable(body)
-
-    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
-        """Makes `value` the content of a static buffer; `kept` is the buffer of an earlier run."""
-        value = value.detach()
-        return value.clone(memory_format=torch.contiguous_format) if kept is None else kept.copy_(value)
-
-    def boundary(self, tensor: Tensor) -> Tensor:
-        """The tensor by which a site's graph knows a static buffer once its capture is over."""
-        return tensor
 
     def note(self, slot_pool: int) -> _C.PoolNote | None:
         """Which memory of a slot's pool is taken, between two captures."""
@@ -195,13 +185,6 @@ class CudaBackend(Backend):
             capture.abort()
             raise
 
-    def keep(self, kept: Tensor | None, value: Tensor) -> Tensor:
-        assert kept is None, "captured work runs its Python once"
-        return value.detach().contiguous()
-
-    def boundary(self, tensor: Tensor) -> Tensor:
-        return _C.unowned_alias(tensor)
-
     def note(self, slot_pool: int) -> _C.PoolNote | None:
         return _C.take_note(self.device.index, self._pools[slot_pool])
 
@@ -216,16 +199,8 @@ class CudaBackend(Backend):
             yield contextlib.nullcontext
             return
 
-        @contextlib.contextmanager
-        def lent() -> Iterator[None]:
-            loan.begin()
-            try:
-                yield
-            finally:
-                loan.end()
-
         try:
-            yield lent
+            yield lambda: loan
         finally:
             loan.close()
         # Not after an error, whose traceback keeps what its frames hold.

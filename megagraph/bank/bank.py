@@ -13,16 +13,17 @@ captured.
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megagraph import _C
 from megagraph.bank.backends import PassMemories, backend_for
-from megagraph.bank.capture import BankOptions, CapturePlan, Saves
+from megagraph.bank.capture import BankOptions, CapturePlan
 from megagraph.bank.restore import main_grad_of, plain_tensors
 from megagraph.bank.rng import RngSources
 from megagraph.bank.sites import (
@@ -30,7 +31,6 @@ from megagraph.bank.sites import (
     CaptureError,
     EagerPart,
     SiteSpec,
-    StepOrder,
     VariantSpec,
     tensors_in,
 )
@@ -43,37 +43,16 @@ __all__ = ["Bank", "Progress"]
 # Called with (captured so far, captures in all, what comes next).
 Progress = Callable[[int, int, str], None]
 
-
 _DEFAULT = BankOptions()
-
-
-def _cannot(hidden: Tensor) -> Any:
-    return NotImplemented
+_Made = TypeVar("_Made")
 
 
 class Bank(_C.GraphBank):
     """Sites that run one after another, and all of their graphs.
 
-    Args:
-        modules: in execution order; a plain module is called with the hidden states and the variant's
-            arguments. Parts that stay eager may stand anywhere.
-        device: where the model is. On the CPU the host backend stands in for graphs.
-        num_slots: micro-batches that may be in flight at once.
-        options: what graphs are captured under.
-        former: a bank of as many slots whose figures go on.
-
-    Attributes:
-        steps, specs: all of them; the sites among them.
-        sites, replay_all: what calls of these replay: one by one; all steps in one go and with one autograd
-            node. `NotImplemented` where that cannot be.
-        variants, captured: the graphs of each variant, by index; what they were captured for.
-        eager_sites, eager_variants: what stays eager, and why: sites by index, and variants of which no site
-            could be captured.
-        gradient_order: of each captured site: its parameters with main_grad, as the backward pass reaches
-            them.
-
-    Raises:
-        ValueError: where no module is to be captured.
+    A plain module is called with the hidden states and the variant's arguments. Parts that stay eager may
+    stand anywhere. On the CPU the host backend stands in for graphs. The figures of `former`, a bank of as
+    many slots, go on.
     """
 
     def __init__(
@@ -94,11 +73,15 @@ class Bank(_C.GraphBank):
             else module
             for index, module in enumerate(modules)
         )
-        self.specs = tuple(step for step in self.steps if isinstance(step, SiteSpec))
+        self.specs = tuple(step for step in self.steps if isinstance(step, SiteSpec))  # the sites among them
         if not self.specs:
             what = f"{len(self.steps)} parts that stay eager" if self.steps else "none"
             raise ValueError(f"expected at least one module, got {what}")
-        self.options, self.order = options, StepOrder(self.steps)
+        are_sites = [isinstance(step, SiteSpec) for step in self.steps]
+        sites_so_far = zip(are_sites, itertools.accumulate(are_sites), strict=True)
+        # Sites, by index, behind which something stays eager; -1 where it comes before the first one.
+        self.gaps = frozenset(count - 1 for is_site, count in sites_so_far if not is_site)
+        self.options = options
         self.rng = RngSources(device, options.trackers)
         # Whether trackers draw from other generators than the graphs, which must not be replayed then.
         self.has_other_streams = self.rng.has_other_streams
@@ -113,12 +96,16 @@ class Bank(_C.GraphBank):
         )
         for index, site in enumerate(self.specs):
             self.set_site_calls(index, site.calls)
+        # What calls replay, of one site, or of all in one go and with one autograd node: `NotImplemented`
+        # where that cannot be.
         self.sites = tuple(self.site(index) for index in range(len(self.specs)))
-        self.replay_all = self.span() if len(self.specs) == len(self.steps) else _cannot
-        self.variants: dict[Any, int] = {}
-        self.captured: dict[int, CapturedVariant] = {}
+        self.replay_all = (lambda _hidden: NotImplemented) if self.gaps else self.span()
+        self.variants: dict[Any, int] = {}  # the graphs of each variant, by index
+        self.captured: dict[int, CapturedVariant] = {}  # what these were captured for
+        # What stays eager, and why: sites by index, and variants of which no site could be captured.
         self.eager_sites: dict[int, EagerReason] = {}
         self.eager_variants: dict[Any, EagerReason] = {}
+        # Of each captured site: its parameters with main_grad, as the backward pass reaches them.
         self.gradient_order: dict[int, Sequence[Tensor]] = {}
         self.failures: list[CaptureError] = []
         self.capture_seconds = 0.0
@@ -134,15 +121,11 @@ class Bank(_C.GraphBank):
     # -- capture ---------------------------------------------------------------------------------
 
     def capture(self, variants: Iterable[VariantSpec], progress: Progress | None = None) -> None:
-        """Captures variants and seals the bank. Call it between steps only.
+        """Captures variants and seals the bank. Call it between steps only, with every slot free.
 
         A variant that has graphs gets others. A site that cannot be captured stays eager, is logged and
         listed in `failures`; the others go on. The largest variant comes first: the smaller ones then live
         in its memory.
-
-        Raises:
-            RuntimeError: where a slot is still held, naming by whom.
-            ValueError: where an argument of a variant would go stale, naming it.
         """
         if holders := self.holders():
             raise RuntimeError(f"capture needs every slot to be free; still held: {holders}")
@@ -161,19 +144,16 @@ class Bank(_C.GraphBank):
         try:
             self.drop(variant.spec.key for variant in order)
             # Every warm-up first: beside a pool that is full already, its memory would come on top.
-            saves, memories = [], []
-            for variant in order:
-                with variant.spec.context():
-                    saves.append(self._warm_up(variant))
-            for variant in order:
-                with variant.spec.context():
-                    memories.append(self._learn_memory(variant))
+            for prepare in (self._warm_up, self._learn_memory):
+                for variant in order:
+                    with variant.spec.context():
+                        prepare(variant)
             self.backend.settle()
             for done, variant in enumerate(order):
                 if progress is not None:
                     progress(done, len(order), f"variant {variant.spec}")
                 with variant.spec.context():
-                    self._capture_one(variant, saves[done], memories[done])
+                    self._capture_one(variant)
             if progress is not None:
                 progress(len(order), len(order), "done")
         finally:
@@ -185,49 +165,51 @@ class Bank(_C.GraphBank):
 
     def _plan(self, variant: CapturedVariant, slot: int) -> CapturePlan:
         backend, rng, options = self.backend, self.rng, self.options
-        return CapturePlan(backend, rng, options, self.order, self.graphable(), variant, slot)
+        return CapturePlan(backend, rng, options, self.gaps, self.graphable(), variant, slot)
 
-    def _warm_up(self, variant: CapturedVariant) -> Mapping[int, Saves]:
-        """Runs a variant once, and again without the site that failed."""
+    def _without_failing(
+        self, attempt: Callable[[], _Made], again: Callable[[], None] = lambda: None
+    ) -> _Made | None:
+        """What an attempt makes, repeated without each site that fails; None once no site is left."""
         while self.graphable():
             try:
-                return self._plan(variant, 0).warm_up()
+                return attempt()
             except CaptureError as error:
                 self._give_up_site(error)
             gc.collect()  # frames of the failed attempt hold its memory in cycles
-        return {}
-
-    def _learn_memory(self, variant: CapturedVariant) -> PassMemories | None:
-        """Captures a variant once, and drops it, to see what each pass allocates. None of a single slot."""
-        while self.num_slots > 1 and self.graphable():
-            try:
-                with self.backend.learning() as given:
-                    if given is None:
-                        return None
-                    pool, memories = given
-                    self._plan(variant, 0).capture(memories, pool)
-                return memories
-            except CaptureError as error:
-                self._give_up_site(error)
-            gc.collect()
+            again()
         return None
 
-    def _capture_one(
-        self, variant: CapturedVariant, saves: Mapping[int, Saves], memories: PassMemories | None
-    ) -> None:
-        """Captures a variant into every slot, and again without the site that failed."""
-        while self.graphable():
-            try:
-                plans = [self._plan(variant, slot) for slot in range(self.num_slots)]
-                by_slot = [plan.capture(memories) for plan in plans]
-                variant.notes = [plan.notes for plan in plans]
-                self._add_variant(variant, by_slot, saves)
-                return
-            except CaptureError as error:
-                self._give_up_site(error)
-            gc.collect()
-            memories = self._learn_memory(variant)  # other sites hand on other tensors
-        self.eager_variants[variant.spec.key] = self.eager_sites[0]
+    def _warm_up(self, variant: CapturedVariant) -> None:
+        variant.saves = self._without_failing(lambda: self._plan(variant, 0).warm_up()) or {}
+
+    def _learn_memory(self, variant: CapturedVariant) -> None:
+        """Captures a variant once, and drops it, to see what each pass allocates. Not of a single slot."""
+
+        def attempt() -> PassMemories | None:
+            with self.backend.learning() as given:
+                if given is None:
+                    return None
+                pool, memories = given
+                self._plan(variant, 0).capture(memories, pool)
+            return memories
+
+        variant.memories = self._without_failing(attempt)
+
+    def _capture_one(self, variant: CapturedVariant) -> None:
+        def attempt() -> Sequence[Mapping[int, _C.SiteGraph]]:
+            plans = [self._plan(variant, slot) for slot in range(self.num_slots)]
+            by_slot = [plan.capture(variant.memories) for plan in plans]
+            variant.notes = [plan.notes for plan in plans]
+            return by_slot
+
+        # Other sites hand on other tensors.
+        by_slot = self._without_failing(attempt, again=lambda: self._learn_memory(variant))
+        variant.memories = None
+        if by_slot is None:
+            self.eager_variants[variant.spec.key] = self.eager_sites[0]
+        else:
+            self._add_variant(variant, by_slot)
 
     def _give_up_site(self, error: CaptureError) -> None:
         log.warning("stays eager (%s): %s", error.reason.name, error)
@@ -236,12 +218,7 @@ class Bank(_C.GraphBank):
         self.failures.append(error)
         self.keep_eager(error.index, error.reason)
 
-    def _add_variant(
-        self,
-        variant: CapturedVariant,
-        by_slot: Sequence[Mapping[int, _C.SiteGraph]],
-        saves: Mapping[int, Saves],
-    ) -> None:
+    def _add_variant(self, variant: CapturedVariant, by_slot: Sequence[Mapping[int, _C.SiteGraph]]) -> None:
         spec = variant.spec
         index = self.add_variant(
             training=spec.training,
@@ -252,7 +229,7 @@ class Bank(_C.GraphBank):
         )
         for slot, graphs in enumerate(by_slot):
             for site, graph in graphs.items():
-                graph.saves_input, graph.saves_outputs = saves[site]
+                graph.saves_input, graph.saves_outputs = variant.saves[site]
                 graph.reads = self._reads(self.specs[site], variant, slot)
                 if self.options.annotate:
                     graph.set_range(f"{self.specs[site].name}, {spec}, slot {slot}")
@@ -271,6 +248,10 @@ class Bank(_C.GraphBank):
         reads += tensors_in(variant.given[slot])
         return reads + [grad for p in params if (grad := main_grad_of(p)) is not None]
 
+    def is_entry(self, index: int) -> bool:
+        """Whether a site takes the bank's input as it was given."""
+        return index == 0 and -1 not in self.gaps
+
     def graphable(self) -> Mapping[int, SiteSpec]:
         """The sites that do not stay eager, by index."""
         return {index: spec for index, spec in enumerate(self.specs) if index not in self.eager_sites}
@@ -286,11 +267,7 @@ class Bank(_C.GraphBank):
         return [str(failure) for failure in failures]
 
     def drop(self, keys: Iterable[Any]) -> None:
-        """Releases every graph of some variants; the memory goes to later ones. Call it between steps only.
-
-        Raises:
-            RuntimeError: where a slot is still held, naming by whom.
-        """
+        """Releases every graph of some variants; the memory goes to later ones. Only with every slot free."""
         self.backend.settle()
         for key in keys:
             if key in self.variants:
@@ -310,9 +287,7 @@ class Bank(_C.GraphBank):
     def micro_batch(self, key: Hashable, sources: Sequence[Tensor] = ()) -> Iterator[EagerReason | None]:
         """Runs one micro-batch on a slot of variant `key`; yields None, or why there is none.
 
-        Args:
-            key: the variant.
-            sources: metadata as the variant's `MetadataSpec`s name it, on the bank's device.
+        The variant's `MetadataSpec`s name metadata by its place in `sources`, on the bank's device.
         """
         index = self.variants.get(key)
         reason = (
@@ -325,17 +300,6 @@ class Bank(_C.GraphBank):
         finally:
             if reason is None:
                 self.end()
-
-    @contextlib.contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """Around calls that counters leave out, and backward passes that nobody is told of."""
-        before = self.counters()
-        self.set_listening(False)
-        try:
-            yield
-        finally:
-            self.set_listening(True)
-            self.set_counters(before)
 
     # -- figures ---------------------------------------------------------------------------------
 

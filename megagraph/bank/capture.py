@@ -24,23 +24,28 @@ import contextlib
 import enum
 import pathlib
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megagraph import _C
 from megagraph.bank.backends import Backend, PassMemories
-from megagraph.bank.restore import leaves_no_trace, main_grad_of, unfilled
-from megagraph.bank.rng import HostStreams, RngSources, Snapshot, TrackerSource
-from megagraph.bank.sites import CapturedVariant, CaptureError, SiteSpec, StepOrder, as_tuple
+from megagraph.bank.restore import leaves_no_trace, main_grad_of
+from megagraph.bank.rng import (
+    HostStreams,
+    RngSources,
+    Snapshot,
+    TrackerSource,
+    rewinds_of_default_generator,
+)
+from megagraph.bank.sites import CapturedVariant, CaptureError, Saves, SiteSpec, as_tuple
 from megagraph.decide.reasons import EagerReason
 
-__all__ = ["BankOptions", "CapturePlan", "GroupGaveUp", "MaxOverRanks", "Saves", "Verdict", "swap_of"]
+__all__ = ["BankOptions", "CapturePlan", "GroupGaveUp", "MaxOverRanks", "Verdict", "gradient_edge", "swap_of"]
 
 
 # From this rank's values to the largest of each over the group. Every rank calls it equally often.
@@ -67,27 +72,19 @@ _PACKAGE = str(pathlib.Path(__file__).parent.parent)
 
 @dataclass(frozen=True, kw_only=True)
 class BankOptions:
-    """What graphs are captured under.
+    """What graphs are captured under."""
 
-    Args:
-        holds_collectives: they contain some, so that no rank may fall back alone.
-        max_over_ranks: asks the ranks whose graphs hold the same collectives, after each part of a capture: a
-            site that one of them cannot capture stays eager on all of them.
-        trackers: named random streams that the model draws from.
-        guard: entered around everything that runs in a capture, and around replays of the host backend.
-        left_out: names of attributes that calls may change: graphs do not, and the caller answers for that.
-        poison: fill the boundaries of a freed slot with NaN (always on the CPU), so that whatever
-            reads them too late shows.
-        annotate: name each replay for profilers, as a range of torch's and as an NVTX range.
-    """
-
-    holds_collectives: bool = False
+    holds_collectives: bool = False  # they contain some, so that no rank may fall back alone
+    # Asks the ranks whose graphs hold the same collectives, after each part of a capture: a site that one of
+    # them cannot capture stays eager on all of them.
     max_over_ranks: MaxOverRanks = list
-    trackers: Sequence[TrackerSource] = ()
+    trackers: Sequence[TrackerSource] = ()  # named random streams that the model draws from
+    # Entered around everything that runs in a capture, and around replays of the host backend.
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # Names of attributes that calls may change: graphs do not, and the caller answers for that.
     left_out: Collection[str] = ()
-    poison: bool = False
-    annotate: bool = False
+    poison: bool = False  # fill boundaries of a freed slot with NaN (always on the CPU): who reads them shows
+    annotate: bool = False  # name each replay for profilers, as a range of torch's and as an NVTX range
 
 
 def _line_of(error: BaseException) -> str:
@@ -112,10 +109,6 @@ def swap_of(site: SiteSpec, training: bool) -> _C.AccumulatorSwap:
     return _C.AccumulatorSwap([(param, main_grad_of(param), _already_added(param)) for param in params])
 
 
-# Whether a backward pass reads the call's input, and each of its outputs.
-Saves = tuple[bool, list[bool]]
-
-
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -137,14 +130,7 @@ def _saved_places() -> Iterator[set[int]]:
 class CapturePlan:
     """Warms up, or captures into one slot, one variant of a bank. Leaves no trace of either.
 
-    Args:
-        backend: records it.
-        rng: put back after the warm-up and the capture.
-        options: the bank's.
-        order: of all steps.
-        sites: what to capture, by index, in execution order; sites that stay eager are left out.
-        variant: what to capture for; its buffers are filled with their examples.
-        slot: where to.
+    `sites` are those that do not stay eager, by index, in execution order. `gaps` are the bank's.
     """
 
     def __init__(
@@ -152,18 +138,23 @@ class CapturePlan:
         backend: Backend,
         rng: RngSources,
         options: BankOptions,
-        order: StepOrder,
+        gaps: Set[int],
         sites: Mapping[int, SiteSpec],
         variant: CapturedVariant,
         slot: int,
     ) -> None:
-        self._backend, self._rng, self._order, self._sites = backend, rng, order, sites
-        self._guard, self._max_over_ranks = options.guard, options.max_over_ranks
-        self._leaves_no_trace = partial(leaves_no_trace, left_out=options.left_out)
-        self._variant, self._slot, self._arguments = variant.spec, slot, variant.given[slot]
-        end_buffer = variant.spec.end_buffer
-        self._end = None if end_buffer is None else variant.buffers[slot][end_buffer]
-        self._edges = _Edges(sites, order, backend)
+        self._backend, self._rng, self._options = backend, rng, options
+        self._gaps, self._sites, self._slot = gaps, sites, slot
+        spec, self._arguments = variant.spec, variant.given[slot]
+        self._training, self._shape, self._dtype = spec.training, (spec.rows, *spec.row_shape), spec.dtype
+        self._end = None if spec.end_buffer is None else variant.buffers[slot][spec.end_buffer]
+        self._edges = _C.CaptureEdges(
+            transient={index: site.transient for index, site in sites.items()},
+            gaps=gaps,
+            shape=self._shape,
+            dtype=spec.dtype,
+            device=backend.device,
+        )
         # Of each site between its forward and its backward: its leaf, and where its backward begins, for each
         # output that has a gradient.
         self._open: dict[int, tuple[Tensor, Sequence[GradientEdge | None]]] = {}
@@ -213,7 +204,7 @@ class CapturePlan:
 
     def _worst_verdict(self, verdict: Verdict) -> Verdict:
         """The worst verdict of the group on what every rank has just tried."""
-        worst = Verdict(self._max_over_ranks([verdict])[0])
+        worst = Verdict(self._options.max_over_ranks([verdict])[0])
         if worst is Verdict.GAVE_UP:
             raise GroupGaveUp
         return worst
@@ -221,28 +212,19 @@ class CapturePlan:
     def _last_op(self) -> str:
         return (self._trace.last_op if self._trace is not None else "") or "none"
 
-    def _empty_rows(self) -> Tensor:
-        shape = (self._variant.rows, *self._variant.row_shape)
-        with unfilled():
-            return torch.empty(shape, dtype=self._variant.dtype, device=self._backend.device)
-
     def warm_up(self) -> Mapping[int, Saves]:
-        """Runs every site once, forward and backward, on memory of its own.
+        """Runs every site once, forward and backward, on memory of its own; says what backward passes read.
 
-        Libraries make their handles and choose their kernels here, where it is allowed.
-
-        Returns:
-            Of each site, by index, what its backward pass reads of its input and output.
-
-        Raises:
-            CaptureError: naming the site, the op and the line.
+        Libraries make their handles and choose their kernels here, where it is allowed. A `CaptureError`
+        names the site, the op and the line.
         """
         with self._traced():
-            generator = torch.Generator(self._backend.device).manual_seed(0)
-            x = self._empty_rows().uniform_(-1, 1, generator=generator)
+            device = self._backend.device
+            x = torch.empty(self._shape, dtype=self._dtype, device=device)
+            x.uniform_(-1, 1, generator=torch.Generator(device).manual_seed(0))
             for index in self._sites:
                 first, *_further = self._warm_up_site(index, x)
-                if index not in self._order.gaps:
+                if index not in self._gaps:
                     x = first
         return self._saves
 
@@ -251,9 +233,9 @@ class CapturePlan:
         with self._named(index, "warm-up"):
             self._await_peers(index, "warm-up")  # a rank that got no further enters no collective
             with (
-                self._leaves_no_trace([self._sites[index]], work_runs=True),
-                self._rng.watched() as rewinds,
-                self._guard(),
+                self._leaves_no_trace(index),
+                rewinds_of_default_generator(self._backend.device) as rewinds,
+                self._options.guard(),
             ):
                 outputs = self._run_once(index, x)
             if self._rng.drew_unsafely(before):
@@ -271,12 +253,14 @@ class CapturePlan:
         And that the site draws nothing from the host's streams; once another thread may have done so.
         """
         after, has_drawn_on_host = self._rng.snapshot(), host.put_back()
-        (draws,) = self._max_over_ranks([int(has_drawn_on_host or self._rng.has_moved(before, after))])
+        (draws,) = self._options.max_over_ranks(
+            [int(has_drawn_on_host or self._rng.has_moved(before, after))]
+        )
         if not draws:
             return
         self._rng.restore(before)
         in_capture = self._saves[index]
-        with self._leaves_no_trace([self._sites[index]], work_runs=True):
+        with self._leaves_no_trace(index):
             self._run_once(index, x)
         self._saves[index] = in_capture
         if self._rng.has_moved(after, self._rng.snapshot()):
@@ -286,8 +270,11 @@ class CapturePlan:
             detail = "draws from Python's or numpy's generator, which a graph asks only once"
             raise self._error(index, EagerReason.RNG_NOT_GRAPH_SAFE, detail)
 
+    def _leaves_no_trace(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return leaves_no_trace([self._sites[index]], work_runs=True, left_out=self._options.left_out)
+
     def _run_once(self, index: int, x: Tensor) -> tuple[Tensor, ...]:
-        site, training = self._sites[index], self._variant.training
+        site, training = self._sites[index], self._training
         swap = swap_of(site, training)
         with swap, torch.set_grad_enabled(training):
             given = x.detach().requires_grad_(training)
@@ -306,7 +293,7 @@ class CapturePlan:
         if swap.has_parts:  # eager has (g + a) + b in .grad, a graph's sum makes it g + (a + b)
             detail = "a parameter without main_grad gets its gradient in parts, which eager adds one by one"
             raise self._error(index, EagerReason.SHARED_PARAMETER, detail)
-        if index not in self._order.gaps:
+        if index not in self._gaps:
             if len(outputs) != 1:
                 raise ValueError(f"expected one output, as nothing takes several, got {len(outputs)}")
             if outputs[0].shape[:1] != x.shape[:1]:
@@ -329,20 +316,13 @@ class CapturePlan:
         return self._error(index, EagerReason.SHARED_PARAMETER, detail)
 
     def capture(self, memories: PassMemories | None, pool: int | None = None) -> dict[int, _C.SiteGraph]:
-        """Captures as Note [Capture plan] says, after the warm-up.
+        """Captures as Note [Capture plan] says, after the warm-up, into the slot's pool or another one.
 
-        Args:
-            memories: what each pass allocates, learned or to be learned; None where slots share nothing.
-            pool: in place of the slot's.
-
-        Returns:
-            What each site captured, by index. Its boundaries own no memory: the pool does.
-
-        Raises:
-            CaptureError: naming the site, the op and the line. Everything has been undone.
+        `memories` is what each pass allocates, learned or to be learned; None where slots share nothing.
+        After a `CaptureError`, which names the site, the op and the line, everything has been undone.
         """
-        work_runs = self._backend.runs_while_recording
-        with self._traced(), self._leaves_no_trace([*self._sites.values()], work_runs=work_runs):
+        sites, runs = [*self._sites.values()], self._backend.runs_while_recording
+        with self._traced(), leaves_no_trace(sites, work_runs=runs, left_out=self._options.left_out):
             return self._record(self._slot if pool is None else pool, memories)
 
     def _record(self, pool: int, memories: PassMemories | None) -> dict[int, _C.SiteGraph]:
@@ -355,45 +335,40 @@ class CapturePlan:
                 for phase in ("forward", "backward")
             )
             self._backend.reserve(pool, sum(forward) + max(backward))
-        training = self._variant.training
-        swaps = {index: swap_of(site, training) for index, site in self._sites.items()}
-        forwards, backwards = {}, {}
-        for index in self._sites:
-            with self._named(index, "capture of the forward"):
-                body = self._forward(index, swaps[index])
-                forwards[index] = self._backend.record(pool, body, memory(index, "forward"))
-                self._edges.give_back_outputs(index)
+        edges = self._edges
+        swaps = {index: swap_of(site, self._training) for index, site in self._sites.items()}
+        passes = [(index, "forward", self._forward, edges.give_back_outputs) for index in self._sites]
+        if self._training:
+            last_first = reversed([*self._sites])
+            passes += [(index, "backward", self._backward, edges.give_back_gradients) for index in last_first]
+        captured: dict[tuple[int, str], _C.Executable] = {}
+        for index, phase, body_of, give_back in passes:
+            with self._named(index, f"capture of the {phase}"):
+                body = body_of(index, swaps[index])
+                captured[index, phase] = self._backend.record(pool, body, memory(index, phase))
+                give_back(index)
                 self.notes[index] = self._backend.note(pool)
-        for index in reversed([*self._sites]) if training else ():
-            with self._named(index, "capture of the backward"):
-                body = self._backward(index, swaps[index])
-                backwards[index] = self._backend.record(pool, body, memory(index, "backward"))
-                self._edges.give_back_gradients(index)
-                self.notes[index] = self._backend.note(pool)
-        self._edges.disown()
+        edges.disown()
         return {
-            index: _C.SiteGraph(
-                forward=forwards[index],
-                backward=backwards.get(index),
-                boundaries=self._edges[index],
+            index: edges.graph(
+                index,
+                forward=captured[index, "forward"],
+                backward=captured.get((index, "backward")),
                 accumulated=swaps[index].reached,
-                is_entry=self._order.is_entry(index),
-                is_chained=self._edges.is_chained(index),
-                is_transient=self._edges.is_transient(index),
             )
             for index in self._sites
         }
 
     def _forward(self, index: int, swap: _C.AccumulatorSwap) -> Callable[[], None]:
-        site, edges, training = self._sites[index], self._edges, self._variant.training
+        site, edges, training = self._sites[index], self._edges, self._training
 
         def body() -> None:
-            x = edges.input(index, self._empty_rows).detach().requires_grad_(training)
-            with swap, self._guard(), torch.set_grad_enabled(training):
+            x = edges.input(index).detach().requires_grad_(training)
+            with swap, self._options.guard(), torch.set_grad_enabled(training):
                 outputs = as_tuple(site.call(x, **self._arguments))
             edges.keep_outputs(index, outputs)
             if training:
-                self._open[index] = x, [*map(_gradient_edge, outputs)]
+                self._open[index] = x, [*map(gradient_edge, outputs)]
 
         return body
 
@@ -407,135 +382,18 @@ class CapturePlan:
             given = [(begin, grad) for begin, grad in pairs if begin is not None and grad is not None]
             if not given:
                 raise ValueError("expected an output that needs a gradient, got none")
-            with swap, self._guard():
+            with swap, self._options.guard():
                 torch.autograd.backward([begin for begin, _ in given], [grad for _, grad in given])
             if x.grad is None:
                 raise ValueError("expected a gradient of the hidden states, got none")
             grad = edges.keep_input_grad(index, x.grad)
-            if self._end is not None and self._order.is_entry(index):
+            if self._end is not None and edges.is_entry(index):
                 torch.ops.megagraph.zero_tail_([grad], self._end)
-            self._keep_param_grads(index, swap)
+            edges.keep_param_grads(index, swap.take_kept_grads())
 
         return body
 
-    def _keep_param_grads(self, index: int, swap: _C.AccumulatorSwap) -> None:
-        kept = [param for _name, param in self._sites[index].trainable() if main_grad_of(param) is None]
-        grads = zip(kept, swap.take_kept_grads(), strict=True)
-        self._edges.keep_param_grads(index, {param: grad for param, grad in grads if grad is not None})
 
-
-def _gradient_edge(output: Tensor) -> GradientEdge | None:
+def gradient_edge(output: Tensor) -> GradientEdge | None:
     """Where the backward of an output begins; holds none of its memory."""
     return get_gradient_edge(output) if output.requires_grad else None
-
-
-class _Edges:
-    """The static tensors between the sites of a plan: boundaries of every site, by index."""
-
-    def __init__(self, sites: Mapping[int, SiteSpec], order: StepOrder, backend: Backend) -> None:
-        self._sites = sites
-        self._order = order
-        self._backend = backend
-        self._of = {index: _C.Boundaries() for index in sites}
-
-    def __getitem__(self, index: int) -> _C.Boundaries:
-        return self._of[index]
-
-    def _before(self, index: int) -> _C.Boundaries | None:
-        """Of the site whose output a site takes where it lies."""
-        return self._of.get(index - 1) if self._order.joins(index) else None
-
-    def _after(self, index: int) -> _C.Boundaries | None:
-        return self._of.get(index + 1) if self._order.joins(index + 1) else None
-
-    def is_chained(self, index: int) -> bool:
-        """Whether a site's input is the output of the one before it."""
-        return self._before(index) is not None
-
-    def is_transient(self, index: int) -> list[bool]:
-        """Of each output of a site: whether later passes use its memory."""
-        return [number in self._sites[index].transient for number in range(len(self._of[index].outputs))]
-
-    # -- inside of a pass ------------------------------------------------------------------------
-
-    def input(self, index: int, empty: Callable[[], Tensor]) -> Tensor:
-        """A site's input; `empty` makes one, where no site before it does."""
-        edges = self._of[index]
-        if not edges.inputs:
-            before = self._before(index)
-            edges.inputs = [empty()] if before is None else before.outputs
-        return edges.inputs[0]
-
-    def keep_outputs(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """Makes them a site's outputs."""
-        edges = self._of[index]
-        edges.outputs = self._keep_all(edges.outputs, outputs)
-
-    def output_grads(self, index: int, has_grad: Iterable[bool]) -> Sequence[Tensor | None]:
-        """The gradients of a site's outputs, of those that have one."""
-        edges = self._of[index]
-        if not edges.grad_outputs:
-            after = self._after(index)
-            with unfilled():
-                made = [
-                    torch.empty_like(output) if has else None
-                    for output, has in zip(edges.outputs, has_grad, strict=True)
-                    if after is None
-                ]
-            edges.grad_outputs = made if after is None else after.grad_inputs
-        return edges.grad_outputs
-
-    def keep_input_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Makes it the gradient of a site's input; returns where that lies."""
-        edges = self._of[index]
-        edges.grad_inputs = kept = self._keep_all(edges.grad_inputs, [grad])
-        return kept[0]
-
-    def keep_param_grads(self, index: int, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """Makes them the gradients of a site's parameters without main_grad."""
-        edges = self._of[index]
-        edges.params = [*grads]
-        edges.param_grads = self._keep_all(edges.param_grads, [*grads.values()])
-
-    def _keep_all(self, kept: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
-        """Makes values the content of static buffers, those of an earlier run where there was one."""
-        buffers = kept or [None] * len(values)
-        return [self._backend.keep(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
-
-    # -- after a pass ----------------------------------------------------------------------------
-
-    def give_back_outputs(self, index: int) -> None:
-        """After a site's forward: returns memory to the pool that others use from now on."""
-        edges, transient = self._of[index], self._sites[index].transient
-        edges.outputs = [
-            self._backend.boundary(output) if number in transient else output
-            for number, output in enumerate(edges.outputs)
-        ]
-
-    def give_back_gradients(self, index: int) -> None:
-        """After a site's backward: the same of gradients that cross a gap."""
-        edges = self._of[index]
-        if self._after(index) is None:
-            edges.grad_outputs = self._boundaries(edges.grad_outputs)
-        if not self._order.is_entry(index) and self._before(index) is None:
-            edges.grad_inputs = self._boundaries(edges.grad_inputs)
-
-    def _boundaries(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if tensor is None else self._backend.boundary(tensor) for tensor in tensors]
-
-    def disown(self) -> None:
-        """After the last pass: the slot's pool owns all of it, and the nesting rule guards it."""
-        seen: dict[Any, Tensor] = {}
-
-        def alias(tensor: Tensor) -> Tensor:
-            key = tensor.data_ptr(), tensor.shape, tensor.dtype  # gaps let other tensors lie at one address
-            return seen.setdefault(key, self._backend.boundary(tensor))
-
-        def aliases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-            return [None if tensor is None else alias(tensor) for tensor in tensors]
-
-        for edges in self._of.values():
-            edges.inputs, edges.outputs = [*map(alias, edges.inputs)], [*map(alias, edges.outputs)]
-            edges.param_grads = [*map(alias, edges.param_grads)]
-            edges.grad_outputs = aliases(edges.grad_outputs) or [None] * len(edges.outputs)
-            edges.grad_inputs = aliases(edges.grad_inputs) or [None] * len(edges.inputs)

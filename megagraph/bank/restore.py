@@ -18,7 +18,7 @@ Looked at are attributes, and what lists, tuples, sets and dictionaries in them 
 
 import contextlib
 import enum
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ __all__ = [
     "leaves_no_trace",
     "main_grad_of",
     "plain_tensors",
-    "unfilled",
     "written_by",
 ]
 
@@ -45,10 +44,8 @@ Results = dict[str, Tensor]  # of one run, by what they are in words
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in _TORCHS_OWN:
-            yield name, value
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
 
 
 def _tensors(value: Any) -> dict[Any, Tensor]:
@@ -67,7 +64,7 @@ def plain_tensors(modules: Collection[tuple[str, nn.Module]]) -> dict[str, Tenso
     known = {id(tensor) for _where, it in modules for tensor in (*it.parameters(), *it.buffers())}
     found: dict[str, Tensor] = {}
     for where, module in modules:
-        for name, value in _attributes(module):
+        for name, value in _attributes(module).items():
             for place, tensor in _tensors(value).items():
                 if id(tensor) not in known:
                     known.add(id(tensor))
@@ -99,70 +96,52 @@ def _has_same_content(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-class PlainAttributes:
-    """What the attributes of some modules hold, to be put back.
+def _content(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict, set)) else None
 
-    Args:
-        modules: by what they are called.
-    """
+
+def _is_as_before(value: Any, content: Any, now: Any) -> bool:
+    return _is_same(value, now) and (content is None or _has_same_content(content, now))
+
+
+class PlainAttributes:
+    """What the attributes of some modules, by what they are called, hold, to be put back."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._modules = [(name, module, dict(_attributes(module))) for name, module in modules]
-        self._contents = {
-            id(value): (value, value.copy())
-            for _name, _child, attributes in self._modules
-            for value in attributes.values()
-            if isinstance(value, (list, dict, set))
-        }
+        # With a copy of the content of those that have some which may change.
+        self._before = [
+            (where, module, {name: (value, _content(value)) for name, value in _attributes(module).items()})
+            for where, module in modules
+        ]
 
     def put_back(self, left_out: Collection[str] = ()) -> str | None:
-        """Gives every attribute the value and the content that it had.
-
-        Args:
-            left_out: names of attributes that may have changed.
-
-        Returns:
-            What has happened to the first one that has changed, in words.
-        """
+        """Gives every attribute what it had; says what has happened to the first one that is not left out."""
         changed = [
-            (child, where, name, attributes)
-            for where, child, attributes in self._modules
-            for name in {**attributes, **dict(_attributes(child))}
-            if not self._is_as_before(attributes.get(name, _MISSING), vars(child).get(name, _MISSING))
+            (where, module, name, was)
+            for where, module, before in self._before
+            for name in {**before, **_attributes(module)}
+            for was in [before.get(name, (_MISSING, None))]
+            if not _is_as_before(*was, vars(module).get(name, _MISSING))
         ]
-        said = [self._in_words(*found) for found in changed if found[2] not in left_out]
-        for child, _where, name, attributes in changed:
-            self._put_back_one(child, name, attributes)
+        said = [
+            f"attribute {name!r} of {type(module).__name__}{f' {where!r}' if where else ''} "
+            + (
+                "was bound to another tensor; graphs update tensors in place only"
+                if _tensors(value) or _tensors(vars(module).get(name))
+                else "has another value after a call; graphs change no value"
+            )
+            for where, module, name, (value, _) in changed
+            if name not in left_out
+        ]
+        for _where, module, name, (value, content) in changed:
+            if value is _MISSING:
+                del vars(module)[name]
+                continue
+            vars(module)[name] = value
+            if content is not None and not _has_same_content(content, value):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(content)
         return said[0] if said else None
-
-    def _in_words(self, child: nn.Module, where: str, name: str, attributes: dict[str, Any]) -> str:
-        what = (
-            "was bound to another tensor; graphs update tensors in place only"
-            if _tensors(attributes.get(name)) or _tensors(vars(child).get(name))
-            else "has another value after a call; graphs change no value"
-        )
-        return f"attribute {name!r} of {type(child).__name__}{f' {where!r}' if where else ''} {what}"
-
-    def _is_as_before(self, before: Any, now: Any) -> bool:
-        if not _is_same(before, now):
-            return False
-        _value, content = self._contents.get(id(before), (None, None))
-        return content is None or _has_same_content(content, now)
-
-    def _put_back_one(self, child: nn.Module, name: str, attributes: dict[str, Any]) -> None:
-        if name not in attributes:
-            del vars(child)[name]
-            return
-        value = vars(child)[name] = attributes[name]
-        if id(value) not in self._contents:
-            return
-        _value, content = self._contents[id(value)]
-        if not _has_same_content(content, value):
-            value.clear()
-            if isinstance(value, list):
-                value.extend(content)
-            else:
-                value.update(content)
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
@@ -202,14 +181,8 @@ def leaves_no_trace(
 ) -> Iterator[None]:
     """Puts back gradients, flags, buffers and attributes of the sites' modules, whatever happens inside.
 
-    Args:
-        sites: owners of the modules.
-        work_runs: the work inside really runs, so that contents change too.
-        left_out: names of attributes that may have other values afterwards.
-
-    Raises:
-        ValueError: where a buffer is another one afterwards, or an attribute has another value: Note
-            [Plain attributes].
+    Where `work_runs`, contents change too. A buffer that is another one afterwards is a `ValueError`, and so
+    is an attribute that has another value and is not left out: Note [Plain attributes].
     """
     gradients, state = KeptGradients(sites, work_runs), KeptState(sites if work_runs else ())
     attributes = PlainAttributes([named for site in sites for named in site.named_modules()])
@@ -232,30 +205,13 @@ def leaves_no_trace(
         raise ValueError(changed_attribute)
 
 
-@contextlib.contextmanager
-def unfilled() -> Iterator[None]:
-    """Lets `torch.empty` leave memory as it is in deterministic mode, too.
-
-    A static buffer is written before its graph is launched: a captured fill would overwrite it.
-    """
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = filled
-
-
 _FLAG = "grad_added_to_main_grad"
 
 
 class KeptGradients:
     """Of all trainable parameters of some sites, with the flags of fused accumulation.
 
-    Args:
-        sites: whose parameters.
-        work_runs: main gradients may change, too.
+    Only where `work_runs` may main gradients change, too.
     """
 
     def __init__(self, sites: Sequence[SiteSpec], work_runs: bool = True) -> None:
@@ -271,17 +227,12 @@ class KeptGradients:
         self._flags = [(param, getattr(param, _FLAG)) for _, param in self._params if hasattr(param, _FLAG)]
 
     def found(self, swap: _C.AccumulatorSwap | None = None) -> Results:
-        """What is there, by what it is in words; in no memory of its own.
-
-        Args:
-            swap: the accumulators of the backward pass; None for autograd's own.
-        """
-        named = [(name, param, main_grad_of(param)) for name, param in self._params]
-        results = [(name, grad) for name, _param, grad in named if grad is not None]
-        others = [(name, param) for name, param, grad in named if grad is None]
-        kept = [param.grad for _name, param in others] if swap is None else swap.take_kept_grads()
-        results += [(name, grad) for (name, _), grad in zip(others, kept, strict=True) if grad is not None]
-        return {f"gradient of {name}": grad for name, grad in results}
+        """What autograd's accumulators, or those of a swap, have left, in no memory of its own."""
+        names: dict[Tensor, str] = {param: name for name, param in self._params}
+        found = [(param, main_grad_of(param)) for param in names]
+        others = [(param, param.grad) for param, grad in found if grad is None]
+        found += others if swap is None else [*swap.take_kept_grads()]
+        return {f"gradient of {names[param]}": grad for param, grad in found if grad is not None}
 
     @contextlib.contextmanager
     def put_back_afterwards(self) -> Iterator[None]:
@@ -302,12 +253,7 @@ class KeptGradients:
 
 
 class KeptState:
-    """What calls of sites write beside gradients.
-
-    Args:
-        sites: whose calls, by index.
-        further: what they write that is put back at the end only, and never shown.
-    """
+    """What calls of sites, by index, write beside gradients; `further` is put back at the end only."""
 
     def __init__(self, sites: Sequence[SiteSpec], further: Sequence[Tensor] = ()) -> None:
         written = [written_by(site) for site in sites]
@@ -321,23 +267,18 @@ class KeptState:
         """What is there of a site, by what it is in words; in no memory of its own."""
         return dict(self._of_site[index])
 
-    def changed(self, index: int) -> Results:
-        """Copies of what differs from before."""
-        found = self._of_site[index].items()
-        return {name: now.clone() for name, now in found if not _C.have_same_bits(now, self._was(now))}
-
-    def with_unchanged(self, index: int, changed: Results) -> Results:
-        """What `changed()` gave, and the rest of the site as it was before."""
-        return {name: changed.get(name, self._was(tensor)) for name, tensor in self._of_site[index].items()}
+    def now(self, index: int) -> Results:
+        """What is there of a site: copies of what differs from before, and else what was there then."""
+        pairs = [(name, now, self._was(now)) for name, now in self._of_site[index].items()]
+        return {name: was if _C.have_same_bits(now, was) else now.clone() for name, now, was in pairs}
 
     def _was(self, tensor: Tensor) -> Tensor:
         return self._before[id(tensor)][1]
 
-    def put(self, index: int, changed: Mapping[str, Tensor] | None = None) -> None:
-        """Puts a site back, or where it was when `changed()` gave this."""
-        self._copy((tensor, self._was(tensor)) for tensor in self._of_site[index].values())
-        if changed:
-            self._copy((self._of_site[index][name], content) for name, content in changed.items())
+    def put(self, index: int, contents: Results | None = None) -> None:
+        """Puts a site back, or where it was when `now()` gave this."""
+        found = self._of_site[index].items()
+        self._copy((it, self._was(it) if contents is None else contents[name]) for name, it in found)
 
     def put_all_back(self) -> None:
         """Puts everything back."""

@@ -32,11 +32,7 @@ __all__ = [
 
 
 class Rewinds:
-    """Follows one stream past the places where it is set to another state.
-
-    Args:
-        stream: whose state is set inside `setting()` only.
-    """
+    """Follows one stream, whose state is set inside `setting()` only, past the places where it is set."""
 
     def __init__(self, stream: torch.Generator) -> None:
         self._stream = stream
@@ -100,10 +96,14 @@ class _StandIn(torch.Generator):
 
 @contextlib.contextmanager
 def rewinds_of_default_generator(device: torch.device) -> Iterator[Rewinds]:
-    """Follows the default generator of a CUDA device.
+    """Follows a device's default generator: Note [Draws after a rewind].
 
-    torch, Megatron and Transformer Engine all look it up in `torch.cuda.default_generators` to set it.
+    torch, Megatron and Transformer Engine all look it up in `torch.cuda.default_generators` to set it. The
+    host backend runs Python again in each replay, so that nothing is noticed there.
     """
+    if device.type != "cuda":
+        yield Rewinds(torch.default_generator)
+        return
     cuda: Any = torch.cuda
     generators = cuda.default_generators
     stand_in = _StandIn(device)
@@ -162,20 +162,14 @@ def _is_same_stream(one: torch.Generator, other: torch.Generator) -> bool:
 
 
 TrackerSource = Callable[[], RngTracker]  # which may be replaced
-Snapshot = tuple[list[Tensor], list[dict[str, Tensor | torch.Generator]]]
+Snapshot = tuple[list[Tensor], list[dict[str, Tensor]]]  # of generators, and of each tracker's saved states
 
 
 class RngSources:
-    """Everything on a device that random numbers are drawn from.
-
-    Args:
-        device: its default generator is always included, and the CPU's.
-        trackers: named streams beside it.
-    """
+    """What random numbers are drawn from: the default generators of a device and the CPU, and trackers."""
 
     def __init__(self, device: torch.device, trackers: Sequence[TrackerSource] = ()) -> None:
         self._sources = trackers
-        self._device = device
         self._is_host_drawn = device.type == "cpu"  # the host backend draws from it in each replay
         self._defaults = [torch.default_generator]
         if device.type == "cuda":
@@ -185,10 +179,12 @@ class RngSources:
         self._captured: list[torch.Generator] | None = None
         self._seen: list[Tensor | torch.Generator] = []
 
+    def _streams(self) -> list[Tensor | torch.Generator]:
+        return [stream for source in self._sources for stream in source().get_states().values()]
+
     def generators(self) -> list[torch.Generator]:
         """The graph-safe streams of the trackers; a capture has to register them."""
-        streams = [stream for source in self._sources for stream in source().get_states().values()]
-        return [stream for stream in streams if isinstance(stream, torch.Generator)]
+        return [stream for stream in self._streams() if isinstance(stream, torch.Generator)]
 
     def expect_streams(self) -> None:
         """Remembers the generators of now; before the first capture."""
@@ -199,9 +195,7 @@ class RngSources:
         """Whether trackers draw from other generators than the graphs: their states were set, say."""
         if self._captured is None:
             return False
-        seen: list[Tensor | torch.Generator] = []
-        for source in self._sources:
-            seen += source().get_states().values()
+        seen = self._streams()
         if len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen)):
             return False
         now = self.generators()
@@ -213,7 +207,7 @@ class RngSources:
     def snapshot(self) -> Snapshot:
         """The state of every stream now."""
         states = [generator.get_state() for generator in [*self._defaults, *self.generators()]]
-        saved: list[dict[str, Tensor | torch.Generator]] = [
+        saved = [
             {name: stream for name, stream in source().get_states().items() if isinstance(stream, Tensor)}
             for source in self._sources
         ]
@@ -229,18 +223,6 @@ class RngSources:
                 tracker = source()
                 tracker.set_states({**tracker.get_states(), **streams})
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Rewinds]:
-        """Follows the device's default generator: Note [Draws after a rewind].
-
-        The host backend runs Python again in each replay, so that nothing is noticed there.
-        """
-        if self._device.type != "cuda":
-            yield Rewinds(self._defaults[-1])
-            return
-        with rewinds_of_default_generator(self._device) as rewinds:
-            yield rewinds
-
     def has_moved(self, one: Snapshot, other: Snapshot) -> bool:
         """Whether a stream is elsewhere in one than in the other."""
         return not all(map(torch.equal, one[0], other[0]))
@@ -248,11 +230,7 @@ class RngSources:
     def drew_unsafely(self, snapshot: Snapshot) -> bool:
         """Whether a stream that no graph can advance has moved since `snapshot`."""
         now = self.snapshot()
-        if not self._is_host_drawn and not torch.equal(snapshot[0][0], now[0][0]):
-            return True
+        pairs = [] if self._is_host_drawn else [(snapshot[0][0], now[0][0])]
         for before, after in zip(snapshot[1], now[1], strict=True):
-            for name, state in after.items():
-                old = before.get(name)
-                if isinstance(old, Tensor) and isinstance(state, Tensor) and not torch.equal(old, state):
-                    return True
-        return False
+            pairs += [(before[name], state) for name, state in after.items() if name in before]
+        return not all(torch.equal(*pair) for pair in pairs)

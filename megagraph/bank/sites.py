@@ -31,8 +31,8 @@ __all__ = [
     "EagerPart",
     "JoinedSites",
     "Outputs",
+    "Saves",
     "SiteSpec",
-    "StepOrder",
     "VariantSpec",
     "as_tuple",
     "ineligible_sites",
@@ -41,17 +41,15 @@ __all__ = [
 
 # What a site hands out: one tensor or several.
 Outputs = Tensor | Sequence[Tensor]
+# Whether a backward pass reads the call's input, and each of its outputs.
+Saves = tuple[bool, list[bool]]
 _Owned = TypeVar("_Owned", bound=Tensor)
 
 
 class CaptureError(RuntimeError):
     """A site could not be captured; everything of the attempt has been undone.
 
-    Args:
-        site: name of the site.
-        index: its place in execution order.
-        reason: how its calls are counted from now on.
-        detail: the pass, the op that started last and the line of the user's code.
+    Its calls are counted under `reason`. `detail` names the pass, the last op and the user's line.
     """
 
     def __init__(self, *, site: str, index: int, reason: EagerReason, detail: str) -> None:
@@ -82,18 +80,15 @@ def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
 class _OfModule:
     """Something that a module does. Holds it weakly: graphs must not keep a model alive."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.name = name
         self._module = weakref.ref(module)
-
-    @property
-    def short_name(self) -> str:
-        """The name without what it says in brackets."""
-        return self.name.partition(" (")[0]
+        self._forward = forward
 
     def within(self, name: str) -> str:
-        """The name of something inside of it."""
-        return f"{self.short_name}.{name}" if name else self.short_name
+        """The name of something inside of it, without what its own name says in brackets."""
+        own = self.name.partition(" (")[0]
+        return f"{own}.{name}" if name else own
 
     @property
     def module(self) -> nn.Module:
@@ -103,40 +98,24 @@ class _OfModule:
             raise RuntimeError(f"the module of {self.name} does not exist any more")
         return module
 
+    def call(self, given: Any, **arguments: Any) -> Any:
+        """Runs it eagerly."""
+        return self._forward(self.module, given, **arguments)
+
 
 class EagerPart(_OfModule):
     """What stays eager before, between or after sites.
 
-    Args:
-        name: for reports.
-        module: whose part it is.
-        forward: maps the module, what came before (a site's output, or a tuple of them where it has several;
-            at the beginning the bank's input) and the variant's arguments to hidden states of as many rows.
+    Its `forward` maps the module, what came before (a site's output, or a tuple of them where it has several;
+    at the beginning the bank's input) and the variant's arguments to hidden states of as many rows.
     """
-
-    def __init__(self, *, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        super().__init__(name, module)
-        self._forward = forward
-
-    def call(self, before: Outputs, **arguments: Any) -> Tensor:
-        """Runs it."""
-        return self._forward(self.module, before, **arguments)
 
 
 class SiteSpec(_OfModule):
     """One call to graph, of a module or of parts of it.
 
-    Args:
-        name: for reports.
-        module: whose call it is.
-        forward: maps the module, the hidden states and the variant's arguments to hidden states of as many
-            rows, or to any tensors where an `EagerPart` takes them; by default the module's own call.
-        parts: names of the module's children that own the parameters and buffers that the call uses, where
-            it is not all of the module. A hook of the module itself is bypassed then.
-        bypassed: names of children between the module and its parts, whose own calls are bypassed as well.
-        transient: outputs, by index, that the `EagerPart` behind this site alone reads: their memory is used
-            again by what comes after. Whoever keeps one keeps the next site eager.
-        state: further tensors that the call changes in place, of the module: metrics, say.
+    Its `forward` maps the module, the hidden states and the variant's arguments to hidden states of as many
+    rows, or to any tensors where an `EagerPart` takes them; by default it is the module's own call.
     """
 
     def __init__(
@@ -145,22 +124,23 @@ class SiteSpec(_OfModule):
         name: str,
         module: nn.Module,
         forward: Callable[..., Outputs] = _call,
+        # Names of the module's children that own the parameters and buffers that the call uses, where it is
+        # not all of the module. A hook of the module itself is bypassed then.
         parts: Sequence[str] = (),
+        # Names of children between the module and its parts, whose own calls are bypassed as well.
         bypassed: Sequence[str] = (),
+        # Outputs, by index, that the EagerPart behind this site alone reads: their memory is used again by
+        # what comes after. Whoever keeps one keeps the next site eager.
         transient: Collection[int] = (),
+        # Further tensors that the call changes in place, of the module: metrics, say.
         state: Callable[[Any], Sequence[Tensor]] = lambda module: (),
     ) -> None:
-        super().__init__(name, module)
-        self._forward = forward
+        super().__init__(name=name, module=module, forward=forward)
         self._parts = tuple(parts)
         self.bypassed = tuple(bypassed)
         self.transient = frozenset(transient)
         self.state = state
         self.calls = 1  # as many one of this site counts as
-
-    def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
-        """Runs the module eagerly."""
-        return self._forward(self.module, hidden, **arguments)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, and those within that the call uses, by name."""
@@ -209,12 +189,7 @@ class SiteSpec(_OfModule):
 
 
 class JoinedSites(SiteSpec):
-    """Neighbouring sites as one, which a single graph runs one after the other in each pass.
-
-    Args:
-        name: for reports.
-        sites: in execution order; each but the last hands hidden states to the next one.
-    """
+    """Neighbouring sites that one graph runs in each pass; each hands hidden states to the next one."""
 
     def __init__(self, *, name: str, sites: Sequence[SiteSpec]) -> None:
         super().__init__(
@@ -223,82 +198,43 @@ class JoinedSites(SiteSpec):
             transient=sites[-1].transient,
             state=lambda _module: [*{id(it): it for site in sites for it in site.further_state()}.values()],
         )
-        self.sites = tuple(sites)
+        self._sites = tuple(sites)
         self.calls = sum(site.calls for site in sites)
 
-    def call(self, hidden: Tensor, **arguments: Any) -> Outputs:
-        out: Any = hidden
-        for site in self.sites:
-            out = site.call(out, **arguments)
-        outputs: Outputs = out
-        return outputs
+    def call(self, given: Any, **arguments: Any) -> Any:
+        for site in self._sites:
+            given = site.call(given, **arguments)
+        return given
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for site in self.sites:
+        for site in self._sites:
             yield from ((site.within(name), module) for name, module in site.named_modules())
 
     def roots(self) -> list[tuple[str, nn.Module]]:
-        return [(site.within(name), root) for site in self.sites for name, root in site.roots()]
-
-
-class StepOrder:
-    """What lies between the sites of a bank.
-
-    Attributes:
-        gaps: sites, by index, behind which something stays eager; -1 where it comes before the first one.
-    """
-
-    def __init__(self, steps: Sequence[SiteSpec | EagerPart]) -> None:
-        gaps, index = set(), -1
-        for step in steps:
-            if isinstance(step, SiteSpec):
-                index += 1
-            else:
-                gaps.add(index)
-        self.gaps = frozenset(gaps)
-
-    def joins(self, index: int) -> bool:
-        """Whether a site takes what the site before it hands out."""
-        return index > 0 and index - 1 not in self.gaps
-
-    def is_entry(self, index: int) -> bool:
-        """Whether a site takes the bank's input as it was given."""
-        return index == 0 and -1 not in self.gaps
+        return [(site.within(name), root) for site in self._sites for name, root in site.roots()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSpec:
-    """What a bank captures for: shapes, with or without a backward pass, the calls' arguments.
+    """What a bank captures for: shapes, with or without a backward pass, the calls' arguments."""
 
-    Args:
-        key: the variant's place in the bank's table.
-        training: capture a backward pass too.
-        rows: first dimension of the hidden states.
-        row_shape: their other dimensions.
-        dtype: their dtype.
-        metadata: named buffers.
-        end_source: the source whose last entry is the pack's physical end: rows at or past it are
-            zeroed in the bank's input and in the gradient that it returns; -1 for none.
-        end_buffer: the metadata buffer that ends with the same entry.
-        fewer_rows: the bank's input may have fewer rows than `rows`.
-        arguments: keyword arguments of every site's call, from the slot's metadata buffers: these
-            themselves or views of them, and constants. Asked at the capture and again where a call runs
-            eager; never in a replay: megagraph/bank/sites.py, Note [Arguments of a variant].
-        name: for progress and profilers; by default the key's.
-        context: entered around the variant's warm-up and capture: the mode of its modules, say.
-    """
-
-    key: Any
-    training: bool
-    rows: int
-    row_shape: tuple[int, ...]
+    key: Any  # its place in the bank's table
+    training: bool  # capture a backward pass too
+    rows: int  # first dimension of the hidden states
+    row_shape: tuple[int, ...]  # their other dimensions
     dtype: torch.dtype
-    metadata: Mapping[str, _C.MetadataSpec] = field(default_factory=dict)
+    metadata: Mapping[str, _C.MetadataSpec] = field(default_factory=dict)  # named buffers
+    # The source whose last entry is the pack's physical end: rows at or past it are zeroed in the bank's
+    # input and in the gradient that it returns; -1 for none. And the buffer that ends with the same entry.
     end_source: int = -1
     end_buffer: str | None = None
-    fewer_rows: bool = False
+    fewer_rows: bool = False  # the bank's input may have fewer than `rows`
+    # Keyword arguments of every site's call, from the slot's metadata buffers: these themselves or views of
+    # them, and constants. Asked at the capture and again where a call runs eager; never in a replay: Note
+    # [Arguments of a variant].
     arguments: Callable[[Mapping[str, Tensor]], Mapping[str, Any]] = lambda buffers: {}
-    name: str = ""
+    name: str = ""  # for progress and profilers; by default the key's
+    # Entered around the variant's warm-up and capture: the mode of its modules, say.
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __str__(self) -> str:
@@ -306,24 +242,21 @@ class VariantSpec:
 
 
 class CapturedVariant:
-    """A variant in a bank: its buffers of metadata, and what its sites are called with over them.
-
-    Attributes:
-        spec: as it was given.
-        buffers: its metadata buffers, by slot and name.
-        given: the arguments over these at the capture, by slot.
-        num_graphs: forwards and backwards, in every slot.
-        notes: by slot, which memory of its pool was taken when the last pass of a site was captured.
-        not_compared: sites, by index, whose graphs no verification has compared, and why; None before any.
-    """
+    """A variant in a bank: its buffers of metadata, and what its sites are called with over them."""
 
     def __init__(self, spec: VariantSpec, num_slots: int) -> None:
         self.spec = spec
+        # Its metadata buffers, by slot and name; and the arguments over these at the capture, by slot.
         self.buffers = [{name: it.buffer() for name, it in spec.metadata.items()} for _ in range(num_slots)]
         with spec.context():
             self.given = [_arguments_of(spec, of_slot) for of_slot in self.buffers]
-        self.num_graphs = 0
+        self.saves: Mapping[int, Saves] = {}  # of each site, by index
+        # What each pass allocates, while the variant is captured; None where slots share nothing.
+        self.memories: Mapping[Any, Any] | None = None
+        self.num_graphs = 0  # forwards and backwards, in every slot
+        # By slot, which memory of its pool was taken when the last pass of a site was captured.
         self.notes: Sequence[Mapping[int, _C.PoolNote | None]] = ()
+        # Sites, by index, whose graphs no verification has compared, and why; None before any.
         self.not_compared: Mapping[int, str] | None = None
 
     def arguments(self, slot: int, sources: Sequence[Tensor]) -> Mapping[str, Any]:
@@ -377,20 +310,6 @@ def tensors_in(arguments: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in _all_values(arguments).values() if isinstance(value, Tensor)]
 
 
-@contextlib.contextmanager
-def _other_contents(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """The buffers that staging refills hold something else than their examples."""
-    staged = [buffers[name] for name, spec in variant.metadata.items() if spec.is_staged]
-    before = [buffer.clone() for buffer in staged]
-    for buffer in staged:
-        buffer.fill_(not bool(buffer.any()))  # zeros, or ones in place of zeros: offsets stay offsets
-    try:
-        yield
-    finally:
-        for buffer, content in zip(staged, before, strict=True):
-            buffer.copy_(content)
-
-
 def _storage(tensor: Tensor) -> int:
     return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
 
@@ -416,14 +335,20 @@ def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mappin
             variant].
     """
     arguments = variant.arguments(buffers)
-    with _other_contents(variant, buffers):
-        try:
-            others = _all_values(variant.arguments(buffers))
-        except Exception as error:
-            raise ValueError(
-                f"variant {variant}: its arguments depend on the content of the metadata buffers, which no "
-                f"replay would see; asked with other contents they raise {type(error).__name__}: {error}"
-            ) from error
+    staged = [buffers[name] for name, spec in variant.metadata.items() if spec.is_staged]
+    examples = [buffer.clone() for buffer in staged]
+    for buffer in staged:
+        buffer.fill_(not bool(buffer.any()))  # zeros, or ones in place of zeros: offsets stay offsets
+    try:
+        others = _all_values(variant.arguments(buffers))
+    except Exception as error:
+        raise ValueError(
+            f"variant {variant}: its arguments depend on the content of the metadata buffers, which no "
+            f"replay would see; asked with other contents they raise {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for buffer, example in zip(staged, examples, strict=True):
+            buffer.copy_(example)
     ours = {_storage(buffer) for buffer in buffers.values()} - {0}
     for path, value in _all_values(arguments).items():
         if isinstance(value, Tensor) and _storage(value) in ours:
@@ -440,19 +365,14 @@ def _arguments_of(variant: VariantSpec, buffers: Mapping[str, Tensor]) -> Mappin
 
 # csrc/watch/state_items.cpp reads the same tables.
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_ALL_MODULES = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
-def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+def _foreign_hook(owner: Any, prefix: str, is_expected: Callable[[Any], bool], where: str) -> str | None:
+    """The first hook of a module, or of all modules, that nobody answers for."""
     for name in _MODULE_HOOKS:
-        yield from getattr(module, name).values()
-
-
-def _global_hook(is_expected: Callable[[Callable[..., Any]], bool]) -> str | None:
-    for name in _OF_ALL_MODULES:
-        for hook in getattr(torch.nn.modules.module, name).values():
+        for hook in getattr(owner, prefix + name).values():
             if not is_expected(hook):
-                return f"hook {getattr(hook, '__qualname__', hook)} of all modules"
+                return f"hook {getattr(hook, '__qualname__', hook)} of {where}"
     return None
 
 
@@ -462,10 +382,8 @@ def _carries_foreign_hook(
     accumulator_hooks: Callable[[nn.Parameter], int],
 ) -> str | None:
     for name, module in site.named_modules():
-        for hook in _hooks(module):
-            if not is_expected(hook):
-                where = f"{name or type(module).__name__}"
-                return f"hook {getattr(hook, '__qualname__', hook)} of module {where}"
+        if hook := _foreign_hook(module, "", is_expected, f"module {name or type(module).__name__}"):
+            return hook
     for name, param in site.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             return f"gradient hook of parameter {name}"
@@ -498,7 +416,7 @@ def ineligible_sites(
     uses = Counter(id(param) for site in sites for param in site.parameters())
     uses.update({id(param) for param in other_params})
     found: dict[int, tuple[EagerReason, str]] = {}
-    global_hook = _global_hook(is_expected_hook)
+    global_hook = _foreign_hook(torch.nn.modules.module, "_global", is_expected_hook, "all modules")
     for index, site in enumerate(sites):
         shared = [name for name, param in site.named_parameters() if uses[id(param)] > 1]
         hook = global_hook or _carries_foreign_hook(site, is_expected_hook, accumulator_hooks)

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megagraph import _C
 from megagraph.bank.backends import Lent
 from megagraph.bank.bank import Bank
-from megagraph.bank.capture import swap_of
+from megagraph.bank.capture import gradient_edge, swap_of
 from megagraph.bank.restore import KeptGradients, KeptState, Results
 from megagraph.bank.rng import Snapshot
 from megagraph.bank.sites import as_tuple
@@ -57,43 +57,27 @@ _Run = Callable[[], contextlib.AbstractContextManager[Results]]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A micro-batch of a variant.
+    """A micro-batch of a variant."""
 
-    Args:
-        hidden: the first site's input.
-        sources: metadata as the variant's `MetadataSpec`s name it.
-        grad: of the last output, of as many rows or fewer; None for ones.
-        valid_rows: indices, on the bank's device, of the rows that anybody reads; None for all. Kernels may
-            leave in padding whatever the memory held.
-    """
-
-    hidden: Tensor
-    sources: Sequence[Tensor] = ()
-    grad: Tensor | None = None
+    hidden: Tensor  # the first site's input
+    sources: Sequence[Tensor] = ()  # metadata as the variant's `MetadataSpec`s name it
+    grad: Tensor | None = None  # of the last output, of as many rows or fewer; None for ones
+    # Indices, on the bank's device, of the rows that anybody reads; None for all. Kernels may leave in
+    # padding whatever the memory held.
     valid_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor of a site that its graph and its module make differently.
-
-    Args:
-        slot: whose graph.
-        index: the site.
-        tensor: what differs, in words.
-        off: by how much the graph misses the module, at most.
-        spread: how far runs of the module are apart, at most, where it does.
-        is_noisy: runs of the module differ in this tensor.
-        is_rounding: it is as small and as rare as what kernels that add with atomics make of one call.
-    """
+    """A tensor of a site that its graph and its module make differently."""
 
     slot: int
-    index: int
-    tensor: str
-    off: float
-    spread: float
-    is_noisy: bool = False
-    is_rounding: bool = False
+    index: int  # of the site
+    tensor: str  # what differs, in words
+    off: float  # by how much the graph misses the module, at most
+    spread: float  # how far runs of the module are apart, at most, where it does
+    is_noisy: bool = False  # runs of the module differ in this tensor
+    is_rounding: bool = False  # as small and as rare as what kernels that add with atomics make of one call
 
     def may_be_chance(self, times: int) -> bool:
         """Whether it may not recur in further verifications, having recurred in `times` of them."""
@@ -116,7 +100,7 @@ class _Flight:
     index: int
     leaf: Tensor  # what the graph was given
     outputs: Sequence[Tensor]  # copies of those whose memory later passes use
-    written: Results  # what the forward has changed beside gradients
+    written: Results  # what the forward has left beside gradients
     begins: Sequence[GradientEdge | None]  # where the backward of each output begins
     before: Snapshot
     # What every backward pass gets: gradients of the outputs that have one, and those of its parameters as
@@ -126,36 +110,35 @@ class _Flight:
 
 
 class Verification:
-    """Compares one captured variant with its modules.
-
-    Attributes:
-        differences: what graphs and modules make differently.
-        within_spread: sites, by index, that differ from themselves and whose graphs lie within that.
-        not_run: sites, by index, whose graphs did not take the micro-batch, and why.
-        num_replays: sites that were run.
-        most_bytes: on the device beside the graphs' own, where that can be told.
-    """
+    """Compares one captured variant with its modules."""
 
     def __init__(self, bank: Bank, key: Any, example: Example) -> None:
-        self._bank = bank
-        self._key = key
-        self._example = example
+        self._bank, self._key, self._example = bank, key, example
         self._variant = bank.captured[bank.variants[key]]
         self._flights: list[_Flight] = []
         self._arguments: Mapping[str, Any] = {}
-        self.differences: list[Difference] = []
-        self.within_spread: set[int] = set()
-        self.not_run: dict[int, str] = {}
-        self.num_replays = 0
-        self.most_bytes = 0
+        self.differences: list[Difference] = []  # of graphs and modules
+        self.within_spread: set[int] = (
+            set()
+        )  # sites that differ from themselves; their graphs lie within that
+        self.not_run: dict[int, str] = {}  # sites whose graphs did not take the micro-batch, and why
+        self.num_replays = 0  # of sites
+        self.most_bytes = 0  # on the device beside the graphs' own, where that can be told
 
     def run(self) -> None:
-        """Runs the micro-batch both ways; `differences` says what came out.
+        """Runs the micro-batch both ways, in each slot; `differences` says what came out. Counts no calls."""
+        bank, counters = self._bank, self._bank.counters()
+        bank.set_listening(False)
+        try:
+            with bank.backend.recording():
+                for _slot in range(bank.num_slots):  # which take turns
+                    self._run_slot()
+        finally:
+            bank.set_listening(True)
+            bank.set_counters(counters)
+            bank.backend.settle()  # no later work on this stream would take that memory
 
-        Raises:
-            RuntimeError: where the variant cannot run it, with the reason.
-            KeptMemoryError: where a module keeps memory of its call.
-        """
+    def _run_slot(self) -> None:
         start = self._bank.rng.snapshot()
         self._bytes_before = self._bytes_now()
         metadata = [buffer for of_slot in self._variant.buffers for buffer in of_slot.values()]
@@ -216,7 +199,7 @@ class Verification:
             if index in bank.eager_sites:
                 continue
             before, counts = self._bank.rng.snapshot(), self._bank.counters()
-            taken = self._example.hidden if bank.order.is_entry(index) else given
+            taken = self._example.hidden if bank.is_entry(index) else given
             leaf = taken.detach().requires_grad_(training)
             with torch.set_grad_enabled(training):
                 out = site(leaf)
@@ -239,8 +222,8 @@ class Verification:
                     it.detach().clone() if number in transient else it.detach()
                     for number, it in enumerate(outputs)
                 ],
-                written=self._state.changed(index),
-                begins=[get_gradient_edge(it) if it.requires_grad else None for it in outputs],
+                written=self._state.now(index),
+                begins=[*map(gradient_edge, outputs)],
                 before=before,
             )
             self._state.put(index)
@@ -248,16 +231,14 @@ class Verification:
                 self._flights.append(flight)
             else:
                 after = self._bank.rng.snapshot()
-                written = self._state.with_unchanged(index, flight.written)
-                self._compare(flight, self._named(flight.outputs) | written)
+                self._compare(flight, self._named(flight.outputs) | flight.written)
                 self._bank.rng.restore(after)
-            if index not in bank.order.gaps:
+            if index not in bank.gaps:
                 given = out
             del out, outputs  # nobody may hold one that is transient
 
     def _staged(self, index: int, given: Tensor) -> Tensor:
-        is_entry = self._bank.order.is_entry(index)
-        return self._variant.staged(given, self._example.sources) if is_entry else given
+        return self._variant.staged(given, self._example.sources) if self._bank.is_entry(index) else given
 
     def _run_backwards(self) -> None:
         grad = self._example.grad
@@ -278,8 +259,7 @@ class Verification:
             torch.autograd.backward([begin for begin in flight.begins if begin is not None], flight.grads)
             before = flight.leaf.grad
             assert before is not None
-            results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found())
-            results |= state.with_unchanged(index, state.changed(index))
+            results |= {_INPUT: self._in_valid_rows(before)} | _copies(kept.found()) | state.now(index)
         state.put(index)
         self._compare(flight, results)
         return before
@@ -334,23 +314,21 @@ class Verification:
     def _module_run(self, flight: _Flight, lent: Lent) -> Iterator[Results]:
         """What the module makes of the graph's input, from the same random state; until the context ends."""
         site, kept = self._bank.specs[flight.index], flight.kept
-        leaf = flight.leaf.detach().requires_grad_(kept is not None)
+        has_backward = kept is not None
+        leaf, swap = flight.leaf.detach().requires_grad_(has_backward), swap_of(site, has_backward)
         self._bank.rng.restore(flight.before)
         try:
-            if kept is None:
-                with lent(), torch.no_grad():
+            with contextlib.nullcontext() if kept is None else kept.put_back_afterwards():
+                with lent(), swap, torch.set_grad_enabled(has_backward):
                     outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-                yield self._named(outputs) | self._state.found(flight.index)
-                return
-            swap = swap_of(site, training=True)
-            with kept.put_back_afterwards():
-                with lent(), swap, torch.enable_grad():
-                    outputs = as_tuple(site.call(self._staged(flight.index, leaf), **self._arguments))
-                    self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
-                    torch.autograd.backward([it for it in outputs if it.requires_grad], flight.grads)
-                assert leaf.grad is not None
-                given_back = {_INPUT: self._in_valid_rows(leaf.grad)} | kept.found(swap)
-                yield self._named(outputs) | given_back | self._state.found(flight.index)
+                    if has_backward:
+                        self.most_bytes = max(self.most_bytes, self._bytes_now() - self._bytes_before)
+                        torch.autograd.backward([it for it in outputs if it.requires_grad], flight.grads)
+                made = self._named(outputs) | self._state.found(flight.index)
+                if kept is not None:
+                    assert leaf.grad is not None
+                    made |= {_INPUT: self._in_valid_rows(leaf.grad)} | kept.found(swap)
+                yield made
         finally:
             self._state.put(flight.index)
 
@@ -358,36 +336,17 @@ class Verification:
 def verify(bank: Bank, key: Any, example: Example) -> Verification:
     """Compares a variant's graphs, of each slot, with its modules on a real micro-batch; counts no calls.
 
-    Call it between steps only, with every slot free. Everything is as it was afterwards.
-
-    Args:
-        bank: whose graphs they are.
-        key: the variant.
-        example: the micro-batch.
-
-    Returns:
-        What came out, Note [Verification].
-
-    Raises:
-        RuntimeError: where the variant cannot run it, with the reason.
-        KeptMemoryError: where a module keeps memory of its call, over which graphs would write.
+    Call it between steps only, with every slot free. Everything is as it was afterwards. Where a module keeps
+    memory of its call, over which graphs would write, that is a `KeptMemoryError`.
     """
-    verification = _verify_once(bank, key, example)
+    verification = Verification(bank, key, example)
+    verification.run()
     for times in range(_MOST_FURTHER):
         if not verification.is_doubtful(times):
             break
-        verification.keep_what_recurs(_verify_once(bank, key, example), times)
-    return verification
-
-
-def _verify_once(bank: Bank, key: Any, example: Example) -> Verification:
-    verification = Verification(bank, key, example)
-    try:
-        with bank.unnoticed(), bank.backend.recording():
-            for _slot in range(bank.num_slots):  # which take turns
-                verification.run()
-    finally:
-        bank.backend.settle()  # no later work on this stream would take that memory
+        again = Verification(bank, key, example)
+        again.run()
+        verification.keep_what_recurs(again, times)
     return verification
 
 

@@ -163,7 +163,7 @@ class LayerWatch(_C.ModuleWatch):
 
     def _guarded(self) -> list[tuple[str, nn.Module]]:
         return [
-            (f"{spec.short_name}{f'.{name}' if name else ''}", module)
+            (spec.within(name), module)
             for index, spec in enumerate(self._specs)
             if index not in self.stay_eager
             for name, module in spec.named_modules()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, variant
+from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, give_main_grads, rng_states, unowned, variant
 from torch import Tensor, nn
 
 from megagraph.bank.backends import KeptMemoryError
@@ -490,7 +490,7 @@ class _ReadsFreed(torch.autograd.Function):
 
 @pytest.mark.gpu
 def test_a_kernel_that_reads_freed_memory_is_found() -> None:
-    doubles = Applies(lambda hidden: _ReadsFreed.apply(hidden, bank.backend.boundary))
+    doubles = Applies(lambda hidden: _ReadsFreed.apply(hidden, unowned))
     layers = [layer.to("cuda") for layer in (Block(), doubles, *blocks(6))]
     bank = Bank(layers, "cuda")
     bank.capture([variant("it")])

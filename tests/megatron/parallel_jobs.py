@@ -232,7 +232,7 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
             yield
     elif how.startswith("give up") and index == 0:
         # Outside of any layer, so that the whole capture ends here.
-        capture.CapturePlan._empty_rows = _fails  # type: ignore[method-assign]
+        capture.CapturePlan.warm_up = _fails  # type: ignore[method-assign]
         yield
     elif how == "group" and index == TAMPERED_STEP:
         alone = distributed.new_group([0], backend="gloo", use_local_synchronization=True)
@@ -248,17 +248,17 @@ def _tamper(how: str, trainer: Trainer, index: int) -> Iterator[None]:
 
 def disagree(*, how: str, **given: Any) -> dict[str, Any]:
     """As `train_pair()`, which takes what else is given, while something happens to rank 0 alone."""
-    empty_rows = capture.CapturePlan._empty_rows
+    warm_up = capture.CapturePlan.warm_up
     try:
         return train_pair(tamper=partial(_tamper, how), **given)
     finally:
-        capture.CapturePlan._empty_rows = empty_rows  # type: ignore[method-assign]
+        capture.CapturePlan.warm_up = warm_up  # type: ignore[method-assign]
 
 
 def cannot_capture(micros: Sequence[rig.Micro], config: dict[str, Any]) -> None:
     """Steps of a model of whose layers none can be captured leave what Megatron alone leaves."""
     megagraph.install(rig.graph_config())
-    with mock.patch.object(capture.CapturePlan, "_empty_rows", _fails):
+    with mock.patch.object(capture.CapturePlan, "warm_up", _fails):
         trainer = Trainer(OPTIONS, config=config)
         found = [rig.step(trainer, micros, update=False) for _ in range(3)]
     calls = len(micros) * OPTIONS.layers

@@ -36,7 +36,7 @@ def pair(install: rig.Install) -> rig.Pair:
 def sites(pair: rig.Pair) -> list[str]:
     """The names of the sites that have graphs, as present."""
     bank = rig.the_plugin().graphs_of_model(pair.graphed.chunk).captures.bank
-    return [spec.short_name for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
+    return [spec.within("") for index, spec in enumerate(bank.specs) if index not in bank.eager_sites]
 
 
 def test_all_layers_have_one_graph_for_each_pass(pair: rig.Pair) -> None:

@@ -98,12 +98,14 @@ bool AccumulatorSwap::has_parts() const {
                      [](const Swapped& swapped) { return swapped.ours->has_parts(); });
 }
 
-std::vector<at::Tensor> AccumulatorSwap::take_kept_grads() {
-  std::vector<at::Tensor> grads;
+ParamGrads AccumulatorSwap::take_kept_grads() {
+  ParamGrads arrived;
   for (const Swapped& swapped : swapped_) {
-    if (swapped.ours->keeps()) grads.push_back(swapped.ours->take_kept());
+    if (!swapped.ours->keeps()) continue;
+    at::Tensor grad = swapped.ours->take_kept();
+    if (grad.defined()) arrived.emplace_back(swapped.param, std::move(grad));
   }
-  return grads;
+  return arrived;
 }
 
 }  // namespace megagraph

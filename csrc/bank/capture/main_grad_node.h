@@ -14,12 +14,15 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "csrc/bank/capture/side_branch.h"
 #include "csrc/torch/accumulators.h"
 
 namespace megagraph {
+
+using ParamGrads = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 struct GradTarget {
   at::Tensor param;
@@ -42,9 +45,8 @@ class AccumulatorSwap {
   void join();
   void restore() noexcept;
 
-  // Gradients of the targets without main_grad, in order, and forgets them; undefined where none
-  // arrived.
-  std::vector<at::Tensor> take_kept_grads();
+  // Targets without main_grad whose gradient has arrived, with it, in order; forgets these.
+  ParamGrads take_kept_grads();
   // Parameters with main_grad, in the order in which a backward first reached them.
   const std::vector<at::Tensor>& reached() const { return *reached_; }
   // Whether the gradient of any of these came in several parts, which were added up: eager adds

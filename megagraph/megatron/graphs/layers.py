@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from megagraph.bank.sites import JoinedSites, SiteSpec, ineligible_sites
+from megagraph.bank.sites import SiteSpec, ineligible_sites
 from megagraph.config import GraphConfig
 from megagraph.decide.reasons import EagerReason, Why
 from megagraph.log import log
@@ -165,8 +165,7 @@ class BlockLayers:
     @property
     def _places(self) -> list[range]:
         """Of each site those that it is made of, as they count while none are joined."""
-        sizes = (len(spec.sites) if isinstance(spec, JoinedSites) else 1 for spec in self.specs)
-        ends = [*itertools.accumulate(sizes, initial=0)]
+        ends = [*itertools.accumulate((spec.calls for spec in self.specs), initial=0)]
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
     def join(self) -> None:
