@@ -434,19 +434,49 @@ class VariantKey(metaclass=_pybind11_type):
     def __lt__(self, other: VariantKey, /) -> bool: ...
     def __hash__(self) -> int: ...
 
+class ScheduledPack(metaclass=_pybind11_type):
+    """One pack, and who runs it: `cp_size` ranks from `first_rank` on, a multiple of that."""
+
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
+    @property
+    def cp_size(self) -> int: ...
+    @property
+    def first_rank(self) -> int: ...
+    @property
+    def documents(self) -> list[int]:
+        """By index, ascending."""
+
+class PackSchedule(metaclass=_pybind11_type):
+    """What all ranks run in one step."""
+
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...  # only the core makes one
+    @property
+    def micro_batches(self) -> list[list[ScheduledPack]]:
+        """The packs of each, by their first rank.
+
+        Every rank is in exactly one of them, and no pack is empty. A rank's sizes never grow from one
+        micro-batch to the next.
+        """
+
+    @property
+    def costs(self) -> list[float]:
+        """Of each rank, all its packs together, in tokens."""
+
+    def of_rank(self, rank: int) -> list[ScheduledPack]:
+        """The packs of one rank, one for each micro-batch."""
+
 def schedule_packs(
     lengths: Sequence[int],
     *,
     ranks: int,
     cp_sizes: Sequence[int],
-    max_tokens: int,
-    max_seqs: int,
+    max_seqlen_per_dp_cp_rank: int,
+    max_packed_seqs: int,
     alignment: int,
     attention_parity: int,
     exchange: float,
-    multiple: int,
-) -> tuple[list[list[tuple[int, int, tuple[int, ...]]]], list[float]]:
-    """The packs of each micro-batch (size, first rank, documents), and the cost of each rank."""
+    micro_batch_multiple: int,
+) -> PackSchedule: ...
 
 class States(metaclass=_pybind11_type):
     """csrc/decide/states.h."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from megagraph.decide.dispatch import Capacity
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention
 
 if sys.version_info >= (3, 11):
     import tomllib

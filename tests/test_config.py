@@ -10,7 +10,7 @@ import pytest
 
 from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention
 
 PAIR = {"cuda_graph_max_packed_seqs": (16,), "max_seqlen_per_dp_cp_rank": 512}
 

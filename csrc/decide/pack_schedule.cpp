@@ -217,4 +217,15 @@ PackSchedule schedule_packs(const std::vector<int64_t>& lengths, const ScheduleL
   return schedule_of(scheduler.run(), limits);
 }
 
+std::vector<ScheduledPack> PackSchedule::of_rank(int64_t rank) const {
+  std::vector<ScheduledPack> found;
+  for (const auto& packs : micro_batches) {
+    for (const ScheduledPack& pack : packs) {
+      const int64_t place = rank - pack.first_rank;
+      if (place >= 0 && place < pack.cp_size) found.push_back(pack);
+    }
+  }
+  return found;
+}
+
 }  // namespace megagraph

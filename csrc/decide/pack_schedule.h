@@ -33,13 +33,15 @@ struct ScheduleLimits {
 };
 
 struct ScheduledPack {
-  int64_t cp_size, first_rank;
+  int64_t cp_size, first_rank;     // the others that share it follow that one
   std::vector<int64_t> documents;  // ascending
 };
 
 struct PackSchedule {
   std::vector<std::vector<ScheduledPack>> micro_batches;  // packs by their first rank
   std::vector<double> costs;                              // of each rank, in tokens
+  // The packs of one rank, one for each micro-batch.
+  std::vector<ScheduledPack> of_rank(int64_t rank) const;
 };
 
 // Throws std::invalid_argument for limits and lengths that leave no schedule, and where none was

@@ -173,28 +173,25 @@ void bind_packs(py::module_& m) {
           py::arg("count"), py::kw_only(), py::arg("forward_only") = false)
       .def("in_flight", &StageSchedule::in_flight, py::arg("count"))
       .def_property_readonly("most_in_flight", &StageSchedule::most_in_flight);
+  py::class_<ScheduledPack>(m, "ScheduledPack")
+      .def_readonly("cp_size", &ScheduledPack::cp_size)
+      .def_readonly("first_rank", &ScheduledPack::first_rank)
+      .def_readonly("documents", &ScheduledPack::documents);
+  py::class_<PackSchedule>(m, "PackSchedule")
+      .def_readonly("micro_batches", &PackSchedule::micro_batches)
+      .def_readonly("costs", &PackSchedule::costs)
+      .def("of_rank", &PackSchedule::of_rank, py::arg("rank"));
   m.def(
       "schedule_packs",
       [](const std::vector<int64_t>& lengths, int64_t ranks, std::vector<int64_t> cp_sizes,
          int64_t max_tokens, int64_t max_seqs, int64_t alignment, int64_t attention_parity,
          double exchange, int64_t multiple) {
-        const PackSchedule schedule =
-            schedule_packs(lengths, {ranks, std::move(cp_sizes), max_tokens, max_seqs, alignment,
-                                     attention_parity, exchange, multiple});
-        py::list micro_batches;
-        for (const auto& packs : schedule.micro_batches) {
-          py::list micro_batch;
-          for (const ScheduledPack& pack : packs) {
-            micro_batch.append(
-                py::make_tuple(pack.cp_size, pack.first_rank, py::tuple(py::cast(pack.documents))));
-          }
-          micro_batches.append(std::move(micro_batch));
-        }
-        return py::make_tuple(std::move(micro_batches), schedule.costs);
+        return schedule_packs(lengths, {ranks, std::move(cp_sizes), max_tokens, max_seqs, alignment,
+                                        attention_parity, exchange, multiple});
       },
       py::arg("lengths"), py::kw_only(), py::arg("ranks"), py::arg("cp_sizes"),
-      py::arg("max_tokens"), py::arg("max_seqs"), py::arg("alignment"), py::arg("attention_parity"),
-      py::arg("exchange"), py::arg("multiple"));
+      py::arg("max_seqlen_per_dp_cp_rank"), py::arg("max_packed_seqs"), py::arg("alignment"),
+      py::arg("attention_parity"), py::arg("exchange"), py::arg("micro_batch_multiple"));
 }
 
 }  // namespace megagraph

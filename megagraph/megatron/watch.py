@@ -58,7 +58,7 @@ def watch(module: nn.Module, *, key: Key) -> RemovableHandle:
 
 def _registered() -> list[int]:
     """The numbers of the functions that there are."""
-    return [number for keys in _keys.values() for number in keys] if _keys else []
+    return [number for keys in _keys.values() for number in keys]
 
 
 def keys_of(model: nn.Module) -> list[Key]:
@@ -171,11 +171,11 @@ class LayerWatch(_C.ModuleWatch):
 
     def has_keys_of_now(self) -> bool:
         """Whether the functions that are part of the state are all that there are by now."""
-        return self._keys_seen == _key_changes
+        return self._keys_seen == (_registered() if _keys else [])
 
     def whole_state(self) -> int:
         """Between steps: `state(True)`, with the functions that are part of it by now."""
-        if self._keys_seen != _registered():
+        if not self.has_keys_of_now():
             self._watch_state()
         return self.state(True)
 

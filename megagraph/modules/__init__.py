@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Megatron lacks for packs without Transformer Engine."""
 
-from megagraph.modules.attention import VarlenAttention
 from megagraph.modules.experts import GroupedLinear, SortedRows
-from megagraph.modules.norm import Norm
+from megagraph.modules.local import Norm, VarlenAttention
 
 __all__ = ["GroupedLinear", "Norm", "SortedRows", "VarlenAttention"]

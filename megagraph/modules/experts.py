@@ -16,46 +16,36 @@ from torch.autograd.function import once_differentiable
 __all__ = ["GroupedLinear", "SortedRows"]
 
 
-def _sum_of_places(sorted_rows: Tensor, places: Tensor) -> Tensor:
-    """Each row's sum over its places, [rows, H]; bfloat16 is rounded once."""
+def _summed(sorted_rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    """Each row's sum over its places, zeros for a row of no expert, [rows, H]; bfloat16 is rounded once.
+
+    Rows past the last offset, which no product has written, become zeros: nobody has a use for them.
+    """
+    sorted_rows = sorted_rows.contiguous()
+    torch.ops.megagraph.zero_tail_([sorted_rows], offsets)
     if places.size(1) == 1:
         return sorted_rows.index_select(0, places[:, 0])
     return F.embedding_bag(places, sorted_rows, mode="sum")
 
 
-class _Permute(torch.autograd.Function):
-    """Copies each row to all of its places. Sums of gradients have one order, where atomics have none."""
+class _Move(torch.autograd.Function):
+    """Copies rows to their places, or sums what lies there for each row: one's gradient is the other.
+
+    Sums have one order, where atomics have none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(places, offsets)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        places, offsets = ctx.saved_tensors
-        grad = grad.contiguous()
-        torch.ops.megagraph.zero_tail_([grad], offsets)
-        return _sum_of_places(grad, places), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sums for each row what lies in its places; zeros for a row of no expert."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        y = y.contiguous()
-        # Rows that no product has written. Whoever keeps the tensor has no use for them either.
-        torch.ops.megagraph.zero_tail_([y], offsets)
-        return _sum_of_places(y, places)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, offsets: Tensor, to_rows: bool) -> Tensor:
+        ctx.save_for_backward(rows, places, offsets)
+        ctx.to_rows = to_rows
+        return _summed(x, places, offsets) if to_rows else x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (rows,) = ctx.saved_tensors
-        return grad.index_select(0, rows), None, None, None
+        rows, places, offsets = ctx.saved_tensors
+        of_x = grad.index_select(0, rows) if ctx.to_rows else _summed(grad, places, offsets)
+        return of_x, None, None, None, None
 
 
 class _PermuteProbs(torch.autograd.Function):
@@ -121,8 +111,7 @@ class SortedRows:
 
         Past the last offset lie rows of no expert, whose gradient is zero, whatever comes back for them.
         """
-        out: Tensor = _Permute.apply(x, self.rows, self.places, self.offsets)  # type: ignore[no-untyped-call]
-        return out
+        return self._moved(x, to_rows=False)
 
     def permute_probs(self, probs: Tensor) -> Tensor:
         """Probabilities [T, experts] to those of the places, [T * topk]. Differentiable once."""
@@ -135,7 +124,10 @@ class SortedRows:
         Overwrites rows of `y` past the last offset with zeros, so that what nobody has written there
         reaches no result.
         """
-        out: Tensor = _Combine.apply(y, self.rows, self.places, self.offsets)  # type: ignore[no-untyped-call]
+        return self._moved(y, to_rows=True)
+
+    def _moved(self, x: Tensor, to_rows: bool) -> Tensor:
+        out: Tensor = _Move.apply(x, self.rows, self.places, self.offsets, to_rows)  # type: ignore[no-untyped-call]
         return out
 
 

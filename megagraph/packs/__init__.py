@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: reading and padding their metadata, and the ops over them. Knows no Megatron."""
+"""Packs: the ops over them, and their schedule. Knows no Megatron."""

@@ -12,6 +12,7 @@ All ops run on CPU and CUDA, trace under ``torch.compile(fullgraph=True)``, and 
 their results.
 """
 
+import enum
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -22,18 +23,32 @@ from megagraph import _C as _C  # registers torch.ops.megagraph
 
 __all__ = [
     "RopeLayout",
+    "TailConvention",
     "pad_cu_seqlens",
-    "pad_cu_seqlens_for_cuda_graph",
     "rope_thd",
     "thd_context_keys",
     "thd_gathered_rows",
     "thd_partition_indices",
     "varlen_attention",
-    "varlen_attention_to_keys",
     "zero_tail",
 ]
 
 RopeLayout = Literal["neox", "interleaved", "mla_interleaved"]
+
+
+class TailConvention(enum.Enum):
+    """What the offsets say of the rows between a pack's end and the end of the buffer.
+
+    HIDDEN: nothing; every offset past the last document repeats it. Upstream leaves such rows
+        undefined; here every op writes zeros.
+    EMPTY_DUMMY: one more document with padded rows and no valid token. Takes a place of `num_seqs`.
+    """
+
+    HIDDEN = "hidden"
+    EMPTY_DUMMY = "empty-dummy"
+
+    def __init__(self, name: str) -> None:
+        self.extra_seqs = int(name == "empty-dummy")  # documents that the convention adds
 
 
 def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) -> Tensor:
@@ -56,32 +71,6 @@ def pad_cu_seqlens(cu_seqlens: Tensor, capacity: int, end: int | None = None) ->
     """
     out: Tensor = torch.ops.megagraph.pad_cu_seqlens(cu_seqlens, capacity, end)
     return out
-
-
-def pad_cu_seqlens_for_cuda_graph(cu_seqlens: Tensor, target_num_seqs: int) -> Tensor | None:
-    """Pad document offsets to ``target_num_seqs`` documents, or say that they do not fit.
-
-    Does not raise on overflow and does not copy if there is nothing to pad.
-
-    Args:
-        cu_seqlens: int32 [K + 1], contiguous.
-        target_num_seqs: document slots of the result.
-
-    Returns:
-        int32 [target_num_seqs + 1] whose added offsets repeat the last one; ``cu_seqlens`` itself if
-        K == target_num_seqs; None if K > target_num_seqs.
-
-    Raises:
-        ValueError: if ``cu_seqlens`` is not a contiguous 1-D int32 tensor with at least one entry.
-
-    Source: name and behaviour of the helper in NVIDIA/Megatron-LM PR #5046.
-    """
-    num_seqs = cu_seqlens.numel() - 1
-    if cu_seqlens.dim() == 1 and num_seqs == target_num_seqs:
-        return cu_seqlens
-    if cu_seqlens.dim() == 1 and num_seqs > target_num_seqs:
-        return None
-    return pad_cu_seqlens(cu_seqlens, target_num_seqs)
 
 
 def thd_partition_indices(cu_seqlens_padded: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -245,8 +234,8 @@ def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor],
+    max_seqlen: int | tuple[int, int],
     *,
     softmax_scale: float | None = None,
     causal: bool = True,
@@ -259,13 +248,15 @@ def varlen_attention(
 
     Args:
         q: [T, H, D]; on a GPU float16 or bfloat16, D a multiple of 8 and at most 256.
-        k: [T, G, D] with H a multiple of G (grouped-query attention).
-        v: [T, G, D].
+        k: [S, G, D] with H a multiple of G (grouped-query attention); S is T if keys have the same offsets.
+        v: like k.
         cu_seqlens: int32 [N + 1], physical offsets. Causal attention never lets a valid row see the
-            padding after it.
-        max_seqlen: no document is longer. It sizes the launch, so a constant serves many packs.
+            padding after it. Where keys have others: those of the queries, and those of the keys; a query
+            attends to keys of its document's number.
+        max_seqlen: no document is longer; likewise. It sizes the launch, so a constant serves many packs.
         softmax_scale: factor on the scores; by default 1 / sqrt(D).
-        causal: a row sees itself and the rows before it, else its whole document.
+        causal: a row sees itself and the rows before it, else its whole document. The last query of a
+            document sees all of its keys, the one before it a key less.
 
     Returns:
         [T, H, D] in q's dtype. The tail is zero, in the three gradients as well.
@@ -276,42 +267,9 @@ def varlen_attention(
 
     Source: FlashAttention-2 (Dao, 2023).
     """
-    packed = cu_seqlens, max_seqlen
-    return varlen_attention_to_keys(q, k, v, packed, packed, softmax_scale=softmax_scale, causal=causal)
-
-
-def varlen_attention_to_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: tuple[Tensor, int],
-    keys: tuple[Tensor, int],
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """Attend from queries of a document to keys of its own number. Differentiable once in q, k and v.
-
-    Does what ``varlen_attention`` does, whose words and limits hold.
-
-    Args:
-        q: [T, H, D].
-        k: [S, G, D].
-        v: [S, G, D].
-        queries: int32 [N + 1], the offsets of the queries, and how many a document has at most.
-        keys: the same of the keys.
-        softmax_scale: factor on the scores; by default 1 / sqrt(D).
-        causal: the last query of a document sees all of its keys, the one before it a key less; else each
-            sees all.
-
-    Returns:
-        [T, H, D] in q's dtype. The tail is zero, in the three gradients as well.
-
-    Raises:
-        ValueError: as ``varlen_attention`` does.
-    """
-    (offsets_q, longest_q), (offsets_k, longest_k) = queries, keys
+    offsets = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    longest = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
     out: Tensor = torch.ops.megagraph.varlen_attention(
-        q, k, v, offsets_q, offsets_k, longest_q, longest_k, softmax_scale=softmax_scale, causal=causal
+        q, k, v, *offsets, *longest, softmax_scale=softmax_scale, causal=causal
     )[0]
     return out

@@ -128,17 +128,18 @@ class RotaryTables:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[weakref.ref[Any], dict[Hashable, list[_Pair]]]] = {}
+        # By the memory of the frequencies, whose storage is one object as long as it lives.
+        self._tables: weakref.WeakKeyDictionary[Any, dict[Hashable, list[_Pair]]]
+        self._tables = weakref.WeakKeyDictionary()
 
     def tables(self, freqs: Tensor, dtype: torch.dtype, mscale: float) -> tuple[Tensor, Tensor]:
         """Tables of [positions, rotary dimension] in `dtype`.
 
         They are of `freqs`, float32 [positions, 1, 1, rotary dimension], times YaRN's magnitude scale.
         """
-        known = self._of_memory(freqs.untyped_storage())
         rows = freqs.size(0)
         key = freqs.storage_offset(), freqs.shape[1:], freqs.stride(), freqs.dtype, dtype, mscale
-        pairs = known.setdefault(key, [])
+        pairs = self._tables.setdefault(freqs.untyped_storage(), {}).setdefault(key, [])
         if not pairs or pairs[-1][0].size(0) < rows:
             flat = freqs.detach().reshape(rows, -1)
             cos, sin = ((trig(flat) * mscale).to(dtype) for trig in (torch.cos, torch.sin))
@@ -146,34 +147,16 @@ class RotaryTables:
         cos, sin = pairs[-1]
         return (cos, sin) if cos.size(0) == rows else (cos[:rows], sin[:rows])
 
-    def _of_memory(self, storage: Any) -> dict[Hashable, list[_Pair]]:
-        place = id(storage)  # of an object that lives as long as the memory does
-        found = self._tables.get(place)
-        if found is None or found[0]() is not storage:
-            found = weakref.ref(storage, lambda _: self._tables.pop(place, None)), {}
-            self._tables[place] = found
-        return found[1]
-
     def rotate(
         self,
         t: Tensor,
         freqs: Tensor,
         cu_seqlens_padded: Tensor,
         *,
-        layout: ops.RopeLayout = "neox",
         mscale: float = 1.0,
-        cp_size: int = 1,
-        cp_rank: int = 0,
+        **further: Any,  # of `rope_thd`
     ) -> Tensor:
         """Rotates queries or keys [T, H, D] by their position in their document; tail rows are zero."""
         cos, sin = self.tables(freqs, t.dtype, mscale)
-        (out,) = ops.rope_thd(
-            [t],
-            cos,
-            sin,
-            cu_seqlens_padded,
-            layout=layout,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
+        (out,) = ops.rope_thd([t], cos, sin, cu_seqlens_padded, **further)
         return out

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from megagraph import _C
+from megagraph._C import PackSchedule, ScheduledPack
 from megagraph.decide.dispatch import Capacity
 
 __all__ = [
@@ -80,41 +81,6 @@ class ScheduleLimits:
         )
 
 
-class ScheduledPack(NamedTuple):
-    """One pack, and who runs it.
-
-    Args:
-        cp_size: how many ranks share it.
-        first_rank: the first of them, a multiple of `cp_size`; the others follow it.
-        documents: by index, ascending.
-    """
-
-    cp_size: int
-    first_rank: int
-    documents: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackSchedule:
-    """What all ranks run in one step.
-
-    Args:
-        micro_batches: the packs of each, by their first rank. Every rank is in exactly one of each
-            micro-batch's packs, and no pack is empty. A rank's sizes never grow from one to the next.
-        costs: of each rank, all its packs together, in tokens.
-    """
-
-    micro_batches: tuple[tuple[ScheduledPack, ...], ...]
-    costs: tuple[float, ...]
-
-    def of_rank(self, rank: int) -> list[ScheduledPack]:
-        """The packs of one rank, one for each micro-batch."""
-        return [
-            next(pack for pack in packs if pack.first_rank <= rank < pack.first_rank + pack.cp_size)
-            for packs in self.micro_batches
-        ]
-
-
 def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedule:
     """Deals documents out to ranks and micro-batches; every one runs exactly once.
 
@@ -129,21 +95,7 @@ def schedule_packs(lengths: Sequence[int], limits: ScheduleLimits) -> PackSchedu
         ValueError: if a limit is out of range, a document is too long for the largest group, there are fewer
             documents than packs that have to be filled, or no schedule was found.
     """
-    micro_batches, costs = _C.schedule_packs(
-        lengths,
-        ranks=limits.ranks,
-        cp_sizes=limits.cp_sizes,
-        max_tokens=limits.max_seqlen_per_dp_cp_rank,
-        max_seqs=limits.max_packed_seqs,
-        alignment=limits.alignment,
-        attention_parity=limits.attention_parity,
-        exchange=limits.exchange,
-        multiple=limits.micro_batch_multiple,
-    )
-    return PackSchedule(
-        micro_batches=tuple(tuple(map(ScheduledPack._make, packs)) for packs in micro_batches),
-        costs=tuple(costs),
-    )
+    return _C.schedule_packs(lengths, **vars(limits))
 
 
 # -- the exchange ---------------------------------------------------------------------------------
@@ -261,10 +213,11 @@ def deal(
             for place in range(pack.cp_size):
                 outgoing[pack.first_rank + place].append(share(whole, rows, pack.cp_size, place))
     packs = schedule.of_rank(group.rank())
-    taken_rows = [0] * group.size()
+    incoming: list[list[int]] = [[] for _ in every]  # rows of documents, by whose they are
     for pack in packs:
         for document in pack.documents:
-            taken_rows[owners[document]] += limits.rows(lengths[document], pack.cp_size)
+            incoming[owners[document]].append(limits.rows(lengths[document], pack.cp_size))
+    taken_rows = [*map(sum, incoming)]
     taken = nothing.new_empty(sum(taken_rows), sum(widths))
     distributed.all_to_all_single(
         taken,
@@ -275,15 +228,13 @@ def deal(
     )
 
     # By rank; a rank's documents are in the order of the packs.
-    starts = [*itertools.accumulate(taken_rows, initial=0)]
+    of_owner = [
+        iter(rows.split(sizes)) for rows, sizes in zip(taken.split(taken_rows), incoming, strict=True)
+    ]
     dealt = []
     for pack in packs:
-        shares = []
-        for document in pack.documents:
-            owner, rows = owners[document], limits.rows(lengths[document], pack.cp_size)
-            shares.append(taken[starts[owner] : starts[owner] + rows])
-            starts[owner] += rows
-        columns = zip(dtypes, torch.cat(shares).split(widths, dim=1), strict=True)
+        whole = torch.cat([next(of_owner[owners[document]]) for document in pack.documents])
+        columns = zip(dtypes, whole.split(widths, dim=1), strict=True)
         # Copied: a dtype is not viewed where its bytes are not aligned.
         dealt.append(
             {

@@ -15,7 +15,7 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention
 
 STEPS, MICROS, WARM_UP = 32 if rig.ON_GPU else 12, 3, 3
 SMALL = Capacity(tokens=64, num_seqs=4, max_seqlen=48)

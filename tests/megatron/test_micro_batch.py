@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megagraph
 from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention
 
 MICRO = Micro(lengths=(9, 20), tail=7)
 END = sum(MICRO.lengths)

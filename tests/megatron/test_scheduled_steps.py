@@ -48,7 +48,7 @@ def groups_of(cp_sizes: tuple[int, ...]) -> ContextGroups:
 
 def check_share(pack: Any, batch: MicroBatch, lengths: list[int], limits: ScheduleLimits, rank: int) -> None:
     """Of a rank, of a pack of documents that have these lengths."""
-    size, first, documents = pack
+    size, first, documents = pack.cp_size, pack.first_rank, pack.documents
     params = batch.packed_seq_params
     assert batch.cp_size == params.local_cp_size == size
     ranks = [rank] if params.cp_group is None else distributed.get_process_group_ranks(params.cp_group)

@@ -16,8 +16,7 @@ from megagraph import _C
 from megagraph.bank.bank import Bank
 from megagraph.bank.sites import VariantSpec
 from megagraph.decide.dispatch import Capacity, PackForm, PackShape, VariantKey
-from megagraph.packs.ops import pad_cu_seqlens
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention, pad_cu_seqlens
 
 HIDDEN, EMPTY_DUMMY = TailConvention
 tails = pytest.mark.parametrize("tail", TailConvention)

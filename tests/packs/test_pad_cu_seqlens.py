@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from offsets import offsets
 from torch import Tensor
 
-from megagraph.packs.ops import pad_cu_seqlens, pad_cu_seqlens_for_cuda_graph
+from megagraph.packs.ops import pad_cu_seqlens
 
 lengths = st.lists(st.sampled_from([0, 1, 2, 7, 100_000]), max_size=9)
 
@@ -48,17 +48,6 @@ def test_other_offsets_are_refused(device: str, cu_seqlens: Tensor, message: str
     moved = torch.empty_strided(cu_seqlens.shape, cu_seqlens.stride(), dtype=cu_seqlens.dtype, device=device)
     with pytest.raises(ValueError, match=message):
         pad_cu_seqlens(moved, 8)
-    with pytest.raises(ValueError, match=message):
-        pad_cu_seqlens_for_cuda_graph(moved, 8)
-
-
-def test_upstream_face_pads_returns_the_same_object_or_none(device: str) -> None:
-    cu_seqlens = offsets([3, 0, 4], device)
-    padded = pad_cu_seqlens_for_cuda_graph(cu_seqlens, 5)
-    assert padded is not None
-    assert padded.tolist() == [0, 3, 3, 7, 7, 7]
-    assert pad_cu_seqlens_for_cuda_graph(cu_seqlens, 3) is cu_seqlens
-    assert pad_cu_seqlens_for_cuda_graph(cu_seqlens, 2) is None
 
 
 @pytest.mark.gpu
@@ -66,7 +55,6 @@ def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
     cu_seqlens = offsets([3, 0, 4], "cuda")
     request.getfixturevalue("host_waits_for_nothing")
     pad_cu_seqlens(cu_seqlens, 5, 9)
-    pad_cu_seqlens_for_cuda_graph(cu_seqlens, 5)
 
 
 @pytest.mark.parametrize("end", [None, 9])
@@ -75,13 +63,7 @@ def test_opcheck(device: str, end: int | None) -> None:
 
 
 def test_compiles_without_a_graph_break(device: str) -> None:
-    def both(cu_seqlens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return pad_cu_seqlens(cu_seqlens, 6, 9), pad_cu_seqlens_for_cuda_graph(cu_seqlens, 4)
-
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(pad_cu_seqlens, fullgraph=True, backend="aot_eager")
     for lengths in ([3, 0, 4], [5], [1, 1, 1, 1], [1, 1, 1, 1, 1]):
-        expected, actual = both(offsets(lengths, device)), compiled(offsets(lengths, device))
-        assert torch.equal(actual[0], expected[0])
-        assert (actual[1] is None) == (expected[1] is None)
-        if actual[1] is not None and expected[1] is not None:
-            assert torch.equal(actual[1], expected[1])
+        given_offsets = offsets(lengths, device)
+        assert torch.equal(compiled(given_offsets, 6, 9), pad_cu_seqlens(given_offsets, 6, 9))

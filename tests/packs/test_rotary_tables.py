@@ -65,7 +65,7 @@ def test_views_of_fewer_rows_need_no_tables_of_their_own() -> None:
         assert torch.equal(cos, freqs[:rows].flatten(1).cos()) and torch.equal(
             sin, freqs[:rows].flatten(1).sin()
         )
-    (pairs,) = (pairs for _memory, known in tables._tables.values() for pairs in known.values())
+    (pairs,) = (pairs for known in tables._tables.values() for pairs in known.values())
     assert [cos.size(0) for cos, _sin in pairs] == [8, 20, 32]
 
 

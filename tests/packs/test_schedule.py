@@ -40,6 +40,11 @@ def steps(draw: st.DrawFn, *, sizes_up_to_ranks: bool = False) -> tuple[list[int
     return draw(st.lists(lengths, min_size=1, max_size=60)), limits
 
 
+def plain(schedule: PackSchedule) -> list[list[tuple[int, int, list[int]]]]:
+    """Size, first rank and documents of each pack."""
+    return [[(it.cp_size, it.first_rank, it.documents) for it in packs] for packs in schedule.micro_batches]
+
+
 def check(schedule: PackSchedule, lengths: list[int], limits: ScheduleLimits) -> None:
     costs = [0.0] * limits.ranks
     placed: list[int] = []
@@ -74,7 +79,8 @@ def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) 
         assert "documents cannot fill" in str(error) or "found no schedule" in str(error)
         return
     check(schedule, lengths, limits)
-    assert schedule_packs(tuple(lengths), limits) == schedule
+    again = schedule_packs(tuple(lengths), limits)
+    assert (plain(again), again.costs) == (plain(schedule), schedule.costs)
 
 
 @given(steps(sizes_up_to_ranks=True))
@@ -87,7 +93,7 @@ def test_there_is_always_one_where_all_ranks_may_share_a_document(
 
 def test_sizes_are_mixed_in_one_micro_batch() -> None:
     schedule = schedule_packs([120, 60, 60], USUAL)
-    assert schedule.micro_batches == (((2, 0, (0,)), (1, 2, (1,)), (1, 3, (2,))),)
+    assert plain(schedule) == [[(2, 0, [0]), (1, 2, [1]), (1, 3, [2])]]
     assert [pack.cp_size for pack in schedule.of_rank(1)] == [2]
 
 
@@ -102,7 +108,7 @@ def test_a_rank_runs_its_larger_groups_first_and_of_these_the_costlier_packs() -
 
 
 def test_a_short_document_is_shared_where_ranks_would_be_idle() -> None:
-    assert schedule_packs([3], USUAL).micro_batches == (((4, 0, (0,)),),)
+    assert plain(schedule_packs([3], USUAL)) == [[(4, 0, [0])]]
 
 
 def test_a_long_document_is_shared_further_than_its_tokens_ask_for() -> None:

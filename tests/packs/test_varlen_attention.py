@@ -14,7 +14,6 @@ from megagraph.packs.ops import (
     thd_context_keys,
     thd_partition_indices,
     varlen_attention,
-    varlen_attention_to_keys,
 )
 
 # The error that a result may have against float64, in units of eps(dtype) * max(1, max|expected|):
@@ -105,7 +104,7 @@ def attend_to_keys(
     of_queries, of_keys = (
         (offsets(lengths, grad.device.type), max(lengths) + slack) for lengths in (queries, keys)
     )
-    out = varlen_attention_to_keys(*leaves, of_queries, of_keys, causal=causal)
+    out = varlen_attention(*leaves, *zip(of_queries, of_keys, strict=True), causal=causal)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -251,9 +250,7 @@ def test_a_context_parallel_rank_has_its_rows_of_the_whole(device: str, cp_rank:
     seen_key, seen_value = (t[gathered][keys] for t in (k, v))
     chunk = max(lengths) // (2 * cp_size)
     longest = chunk * (2 * cp_size - cp_rank)
-    ours = varlen_attention_to_keys(
-        q[held[cp_rank]], seen_key, seen_value, (of_queries, chunk), (of_keys, longest)
-    )
+    ours = varlen_attention(q[held[cp_rank]], seen_key, seen_value, (of_queries, of_keys), (chunk, longest))
     whole = attend_alone(q, k, v, grad, lengths, scale=None, causal=True)[0]
     rows = held[cp_rank].cpu().long()[: sum(lengths) // cp_size]
     assert_close_to_float64([ours[: rows.numel()]], [whole[rows]], device)
@@ -325,7 +322,7 @@ def test_other_arguments_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="max_seqlen must not be negative, got -1"):
         varlen_attention(q, q, q, cu_seqlens, -1)
     with pytest.raises(ValueError, match="as many documents for queries and keys, got 1 and 2"):
-        varlen_attention_to_keys(q, q, q, (cu_seqlens, 4), (offsets([2, 2], device), 4))
+        varlen_attention(q, q, q, (cu_seqlens, offsets([2, 2], device)), 4)
 
 
 @pytest.mark.parametrize(

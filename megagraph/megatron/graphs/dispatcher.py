@@ -32,7 +32,7 @@ from megagraph.log import log
 from megagraph.megatron.graphs.layer_arguments import LayerArguments
 from megagraph.megatron.parallel.model_parallel import has_experts, need_equal_rows
 from megagraph.megatron.parallel.peers import Peers
-from megagraph.packs.packing import TailConvention
+from megagraph.packs.ops import TailConvention
 
 __all__ = ["Dispatcher", "MicroBatch", "as_pack"]
 

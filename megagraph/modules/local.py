@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A THD core attention for Megatron's local layer spec, which has none without Transformer Engine.
+"""What Megatron's local layer spec lacks for packs without Transformer Engine: attention, and a norm.
 
-Does not drop out or window: refuses what it does not do.
+They refuse what they do not do: attention does not drop out or window.
 
 Context-parallel ranks that share a pack hold their rows in zigzag order
 (`megagraph.packs.ops.thd_partition_indices`), and each attends for its own queries. Nothing here reads the
 offsets on the host, so that it can be captured; collectives are torch's, of the group that is given.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
 from megagraph.packs import ops
-from megagraph.packs.packing import PackedSequences
 
-__all__ = ["VarlenAttention"]
+__all__ = ["Norm", "VarlenAttention"]
 
 
 class _SharedPack(NamedTuple):
@@ -34,14 +32,22 @@ class _SharedPack(NamedTuple):
     group: distributed.ProcessGroup  # two ranks or more
 
 
-def _padded(value: Tensor, dim: int) -> Tensor:
-    """Values with zeros up to as many dimensions as keys have."""
-    return F.pad(value, (0, dim - value.size(-1))) if value.size(-1) < dim else value
-
-
-def _first(out: Tensor, dim: int) -> Tensor:
-    """The first entries of the last dimension; all of them are no view, whose gradient would be a copy."""
-    return out if out.size(-1) == dim else out[..., :dim]
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor],
+    max_seqlen: int | tuple[int, int],
+    softmax_scale: float | None,
+    causal: bool,
+) -> Tensor:
+    """Attention inside each document. Values of fewer dimensions than the keys are padded with zeros."""
+    dim, kept = key.size(-1), value.size(-1)
+    padded = F.pad(value, (0, dim - kept)) if kept < dim else value
+    out = ops.varlen_attention(
+        query, key, padded, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal
+    )
+    return out if kept == dim else out[..., :kept]  # all of them are no view: its gradient would be a copy
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -68,7 +74,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 def _attend_gathered(
-    query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, *, softmax_scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, softmax_scale: float | None, causal: bool
 ) -> Tensor:
     """Causal attention for this rank's rows, over keys and values gathered from all ranks.
 
@@ -77,21 +83,16 @@ def _attend_gathered(
     same work, whatever the documents' lengths. Queries are [T / c, H, D], this rank's rows of T on c ranks; T
     is a multiple of 2 * c.
     """
-    size, rank, dim, kept = pack.group.size(), pack.group.rank(), key.size(-1), value.size(-1)
+    if not causal:
+        raise ValueError("VarlenAttention: all_gather needs a causal mask, got none; a2a takes any")
+    size, rank = pack.group.size(), pack.group.rank()
     total = size * query.size(0)
     chunk = -(-pack.max_seqlen // (2 * size))  # of the longest document
     offsets_q, offsets_k, keys, places = ops.thd_context_keys(pack.cu_seqlens, total, size, rank)
     seen = _GatherKeys.apply(torch.cat([key, value], -1), keys, places, pack.group)  # type: ignore[no-untyped-call]
-    seen_key, seen_value = seen.split([dim, kept], -1)
-    out = ops.varlen_attention_to_keys(
-        query,
-        seen_key,
-        _padded(seen_value, dim),
-        (offsets_q, chunk),
-        (offsets_k, chunk * (2 * size - rank)),
-        softmax_scale=softmax_scale,
-    )
-    return _first(out, kept)
+    seen_key, seen_value = seen.split([key.size(-1), value.size(-1)], -1)
+    offsets, longest = (offsets_q, offsets_k), (chunk, chunk * (2 * size - rank))
+    return _attend(query, seen_key, seen_value, offsets, longest, softmax_scale, causal)
 
 
 class _ExchangeHeads(torch.autograd.Function):
@@ -131,13 +132,7 @@ def _to_rows(rows: Tensor, maps: Tensor, group: distributed.ProcessGroup) -> Ten
 
 
 def _attend_over_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pack: _SharedPack,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, softmax_scale: float | None, causal: bool
 ) -> Tensor:
     """Attention over the whole pack for this rank's share of the heads.
 
@@ -155,16 +150,7 @@ def _attend_over_heads(
         _ExchangeHeads.apply(rows, maps, pack.group, True)  # type: ignore[no-untyped-call]
         for rows in (query, key, value)
     )
-    out = ops.varlen_attention(
-        query,
-        key,
-        _padded(value, key.size(-1)),
-        pack.cu_seqlens,
-        pack.max_seqlen,
-        softmax_scale=softmax_scale,
-        causal=causal,
-    )
-    out = _first(out, value.size(-1))
+    out = _attend(query, key, value, pack.cu_seqlens, pack.max_seqlen, softmax_scale, causal)
     made: Tensor = _ExchangeHeads.apply(out, maps, pack.group, False)  # type: ignore[no-untyped-call]
     return made
 
@@ -178,14 +164,17 @@ _WAYS = {
 }
 
 
-def _of_layer(option: str | Sequence[str] | None, layer_number: int) -> str | None:
-    """What a config says of one layer, by a word for all or by one for each."""
-    return option if option is None or isinstance(option, str) else option[layer_number - 1]
-
-
 def _unknown(cp_comm_type: str | None) -> ValueError:
     known = ", ".join(filter(None, _WAYS))
     return ValueError(f"VarlenAttention: expected cp_comm_type of {known}, got {cp_comm_type}")
+
+
+def _is_causal(attn_mask_type: Any) -> bool:
+    if attn_mask_type.name in ("causal", "padding_causal"):
+        return True
+    if attn_mask_type.name in ("no_mask", "padding"):
+        return False
+    raise ValueError(f"VarlenAttention: expected a causal mask or none, got {attn_mask_type.name}")
 
 
 class VarlenAttention(nn.Module):
@@ -228,18 +217,17 @@ class VarlenAttention(nn.Module):
             raise ValueError(f"VarlenAttention: expected attention_dropout 0, got {dropout}")
         if attention_type != "self":
             raise ValueError(f"VarlenAttention: expected self attention, got {attention_type!r}")
-        cp_comm_type: str | None = further.get("cp_comm_type")
+        cp_comm_type = further.get("cp_comm_type")
         if cp_comm_type is None and config.context_parallel_size == 1:
-            cp_comm_type = _of_layer(getattr(config, "cp_comm_type", None), layer_number)
+            cp_comm_type = getattr(config, "cp_comm_type", None)
+            if isinstance(cp_comm_type, (list, tuple)):
+                cp_comm_type = cp_comm_type[layer_number - 1]
         elif cp_comm_type not in _WAYS:
             raise _unknown(cp_comm_type)
-        for option, expected in (("window_size", None), ("softmax_type", "vanilla")):
-            if getattr(config, option, expected) != expected:
-                raise ValueError(
-                    f"VarlenAttention: expected {option} {expected}, got {getattr(config, option)}"
-                )
-        if config.apply_query_key_layer_scaling:
-            raise ValueError("VarlenAttention: expected apply_query_key_layer_scaling False, got True")
+        lacking = {"window_size": None, "softmax_type": "vanilla", "apply_query_key_layer_scaling": False}
+        for option, expected in lacking.items():
+            if (found := getattr(config, option, expected)) != expected:
+                raise ValueError(f"VarlenAttention: expected {option} {expected}, got {found}")
         self.softmax_scale = softmax_scale
         self.cp_comm_type = cp_comm_type
         self.cp_group: distributed.ProcessGroup | None = None
@@ -250,16 +238,8 @@ class VarlenAttention(nn.Module):
                     f"VarlenAttention: expected a pg_collection with the context-parallel group of "
                     f"context_parallel_size {config.context_parallel_size}, got none"
                 )
-        self._mask_name: str = attn_mask_type.name
-        self.is_causal = self._causal(attn_mask_type)
-
-    @staticmethod
-    def _causal(attn_mask_type: Any) -> bool:
-        if attn_mask_type.name in ("causal", "padding_causal"):
-            return True
-        if attn_mask_type.name in ("no_mask", "padding"):
-            return False
-        raise ValueError(f"VarlenAttention: expected a causal mask or none, got {attn_mask_type.name}")
+        _is_causal(attn_mask_type)
+        self.attn_mask_type = attn_mask_type
 
     def forward(
         self,
@@ -269,7 +249,7 @@ class VarlenAttention(nn.Module):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        packed_seq_params: Any = None,
     ) -> Tensor:
         """Attends.
 
@@ -287,34 +267,30 @@ class VarlenAttention(nn.Module):
         """
         if attention_bias is not None:
             raise ValueError("VarlenAttention: expected no attention_bias, got one")
-        causal = self.is_causal if attn_mask_type is None else self._causal(attn_mask_type)
+        mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        causal = _is_causal(mask)
         if packed_seq_params is None:
-            mask = self._mask_name if attn_mask_type is None else attn_mask_type.name
-            if attention_mask is not None and mask.startswith("padding"):
-                raise ValueError(f"VarlenAttention: a {mask} mask is taken as a pack only, got a tensor")
+            if attention_mask is not None and mask.name.startswith("padding"):
+                raise ValueError(f"VarlenAttention: a {mask.name} mask is taken as a pack only, got a tensor")
             if self.cp_group is not None:
                 raise ValueError("VarlenAttention: context-parallel ranks share packs only, got none")
             return self._unpacked(query, key, value, causal).flatten(2)
-        padded_offsets = packed_seq_params.cu_seqlens_q_padded
+        padded_offsets = (
+            packed_seq_params.cu_seqlens_q_padded
+        )  # bound physical rows; without any the others do
         if padded_offsets is not None and not causal:
             raise ValueError("VarlenAttention: padding inside a pack needs a causal mask, got none")
         offsets = packed_seq_params.cu_seqlens_q if padded_offsets is None else padded_offsets
         longest, group = int(packed_seq_params.max_seqlen_q), self._group_of(packed_seq_params)
-        if group is not None:
-            pack = _SharedPack(cu_seqlens=offsets, max_seqlen=longest, group=group)
-            return self._shared(query, key, value, pack, causal).flatten(1)
-        out = ops.varlen_attention(
-            query,
-            key,
-            _padded(value, key.size(-1)),
-            offsets,
-            longest,
-            softmax_scale=self.softmax_scale,
-            causal=causal,
-        )
-        return _first(out, value.size(-1)).flatten(1)
+        if group is None:
+            return _attend(query, key, value, offsets, longest, self.softmax_scale, causal).flatten(1)
+        if self.cp_comm_type not in _WAYS:  # of the config alone, whose other users may know it
+            raise _unknown(self.cp_comm_type)
+        attend = _WAYS[self.cp_comm_type]
+        pack = _SharedPack(cu_seqlens=offsets, max_seqlen=longest, group=group)
+        return attend(query, key, value, pack, self.softmax_scale, causal).flatten(1)
 
-    def _group_of(self, params: PackedSequences) -> distributed.ProcessGroup | None:
+    def _group_of(self, params: Any) -> distributed.ProcessGroup | None:
         """The ranks that share a pack, or None for this one alone."""
         size = getattr(params, "local_cp_size", None)
         group: distributed.ProcessGroup | None = getattr(params, "cp_group", None)
@@ -325,21 +301,65 @@ class VarlenAttention(nn.Module):
             raise ValueError(f"VarlenAttention: expected a cp_group of local_cp_size {size}, got {found}")
         return group if size > 1 else None
 
-    def _shared(self, query: Tensor, key: Tensor, value: Tensor, pack: _SharedPack, causal: bool) -> Tensor:
-        if self.cp_comm_type not in _WAYS:  # of the config alone, whose other users may know it
-            raise _unknown(self.cp_comm_type)
-        if _WAYS[self.cp_comm_type] is _attend_over_heads:
-            return _attend_over_heads(
-                query, key, value, pack, softmax_scale=self.softmax_scale, causal=causal
-            )
-        if not causal:
-            raise ValueError("VarlenAttention: all_gather needs a causal mask, got none; a2a takes any")
-        return _attend_gathered(query, key, value, pack, softmax_scale=self.softmax_scale)
-
     def _unpacked(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        length, batch, heads, dim = query.shape
-        kept, values = value.size(-1), _padded(value, dim)
-        q, k, v = (t.transpose(0, 1).reshape(batch * length, -1, dim) for t in (query, key, values))
+        length, batch = query.shape[:2]
+        q, k, v = (it.transpose(0, 1).flatten(0, 1) for it in (query, key, value))
         offsets = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        out = ops.varlen_attention(q, k, v, offsets, length, softmax_scale=self.softmax_scale, causal=causal)
-        return _first(out.view(batch, length, heads, dim).transpose(0, 1).contiguous(), kept)
+        out = _attend(q, k, v, offsets, length, self.softmax_scale, causal)
+        return out.view(batch, length, *out.shape[1:]).transpose(0, 1).contiguous()
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, as the config says, with torch's own bits.
+
+    The constructor takes what Megatron's specs give a norm; parameters have the names, shapes and dtype
+    of `torch.nn.LayerNorm` and `torch.nn.RMSNorm`. Under sequence parallelism each rank normalizes its
+    own rows, so the parameters are marked `sequence_parallel`, and Megatron sums their gradients over
+    the tensor-parallel ranks. `persist_layer_norm` names a kernel of Apex and is not read.
+
+    Args:
+        config: Megatron's `TransformerConfig`: `normalization`, `layernorm_zero_centered_gamma`,
+            `sequence_parallel`.
+        hidden_size: entries of the last dimension.
+        eps: added to the variance, or to the mean square.
+
+    Raises:
+        ValueError: naming the option of the config that this norm does not have.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(
+                f"Norm: expected normalization 'LayerNorm' or 'RMSNorm', got {config.normalization!r}"
+            )
+        if config.memory_efficient_layer_norm:
+            raise ValueError("Norm: expected memory_efficient_layer_norm False, got True")
+        self.normalization: str = config.normalization
+        self.is_zero_centered: bool = config.layernorm_zero_centered_gamma
+        self.normalized_shape = (hidden_size,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if self.normalization == "LayerNorm" else None
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes the scale one and the shift zero."""
+        nn.init.constant_(self.weight, 0.0 if self.is_zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalizes [..., hidden_size]; shape and dtype stay."""
+        weight = self.weight + 1 if self.is_zero_centered else self.weight
+        if self.bias is None:
+            return F.rms_norm(hidden_states, self.normalized_shape, weight, self.eps)
+        return F.layer_norm(hidden_states, self.normalized_shape, weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        centered = ", zero-centered" if self.is_zero_centered else ""
+        return f"{self.normalization}, {self.normalized_shape[0]}, eps={self.eps}{centered}"
