@@ -64,9 +64,9 @@ def trainer(
         return Trainer(rig.OPTIONS, config=given, spec=spec)
     given = {**(_FOR_ENGINE if engine else {}), **given}
     if mla is None:
-        spec = moe_rig.grouped_spec("E-") if grouped else moe_rig.block_spec("E-", engine=engine)
-        return ExpertTrainer("E-", spec=spec, **given)
-    return MlaExpertTrainer(mla, engine=engine, **given)
+        spec = moe_rig.block_spec("E-", engine=engine)
+        return ExpertTrainer("E-", spec=spec, is_grouped=grouped, **given)
+    return mla_experts(mla, engine=engine, **given)
 
 
 @contextmanager
@@ -80,15 +80,10 @@ def without_adapters(chunk: nn.Module) -> Iterator[None]:
         module._adapter_enabled = True
 
 
-class MlaExpertTrainer(ExpertTrainer, MlaTrainer):
-    """A model of a layer with experts and a dense one, both with multi-latent attention."""
-
-    def __init__(self, kind: str, *, engine: bool = False, **changes: Any) -> None:
-        counting = {"finalize_model_grads_func": self._finalize}
-        config = {**moe_rig.BASE, **mla_config(kind), **counting, **changes}
-        self.counts = []
-        attention = {"multi_latent_attention": True, "qk_layernorm": config.get("qk_layernorm", False)}
-        attention |= {} if engine else {"normalization": "RMSNorm"}
-        Trainer.__init__(
-            self, OPTIONS, config=config, spec=moe_rig.block_spec("E-", engine=engine, **attention)
-        )
+def mla_experts(kind: str, *, engine: bool = False, **changes: Any) -> ExpertTrainer:
+    """A layer with experts and a dense one, both with multi-latent attention."""
+    config = {**mla_config(kind), **changes}
+    attention = {"multi_latent_attention": True, "qk_layernorm": config.get("qk_layernorm", False)}
+    attention |= {} if engine else {"normalization": "RMSNorm"}
+    spec = moe_rig.block_spec("E-", engine=engine, **attention)
+    return ExpertTrainer("E-", spec=spec, options=OPTIONS, **config)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron_rig import HybridTrainer, Micro
+from megatron_rig import Micro, ModelTrainer
 from moe_rig import EXPERTS, ExpertTrainer
 from torch import Tensor, nn
 
@@ -112,42 +112,20 @@ class PlainMixer(nn.Module):
         return F.silu(out)
 
 
-def plain_spec() -> Any:
-    """Our stack's spec with that mixer."""
+def mamba_spec(*experts: Any, **given: Any) -> Any:
+    """Our stack's spec with that mixer; takes what its function takes."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    spec = megagraph.get_hybrid_stack_varlen_spec()
+    spec = megagraph.get_hybrid_stack_varlen_spec(*experts, **given)
     spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=PlainMixer)
     return spec
 
 
-class MambaTrainer(HybridTrainer):
-    """The reference loop around such a model."""
-
-    def __init__(self, *, pattern: str = PATTERN, spec: Any = None, **further: Any) -> None:
-        super().__init__(pattern=pattern, spec=plain_spec() if spec is None else spec, **further)
+def mamba(*, pattern: str = PATTERN, **further: Any) -> ModelTrainer:
+    """A model of such layers."""
+    return ModelTrainer(pattern=pattern, **{"spec": mamba_spec(), **further})
 
 
-def expert_spec() -> Any:
-    """Our stack's spec with experts, and the mixer in plain torch."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    spec = megagraph.get_hybrid_stack_varlen_spec(EXPERTS, False)
-    spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=PlainMixer)
-    return spec
-
-
-class HybridExpertTrainer(ExpertTrainer):
-    """A hybrid model with experts; by default with that mixer. Keeps what they counted."""
-
-    _position = "rope"
-    make_chunk = HybridTrainer.make_chunk
-
-    def __init__(self, pattern: str, **changes: Any) -> None:
-        self._pattern = pattern
-        super().__init__(pattern, **{"spec": expert_spec(), **changes})
-
-
-def grouped_hybrid(pattern: str, **changes: Any) -> HybridExpertTrainer:
-    """One whose experts never wait for the device."""
-    return HybridExpertTrainer(pattern, spec=megagraph.with_grouped_experts(expert_spec()), **changes)
+def mamba_experts(pattern: str, **further: Any) -> ExpertTrainer:
+    """One with experts, too."""
+    return ExpertTrainer(pattern, pattern=pattern, **{"spec": mamba_spec(EXPERTS, False), **further})

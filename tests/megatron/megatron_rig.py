@@ -2,6 +2,7 @@
 """Packs, steps and whole runs for the tests of the Megatron floor, and how two runs are compared."""
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,9 +48,7 @@ class Micro:
 
     lengths: tuple[int, ...]  # valid tokens of each document
     seed: int = 0  # of the tokens
-    padded: tuple[int, ...] | None = (
-        None  # physical rows of each document, if the pack carries padded offsets
-    )
+    padded: tuple[int, ...] | None = None  # physical rows of each document, if its offsets are padded
     tail: int = 0  # rows past the last offset
     tail_token: int = 0  # what stands in those rows
     mask_seed: int | None = None  # of its padding mask, if it has one
@@ -190,6 +190,9 @@ def metrics() -> dict[str, Tensor]:
 
 def forget_metrics() -> None:
     """Before a run: nothing has been recorded yet."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()
     try:
         from megatron.core.transformer.moe import moe_logging
     except ImportError:  # 0.16
@@ -207,9 +210,7 @@ class Step:
     losses: list[Tensor]  # of each micro-batch, a row a token
     grads: dict[str, Tensor]  # of each parameter
     metrics: dict[str, Tensor] = field(default_factory=dict)  # of routers, by name, of each layer
-    counts: list[Tensor] = field(
-        default_factory=list
-    )  # tokens of each expert of each layer, before its update
+    counts: list[Tensor] = field(default_factory=list)  # tokens of each expert of each layer
     bias: list[Tensor] = field(default_factory=list)  # of the experts, afterwards
     logged: dict[str, Tensor] = field(default_factory=dict)  # what Megatron logs of predicted tokens
 
@@ -239,35 +240,81 @@ def evaluate(trainer: Trainer, micros: Sequence[Micro], *, eager: bool = False) 
         trainer.model.train()
 
 
-class HybridTrainer(Trainer):
-    """The reference loop around a HybridModel; a MambaModel before 0.18."""
+_SHAPE = {field.name for field in dataclasses.fields(ModelOptions)}
+
+
+class ModelTrainer(Trainer):
+    """The reference loop around any kind of model. Keeps what its routers and predicted tokens count."""
 
     def __init__(
         self,
         *,
-        pattern: str = HYBRID_PATTERN,
-        spec: Any = None,
-        position: str = "rope",
         options: ModelOptions = OPTIONS,
-        **further: Any,
+        pattern: str = "",  # of a HybridModel, a MambaModel before 0.18; of a GPTModel there is none
+        prepare: Callable[[Any], Any] = lambda chunk: None,  # done to the model before DDP sees it
+        arguments: Callable[[Any], dict[str, Any]] = lambda config: {},  # further ones of the model
+        config: dict[str, Any] | None = None,
+        ddp: dict[str, Any] | None = None,
+        spec: Any = None,
+        **changes: Any,  # of the model's shape, or else of Megatron's config
     ) -> None:
-        self._pattern, self._position = pattern, position
-        super().__init__(dataclasses.replace(options, layers=len(pattern)), spec=spec, **further)
+        self._pattern, self._prepare, self._arguments = pattern, prepare, arguments
+        self.counts: list[Tensor] = []
+        shape = {"layers": len(pattern.split("/")[0])} if pattern else {}
+        shape |= {name: changes.pop(name) for name in _SHAPE & changes.keys()}
+        config = {"finalize_model_grads_func": self._finalize, **(config or {}), **changes}
+        super().__init__(dataclasses.replace(options, **shape), config=config, ddp=ddp, spec=spec)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        hybrid = seams.hybrid_seams()
-        assert hybrid is not None
-        forward, _stack = hybrid
-        old = forward is seams.MAMBA_FORWARD
-        model: nn.Module = forward.owner()(
-            config,
-            megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec,
-            vocab_size=self.options.vocab,
-            max_sequence_length=self.options.max_tokens,
-            position_embedding_type=self._position,
-            **{"hybrid_override_pattern" if old else "hybrid_layer_pattern": self._pattern},
-        )
-        return model
+        from megatron.core.models.gpt import GPTModel
+
+        given = {"vocab_size": self.options.vocab, "max_sequence_length": self.options.max_tokens}
+        given |= {"position_embedding_type": "rope", **self._arguments(config)}
+        with asks_for_no_engine():
+            if self._pattern:
+                forward, _stack = seams.hybrid_seams() or ()
+                old = forward is seams.MAMBA_FORWARD
+                given["hybrid_override_pattern" if old else "hybrid_layer_pattern"] = self._pattern
+                spec = megagraph.get_hybrid_stack_varlen_spec() if spec is None else spec
+                chunk = forward.owner()(config, spec, **given)
+            else:
+                if spec is None:
+                    spec = megagraph.get_gpt_block_varlen_spec(config, qk_layernorm=config.qk_layernorm)
+                chunk = GPTModel(config, spec, **given)
+        self._prepare(chunk)
+        return chunk
+
+    def routers(self) -> list[Any]:
+        """Of all layers of experts."""
+        mixtures = (getattr(layer, "mlp", None) for layer in self.chunk.decoder.layers)
+        return [mixture.router for mixture in mixtures if hasattr(mixture, "router")]
+
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        counts = (router.local_tokens_per_expert for router in self.routers())
+        self.counts = [each.clone() for each in counts if each is not None]
+        finalize_model_grads(*args, **kwargs)
+
+    def counted(self) -> dict[str, Any]:
+        """What a step has left in routers and trackers."""
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        bias = [it.expert_bias.clone() for it in self.routers() if it.expert_bias is not None]
+        tracker = MTPLossLoggingHelper.tracker
+        logged = {name: value.clone() for name, value in tracker.items() if isinstance(value, Tensor)}
+        tracker.clear()
+        return {"metrics": metrics(), "counts": self.counts, "bias": bias, "logged": logged}
+
+
+plain = ModelTrainer
+HybridTrainer = partial(ModelTrainer, pattern=HYBRID_PATTERN)
+
+
+def asks_for_no_engine() -> AbstractContextManager[object]:
+    """Without Transformer Engine, multi-latent attention of 0.16.1 takes it for there, and asks for it."""
+    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type))
 
 
 def te_layer_spec(**given: Any) -> Any:
@@ -283,32 +330,6 @@ def plain_model(seed: int) -> tuple[nn.Module, nn.Module]:
     model = gpt_model(OPTIONS, transformer_config(OPTIONS))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model, in_half_precision(model)
-
-
-class PreparedTrainer(Trainer):
-    """The reference loop around a GPTModel to which `prepare` does something before DDP sees it."""
-
-    def __init__(self, options: ModelOptions, *, prepare: Callable[[Any], None], **further: Any) -> None:
-        self._prepare = prepare
-        super().__init__(options, **further)
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        chunk = super().make_chunk(config, spec)
-        self._prepare(chunk)
-        return chunk
-
-
-def plain(
-    *,
-    prepare: Callable[[Any], None] = lambda chunk: None,
-    config: Any = None,
-    ddp: Any = None,
-    spec: Any = None,
-    **changes: Any,
-) -> Trainer:
-    """Such a trainer; `changes` are of the model's shape."""
-    options = dataclasses.replace(OPTIONS, **changes)
-    return PreparedTrainer(options, prepare=prepare, config=config, ddp=ddp, spec=spec)
 
 
 def around_mlps(wrapper: Callable[[Any], nn.Module]) -> Callable[[Any], None]:

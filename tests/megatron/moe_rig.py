@@ -2,16 +2,15 @@
 """Models with experts for the tests of the Megatron floor, and whole runs with all that they count."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, compare_runs, metrics, te_layer_spec
+from megatron_rig import CAPACITY, Micro, ModelTrainer, compare_runs, te_layer_spec
 from torch import Tensor
 
-from megagraph.demo.trainer import ModelOptions, Trainer
 from megagraph.megatron.seams import permutation_sorts
 from megagraph.megatron.specs import get_gpt_layer_varlen_spec, with_grouped_experts
 
@@ -29,54 +28,55 @@ BASE = {
     "moe_z_loss_coeff": 1e-3,
 }
 DROPS = {"moe_expert_capacity_factor": 1.0}
+PADS = {**DROPS, "moe_pad_expert_input_to_capacity": True}
+GATHERS = {"moe_token_dispatcher_type": "allgather"}
+SHARED = {"moe_shared_expert_intermediate_size": 24}
+OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
+GATED = {**SHARED, "moe_shared_expert_gate": True}
+BIASED = "sigmoid, bias, groups"
+BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-2,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+_TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+_SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+
+
+def recompute(*modules: str, **changes: Any) -> Config:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules), **changes}
+
+
+FULL_RECOMPUTE = {
+    **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+}
 CASES: dict[str, Config] = {
     "alltoall": {},
-    "allgather": {"moe_token_dispatcher_type": "allgather"},
-    "drop and pad": {**DROPS, "moe_pad_expert_input_to_capacity": True},
+    "allgather": GATHERS,
+    "drop and pad": PADS,
     "drop": DROPS,
-    "drop by position, allgather": {
-        **DROPS,
-        "moe_token_drop_policy": "position",
-        "moe_token_dispatcher_type": "allgather",
-    },
-    "shared experts": {"moe_shared_expert_intermediate_size": 24},
-    "gated shared experts, allgather": {
-        "moe_shared_expert_intermediate_size": 24,
-        "moe_shared_expert_gate": True,
-        "moe_token_dispatcher_type": "allgather",
-    },
-    "sigmoid, bias, groups": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 1e-2,
-        "moe_router_num_groups": 2,
-        "moe_router_group_topk": 1,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-    },
+    "drop by position, allgather": {**DROPS, **GATHERS, "moe_token_drop_policy": "position"},
+    "shared experts": SHARED,
+    "shared experts, overlapped": OVERLAPPED,
+    "gated shared experts, allgather": {**GATED, **GATHERS},
+    "drop and pad, shared experts": {**PADS, **SHARED},
+    BIASED: BIAS,
     "global loss, per token": {
         "moe_router_load_balancing_type": "global_aux_loss",
         "calculate_per_token_loss": True,
     },
     "jitter": {"moe_input_jitter_eps": 1e-2},
-    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"], **DROPS},
-}
-
-BIAS = CASES["sigmoid, bias, groups"]
-GATED = CASES["gated shared experts, allgather"] | {"moe_token_dispatcher_type": "alltoall"}
-
-_BESIDE_ATTENTION = ("alltoall", "allgather", "drop and pad", "drop", "sigmoid, bias, groups", "recomputed")
-# Routers in graphs: all but what recomputes the router with its experts.
-ROUTED: dict[str, Config] = {
-    **{name: case for name, case in CASES.items() if name != "recomputed"},
-    "shared experts, overlapped": {**CASES["shared experts"], "moe_shared_expert_overlap": True},
+    "recomputed": recompute("moe", **DROPS),
     "several losses": {
         "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
         "moe_aux_loss_coeff": [0.02, 0.01, 0.03],
         "moe_router_dtype": "fp32",
     },
     "one expert, before the choice, in doubles": {
-        "moe_router_topk": 1,
-        "moe_router_pre_softmax": True,
+        **_TOP_1,
         "moe_router_dtype": "fp64",
         "moe_router_topk_scaling_factor": 2.5,
     },
@@ -87,70 +87,47 @@ ROUTED: dict[str, Config] = {
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
     },
-    "jitter, drop, gated shared experts": {**CASES["jitter"], **DROPS, **GATED},
 }
-
-# Rows permuted in the router's graph: all but what drops tokens before it permutes (R12).
-_DROP = ("drop", "jitter, drop, gated shared experts")
-PERMUTED: dict[str, Config] = {
-    **{name: case for name, case in ROUTED.items() if name not in _DROP},
-    "drop and pad, shared experts": {**ROUTED["drop and pad"], **ROUTED["shared experts"]},
-}
-
 # Whole layers whose experts are padded to a capacity.
-_PADDED = CASES["drop and pad"]
 PADDED: dict[str, Config] = {
-    "padded": _PADDED,
-    "by position": {**_PADDED, "moe_token_drop_policy": "position"},
-    "room for all": {**_PADDED, "moe_expert_capacity_factor": 2.0},
-    "sigmoid, bias, groups": {**BIAS, **_PADDED},
-    "several losses": {**ROUTED["several losses"], **_PADDED},
-    "jitter": {**CASES["jitter"], **_PADDED},
-    "gated shared experts": {**_PADDED, **GATED},
-    "recomputed": {
-        **BIAS,
-        **_PADDED,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["core_attn"],
-    },
+    "by position": {**PADS, "moe_token_drop_policy": "position"},
+    "room for all": {**PADS, "moe_expert_capacity_factor": 2.0},
+    BIASED: {**BIAS, **PADS},
+    "jitter": {**CASES["jitter"], **PADS},
+    "gated shared experts": {**PADS, **GATED},
+    "recomputed": recompute("core_attn", **BIAS, **PADS),
 }
-
 # Whole layers of grouped experts.
-_TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
-_SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 GROUPED: dict[str, Config] = {
     "top 1": _TOP_1,
     "top 2": {},
     "top 4 of 4": {"moe_router_topk": 4},
     "swiglu": _SWIGLU,
     "on the input": {**_TOP_1, "moe_apply_probs_on_input": True},
-    **{name: CASES[name] for name in ("shared experts", "gated shared experts, allgather")},
-    **{name: CASES[name] for name in ("global loss, per token", "jitter")},
-    "sigmoid, bias, groups": BIAS,
-    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "shared experts": SHARED,
+    **{name: CASES[name] for name in ("gated shared experts, allgather", "global loss, per token", "jitter")},
+    BIASED: BIAS,
+    "recomputed": recompute("moe"),
     "gradients of their own": {"gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"},
+    "fused swiglu": {**_SWIGLU, "bias_activation_fusion": True},  # compiled: minutes on the CPU
 }
-# Compiled, for which the CPU takes minutes.
-GROUPED_ON_GPU: dict[str, Config] = {"fused swiglu": {**_SWIGLU, "bias_activation_fusion": True}}
 
 
 class Way(NamedTuple):
     """A way to graph layers of experts: what is named, and the models."""
 
     scopes: str | tuple[str, ...]
-    cases: dict[str, Config]
+    cases: dict[str, Config] = CASES
 
 
 ATTENTION, ROUTERS, PERMUTATION = "attention", "attention, routers", "attention, routers, permutation"
 PADDED_EXPERTS, GROUPED_EXPERTS = "padded experts", "grouped experts"
-BIASED = "sigmoid, bias, groups"
 WAYS = {
-    # Beside attention experts are eager, whatever they are.
-    ATTENTION: Way("attn", {name: CASES[name] for name in _BESIDE_ATTENTION}),
-    ROUTERS: Way(("attn", "moe_router"), ROUTED),
-    PERMUTATION: Way(("attn", "moe_router", "moe_preprocess"), PERMUTED),
+    ATTENTION: Way("attn"),
+    ROUTERS: Way(("attn", "moe_router")),
+    PERMUTATION: Way(("attn", "moe_router", "moe_preprocess")),
     PADDED_EXPERTS: Way(("attn", "moe"), PADDED),
-    GROUPED_EXPERTS: Way((), {**GROUPED, **GROUPED_ON_GPU}),
+    GROUPED_EXPERTS: Way((), GROUPED),
 }
 
 # One pack, and tails that it is given.
@@ -225,52 +202,18 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=Norm)
 
 
-def grouped_spec(kinds: str) -> Any:
-    """Of a block whose experts never wait for the device."""
-    return with_grouped_experts(block_spec(kinds))
-
-
-def routers(trainer: Trainer) -> list[Any]:
-    """Of all layers of experts."""
-    mixtures = (getattr(layer, "mlp", None) for layer in trainer.chunk.decoder.layers)
-    return [mixture.router for mixture in mixtures if hasattr(mixture, "router")]
-
-
-class ExpertTrainer(Trainer):
-    """A model with experts. Keeps what they counted."""
+class ExpertTrainer(ModelTrainer):
+    """A model with experts."""
 
     def __init__(
-        self,
-        kinds: str = "EE",
-        ddp: dict[str, Any] | None = None,
-        spec: Any = None,
-        options: ModelOptions = OPTIONS,
-        **changes: Any,
+        self, kinds: str = "EE", *, spec: Any = None, is_grouped: bool = False, **changes: Any
     ) -> None:
-        self.counts: list[Tensor] = []
-        config = {**BASE, "finalize_model_grads_func": self._finalize, **changes}
-        options = dataclasses.replace(options, layers=len(kinds))
-        super().__init__(options, config=config, ddp=ddp, spec=block_spec(kinds) if spec is None else spec)
-
-    def _finalize(self, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
-        counts = (router.local_tokens_per_expert for router in routers(self))
-        self.counts = [each.clone() for each in counts if each is not None]
-        finalize_model_grads(*args, **kwargs)
-
-    def counted(self) -> dict[str, Any]:
-        """What a step has left in its layers of experts."""
-        bias = [router.expert_bias.clone() for router in routers(self) if router.expert_bias is not None]
-        return {"metrics": metrics(), "counts": self.counts, "bias": bias}
+        spec = block_spec(kinds) if spec is None else spec
+        spec = with_grouped_experts(spec) if is_grouped else spec
+        super().__init__(spec=spec, **{"layers": len(kinds), **BASE, **changes})
 
 
-def grouped_trainer(kinds: str = "EE", **changes: Any) -> ExpertTrainer:
-    """A model whose experts never wait for the device."""
-    return ExpertTrainer(kinds, spec=grouped_spec(kinds), **changes)
-
-
-def tensors_of_calls(trainer: ExpertTrainer) -> list[tuple[Any, str]]:
+def tensors_of_calls(trainer: ModelTrainer) -> list[tuple[Any, str]]:
     """What dispatchers and shared experts keep of their last call."""
     owners = [layer.mlp.token_dispatcher for layer in trainer.chunk.decoder.layers]
     owners += [layer.mlp.shared_experts for layer in trainer.chunk.decoder.layers]
@@ -294,3 +237,11 @@ def can_permute(case: Config) -> bool:
     """Whether this release can permute inside of a graph."""
     is_padded = case.get("moe_pad_expert_input_to_capacity", False)
     return permutation_sorts() or is_padded or case.get("moe_token_dispatcher_type") == "allgather"
+
+
+def of(way: str, case: str) -> Config:
+    """The config of a case, unless this release has no such graphs."""
+    found = WAYS[way].cases[case]
+    if way == PERMUTATION and not can_permute(found):
+        pytest.skip("this release permutes into shapes that only the device knows")
+    return found

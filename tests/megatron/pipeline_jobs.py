@@ -11,7 +11,6 @@ import megatron_rig as rig
 import moe_rig
 from context_jobs import OwnMicro, SharedMicro
 from megatron.core import parallel_state
-from mla_rig import asks_for_no_engine
 from parallel_jobs import ShardedSGD
 from same_bits import assert_same_bits
 from streams import makes_groups, seed_streams
@@ -43,7 +42,7 @@ class Trainer(PipelineTrainer):
     """The chunks of one stage, and what a step leaves."""
 
     def __init__(self, cut: Cut, options: ModelOptions, *, ddp: dict[str, Any], **further: Any) -> None:
-        with asks_for_no_engine():
+        with rig.asks_for_no_engine():
             super().__init__(cut, options, rig.forward, ddp=ddp, spec=_spec, **further)
         sharded = ddp.get("overlap_param_gather", False)
         self._sharded = [ShardedSGD(chunk) for chunk in self.chunks] if sharded else []

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, train
+from megatron_rig import CAPACITY, OPTIONS, Micro, Run, graph_config, plain, train
 from same_bits import assert_same_bits
-from torch import Tensor, nn
+from torch import Tensor
 
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.trainer import Trainer, gpt_model
+from megagraph.demo.trainer import Trainer
 
 MODES = ("off", "eager", "graph")
 
@@ -44,21 +44,41 @@ def canonical(lengths: Sequence[int], *, capacity: Capacity = CAPACITY, **furthe
     )
 
 
+SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
+
+
+def canonical_steps(
+    capacity: Capacity, count: int, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any
+) -> list[list[Micro]]:
+    """Steps of two such packs."""
+    return [
+        [
+            canonical(shapes[(2 * index + m) % len(shapes)], capacity=capacity, seed=7 * index + m, **further)
+            for m in range(2)
+        ]
+        for index in range(count)
+    ]
+
+
 def run(
     mode: str,
     steps: Sequence[Sequence[Micro]],
-    make: Callable[[], Trainer] = lambda: Trainer(OPTIONS),
-    **changes: Any,
+    make: Callable[..., Trainer] = plain,
+    given: dict[str, Any] | None = None,  # to `make`
+    **changes: Any,  # of the plugin's config
 ) -> Run:
     """Trains a fresh model, the same one each time, in a mode of the plugin; `off` patches nothing."""
-    return train(graph_config(mode=mode, **changes), steps, make)
+    return train(graph_config(mode=mode, **changes), steps, make, **(given or {}))
 
 
 def three_modes(
-    steps: Sequence[Sequence[Micro]], make: Callable[[], Trainer] = lambda: Trainer(OPTIONS), **changes: Any
+    steps: Sequence[Sequence[Micro]],
+    make: Callable[..., Trainer] = plain,
+    capacities: Sequence[Capacity] = (CAPACITY,),
+    **given: Any,
 ) -> dict[str, Run]:
     """The same run in each mode, all of the same bits."""
-    runs = {mode: run(mode, steps, make, **changes) for mode in MODES}
+    runs = {mode: run(mode, steps, make, given, capacities=tuple(capacities)) for mode in MODES}
     for mode in MODES[1:]:
         assert_same_bits(runs["off"], runs[mode])
     return runs
@@ -72,23 +92,23 @@ def assert_close_losses(one: Run, other: Run) -> None:
             torch.testing.assert_close(found, wanted, **tolerance)
 
 
-class Scattered(Trainer):
-    """A model whose rotary table holds unrelated angles, so that a wrong row is no matter of roundings."""
+def scatter(model: Any) -> Any:
+    """Puts unrelated angles into a model's rotary tables, so that a wrong row is no matter of roundings."""
+    config = model.config
+    is_mla = config.multi_latent_attention
+    dim = config.qk_pos_emb_head_dim if is_mla else config.kv_channels
+    angles = torch.randn(64, 1, 1, dim, generator=torch.Generator().manual_seed(3)) * 10
 
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        model: Any = gpt_model(self.options, config, spec)
-        generator = torch.Generator().manual_seed(3)
-        angles = torch.randn(64, 1, 1, OPTIONS.hidden // OPTIONS.heads, generator=generator) * 10
+    @functools.cache
+    def table(rows: int, **_given: Any) -> Tensor:
+        return angles[:rows].to(next(model.parameters()).device)
 
-        @functools.cache
-        def table(rows: int, **_given: Any) -> Tensor:
-            return angles[:rows].to(self.device)
-
-        model.rotary_pos_emb.forward = table
-        return model  # type: ignore[no-any-return]
+    for owner in [layer.self_attention for layer in model.decoder.layers] if is_mla else [model]:
+        owner.rotary_pos_emb.forward = table
+    return model
 
 
-def hand_out_frequencies(model: Any) -> nn.Module:
+def hand_out_frequencies(model: Any) -> None:
     """Hands a model's decoder a row of frequencies for each token, gathered by its position."""
     positions: list[Tensor] = []
     preprocess = model._preprocess
@@ -103,19 +123,3 @@ def hand_out_frequencies(model: Any) -> nn.Module:
 
     model._preprocess = remember
     model.decoder.register_forward_pre_hook(gather, with_kwargs=True)
-    found: nn.Module = model
-    return found
-
-
-class PerToken(Trainer):
-    """A model whose layers get frequencies of each token."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        return hand_out_frequencies(super().make_chunk(config, spec))
-
-
-class PerTokenScattered(Scattered):
-    """Both."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        return hand_out_frequencies(super().make_chunk(config, spec))

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("recompute_on_cpu")
 
@@ -102,7 +101,7 @@ CANONICAL = [
 def test_selective_recompute_of_canonical_packs_has_the_bits_of_an_unpatched_run(module: str) -> None:
     """No part that a graphed model may recompute rotates anything."""
     transformer = {**_selective(module), "add_bias_linear": False}
-    three_modes(CANONICAL, lambda: Trainer(rig.OPTIONS, config=transformer), capacities=(HALF,))
+    three_modes(CANONICAL, capacities=(HALF,), config=transformer)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -85,31 +85,27 @@ def _baked(mlp: Any) -> None:
 FAULTS = {"FOREIGN_HOOK": _hooked, "CAPTURE_FAILED": _uncapturable, "VERIFY_FAILED": _baked}
 
 
-@pytest.mark.parametrize("reason", FAULTS)
+@pytest.mark.parametrize(
+    ("at_fault", "joined"),
+    [
+        *(({2: reason}, ["layers 0 to 1", "layers 3 to 5"]) for reason in FAULTS),
+        (dict(zip((1, 3, 4), FAULTS, strict=True)), ["layer 0", "layer 2", "layer 5"]),
+    ],
+    ids=[*FAULTS, "several"],
+)
 def test_a_layer_at_fault_is_named_and_cut_out(
-    pair: rig.Pair, reason: str, caplog: pytest.LogCaptureFixture
+    pair: rig.Pair, at_fault: dict[int, str], joined: list[str]
 ) -> None:
-    FAULTS[reason](_layer(pair, 2).mlp)
-    with caplog.at_level(logging.WARNING, logger="megagraph"):
-        pair.step(rig.ONE, rig.TWO, times=4)
-    report = pair.report()
-    assert sites(pair) == ["layers 0 to 1", "layers 3 to 5"]
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, reason: 3 * 2}
-    assert report["replays"] == 3 * 2 * (LAYERS - 1)
-    (failure,) = report["failures"]
-    assert failure.startswith("layer 2 (TransformerLayer)") and reason in failure
-
-
-def test_several_layers_at_fault_are_each_cut_out(pair: rig.Pair) -> None:
-    _hooked(_layer(pair, 1))
-    _uncapturable(_layer(pair, 3).mlp)
-    _baked(_layer(pair, 4).mlp)
+    for index, reason in at_fault.items():
+        FAULTS[reason](_layer(pair, index).mlp)
     pair.step(rig.ONE, rig.TWO, times=4)
     report = pair.report()
-    assert sites(pair) == ["layer 0", "layer 2", "layer 5"]
-    reasons = {"FOREIGN_HOOK": 6, "CAPTURE_FAILED": 6, "VERIFY_FAILED": 6}
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **reasons}
-    assert len(report["failures"]) == 3
+    assert sites(pair) == joined
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, **dict.fromkeys(at_fault.values(), 3 * 2)}
+    assert report["replays"] == 3 * 2 * (LAYERS - len(at_fault))
+    failures = sorted(report["failures"])
+    for failure, (index, reason) in zip(failures, at_fault.items(), strict=True):
+        assert failure.startswith(f"layer {index} (TransformerLayer)") and reason in failure
 
 
 def test_layers_that_fail_only_together_stay_apart(pair: rig.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +178,10 @@ def test_memory_that_moves_is_captured_again_as_one(pair: rig.Pair) -> None:
     assert set(report["eager"]) <= {"WARMING_UP", "ADDRESS_MOVED"}
 
 
-@pytest.mark.parametrize("scopes", [("attn",), ("mlp",)])
 def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
-    install: rig.Install, caplog: pytest.LogCaptureFixture, scopes: tuple[str, ...]
+    install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(cuda_graph_granularity=CHUNK, cuda_graph_modules=scopes)
+    install(cuda_graph_granularity=CHUNK, cuda_graph_modules="attn")
     pair = rig.Pair(layers=3)
     with caplog.at_level(logging.WARNING, logger="megagraph"):
         pair.step(rig.ONE, rig.TWO, times=3)
@@ -194,19 +189,29 @@ def test_scopes_that_leave_gaps_join_nothing_and_a_sentence_says_so(
     assert "cuda_graph_granularity='chunk' joins no layers: cuda_graph_modules leaves" in caplog.text
 
 
-def test_a_hybrid_model_is_one_chunk(install: rig.Install) -> None:
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(
+    ("make", "given", "layers"),
+    [
+        (rig.HybridTrainer, {}, 4),
+        (moe_rig.ExpertTrainer, {"kinds": "E-E", "is_grouped": True, **moe_rig.GROUPED["swiglu"]}, 3),
+    ],
+    ids=["hybrid", "grouped experts"],
+)
+def test_layers_of_other_models_are_joined(
+    install: rig.Install, make: rig.Make, given: dict[str, Any], layers: int
+) -> None:
     install(cuda_graph_granularity=CHUNK)
-    pair = rig.Pair(rig.HybridTrainer)
-    pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
-    assert report["calls"] == 3 * 2 * 4 and report["sites"] == 1
+    report = rig.Pair(make, **given).train(rig.steps_of(4, masks=True))
+    assert (report["layers"], report["sites"]) == (layers, 1) and report["failures"] == []
+    assert report["eager"] == {"WARMING_UP": 3 * layers}
 
 
 BUCKETS: dict[str, dict[str, Any]] = {
     "gradients reduced in the backward": {"overlap_grad_reduce": True},
-    "parameters gathered in the forward": {
-        **{"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True}
-    },
+    "parameters gathered in the forward": dict.fromkeys(
+        ("overlap_grad_reduce", "use_distributed_optimizer", "overlap_param_gather"), True
+    ),
 }
 
 
@@ -265,13 +270,3 @@ def test_ranks_that_share_layers_are_cut_alike(world2: World, how: str) -> None:
     for report in reports:
         assert (report["layers"], report["sites"]) == (2, 2)
         assert report["replays"] > 0 and len(report["failures"]) == 1
-
-
-@pytest.mark.usefixtures("experts")
-def test_layers_of_grouped_experts_are_joined(install: rig.Install) -> None:
-    install(cuda_graph_granularity=CHUNK)
-    spec = moe_rig.grouped_spec("E-E")
-    pair = rig.Pair(moe_rig.ExpertTrainer, kinds="E-E", spec=spec, **moe_rig.GROUPED["swiglu"])
-    report = pair.train(rig.steps_of(4, masks=True))
-    assert (report["layers"], report["sites"]) == (3, 1) and report["failures"] == []
-    assert report["eager"] == {"WARMING_UP": 3 * 3}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, OPTIONS, Micro, forward, graph_config, step, the_plugin
+from megatron_rig import CAPACITY, LAYERS, OPTIONS, Micro, forward, graph_config, report_of, step, the_plugin
 
 import megagraph
 from megagraph.bank import capture
@@ -132,39 +132,28 @@ def test_the_last_micro_batch_costs_no_call_of_ours_for_a_further_layer(megatron
     assert _of_plugin(many) <= 4
 
 
-# Calls of a call, inside of a schedule or outside of any.
-AS_GIVEN = {"no pack": 5, "a pack that fits no capacity": 5}
-
-
-@pytest.mark.parametrize("case", AS_GIVEN)
-def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(megatron: None, case: str) -> None:
+@pytest.mark.parametrize("reason", ["NO_PACK_METADATA", "TOO_MANY_SEQUENCES"])
+def test_a_call_that_runs_as_it_was_given_costs_a_few_calls(trainer: Trainer, reason: str) -> None:
     """While there are graphs. What the layers themselves call of the plugin is not counted."""
-    megagraph.install(graph_config())
-    try:
-        trainer = Trainer(OPTIONS)
-        step(trainer, [MICRO], times=3)
-        plugin = the_plugin()
-        calls = Calls()
-        micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
-        tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())
-        params = None if case == "no pack" else micro.params(trainer.device)
+    step(trainer, [MICRO], times=3)
+    calls = Calls()
+    micro = Micro(lengths=(1,) * (CAPACITY.num_seqs + 1))
+    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in micro.row_lists())
+    params = None if reason == "NO_PACK_METADATA" else micro.params(trainer.device)
 
-        def one_call(**_given: Any) -> None:
-            with calls.counted():
-                trainer.model(tokens, positions, None, labels=labels, packed_seq_params=params)
+    def one_call(**_given: Any) -> None:
+        calls.ours.clear()
+        with calls.counted():
+            trainer.model(tokens, positions, None, labels=labels, packed_seq_params=params)
 
-        def entered() -> Counter[str]:
-            return Counter({name: count for name, count in calls.ours.items() if name.split(".")[0] in ENTRY})
+    def assert_few() -> None:
+        entered = {name: count for name, count in calls.ours.items() if name.split(".")[0] in ENTRY}
+        assert sum(entered.values()) <= 5, entered
 
-        with torch.no_grad():
-            plugin.schedule(one_call)(model=[trainer.model], forward_only=True)
-            assert entered().total() <= AS_GIVEN[case], entered()
-            for _ in range(2):  # the first one ends the step that the schedule began to count
-                calls.ours.clear()
-                one_call()
-            assert entered().total() <= AS_GIVEN[case], entered()
-        (report,) = megagraph.reports()
-        reason = "NO_PACK_METADATA" if params is None else "TOO_MANY_SEQUENCES"
-        assert report["eager"] == {"WARMING_UP": OPTIONS.layers, reason: 3 * OPTIONS.layers}
-    finally:
-        megagraph.uninstall()
+    with torch.no_grad():
+        the_plugin().schedule(one_call)(model=[trainer.model], forward_only=True)
+        assert_few()
+        for _ in range(2):  # outside of any schedule; the first one ends the step that it began to count
+            one_call()
+        assert_few()
+    assert report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, reason: 3 * LAYERS}

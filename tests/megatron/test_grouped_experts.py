@@ -9,8 +9,8 @@ from typing import Any
 import moe_rig
 import pytest
 import torch
-from megatron_rig import Install, report_of, schedule, step, steps_of
-from moe_rig import BIAS, GROUPED, GROUPED_ON_GPU, Config, ExpertTrainer, compare, grouped_spec
+from megatron_rig import Install, refused, report_of, schedule, step, steps_of
+from moe_rig import BIAS, EXPERTS, GROUPED, SHARED, Config, ExpertTrainer, compare
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-SWIGLU, FUSED = GROUPED["swiglu"], GROUPED_ON_GPU["fused swiglu"]
+SWIGLU, FUSED = GROUPED["swiglu"], GROUPED["fused swiglu"]
 
 
 # -- in graphs -------------------------------------------------------------------------------------
@@ -32,15 +32,14 @@ SWIGLU, FUSED = GROUPED["swiglu"], GROUPED_ON_GPU["fused swiglu"]
 
 @pytest.mark.gpu
 def test_a_hundred_steps() -> None:
-    changes = {**FUSED, **BIAS, "moe_shared_expert_intermediate_size": 24}
-    report = compare("E-E", steps_of(100, masks=True), spec=grouped_spec("E-E"), **changes)
+    report = compare("E-E", steps_of(100, masks=True), is_grouped=True, **FUSED, **BIAS, **SHARED)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 3}
 
 
 @pytest.mark.gpu
 def test_a_step_copies_nothing_to_the_host(install: Install) -> None:
     install()
-    trainer = ExpertTrainer(spec=grouped_spec("EE"), **BIAS)
+    trainer = ExpertTrainer(is_grouped=True, **BIAS)
     for micros in steps_of(3):
         step(trainer, micros)
     replays, micros = report_of(trainer)["replays"], steps_of(1)[0]
@@ -54,20 +53,20 @@ def test_a_step_copies_nothing_to_the_host(install: Install) -> None:
 # -- beside Megatron's own -------------------------------------------------------------------------
 
 
-def _rows(trainer: ExpertTrainer, count: int) -> Tensor:
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+def _rows(count: int) -> Tensor:
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     rows = torch.randn(count, 1, 32, generator=torch.Generator().manual_seed(3))
-    return rows.to(trainer.device, dtype).requires_grad_()
+    return rows.to(device, dtype).requires_grad_()
 
 
 # Of sums in another order; in bfloat16 Megatron rounds after each expert, and here once.
 BOUND = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-6}
 
 
-def both(**changes: Any) -> tuple[ExpertTrainer, ExpertTrainer]:
-    """A model with Megatron's `SequentialMLP` and one with grouped experts, with the same weights."""
-    ours, theirs = ExpertTrainer("E", spec=grouped_spec("E"), **changes), ExpertTrainer("E", **changes)
-    return ours, theirs
+def both(**changes: Any) -> list[Any]:
+    """A layer of grouped experts, and one of Megatron's `SequentialMLP` of the same weights."""
+    trainers = [ExpertTrainer("E", is_grouped=is_grouped, **changes) for is_grouped in (True, False)]
+    return [trainer.chunk.decoder.layers[0].mlp for trainer in trainers]
 
 
 def run_mixture(mixture: Any, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -79,7 +78,7 @@ def run_mixture(mixture: Any, rows: Tensor, mask: Tensor | None = None) -> tuple
     found = torch.autograd.grad(out, [rows, *named.values()], grad)
     grads = dict(zip(("rows", *named), found, strict=True))
     for projection in ("linear_fc1", "linear_fc2"):
-        names = [f"experts.local_experts.{index}.{projection}.weight" for index in range(moe_rig.EXPERTS)]
+        names = [f"experts.local_experts.{index}.{projection}.weight" for index in range(EXPERTS)]
         if names[0] in grads:
             grads[f"experts.{projection}.weight"] = torch.stack([grads.pop(name) for name in names])
     return out, grads
@@ -95,41 +94,30 @@ def assert_agree(ours: Any, theirs: Any, rows: Tensor) -> None:
         )
 
 
+# Of the gate above, and of the linear part on both sides, of which two thirds lie outside.
+CLAMPED = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
+AGREEING = {name: case for name, case in GROUPED.items() if name not in ("jitter", "recomputed")}
+AGREEING["clamp"] = {**SWIGLU, **CLAMPED}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        *(
-            pytest.param(case, id=name)
-            for name, case in GROUPED.items()
-            if name not in ("jitter", "recomputed")
-        ),
-        pytest.param(FUSED, id="fused swiglu", marks=pytest.mark.gpu),
-    ],
+    "case", [pytest.param(it, marks=pytest.mark.gpu if it == "fused swiglu" else ()) for it in AGREEING]
 )
-def test_agrees_with_sequential_experts(case: Config) -> None:
-    ours, theirs = both(**case)
-    mine, its = ours.chunk.decoder.layers[0].mlp, theirs.chunk.decoder.layers[0].mlp
-    assert is_grouped(mine) and not is_grouped(its)
-    assert_agree(mine, its, _rows(ours, 40))
-
-
-def test_a_clamp_holds_the_gate_above_and_the_linear_part_on_both_sides() -> None:
-    """As in Megatron; two thirds of the linear part lie outside."""
-    clamped = {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.25, "init_method_std": 0.2}
-    ours, theirs = both(**SWIGLU, **clamped)
-    mine, its = (trainer.chunk.decoder.layers[0].mlp for trainer in (ours, theirs))
-    assert_agree(mine, its, _rows(ours, 12))
+def test_agrees_with_sequential_experts(case: str) -> None:
+    ours, theirs = both(**AGREEING[case])
+    assert is_grouped(ours) and not is_grouped(theirs)
+    assert_agree(ours, theirs, _rows(40))
 
 
 def choosing(experts: Sequence[Sequence[int]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """What takes the place of a layer's `route()`: chooses these experts for its rows."""
 
     def route(mixture: Any, rows: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
-        chosen = torch.zeros(len(experts), moe_rig.EXPERTS, dtype=torch.bool)
+        chosen = torch.zeros(len(experts), EXPERTS, dtype=torch.bool)
         for row, numbers in enumerate(experts):
             chosen[row, list(numbers)] = True
         chosen = chosen.to(rows.device)
-        scores = rows.flatten(1)[:, : moe_rig.EXPERTS].float().sigmoid()
+        scores = rows.flatten(1)[:, :EXPERTS].float().sigmoid()
         return scores.masked_fill(~chosen, 0), chosen
 
     return route
@@ -145,8 +133,8 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_experts_without_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = both(**GROUPED["top 1"])
-    rows, found = _rows(ours, 12), []
-    for mixture in (trainer.chunk.decoder.layers[0].mlp for trainer in (ours, theirs)):
+    rows, found = _rows(12), []
+    for mixture in (ours, theirs):
         monkeypatch.setattr(type(mixture), "route", choosing(CHOICES[case]))
         out, _bias = mixture(rows)
         weights = list(mixture.experts.parameters())
@@ -158,17 +146,16 @@ def test_experts_without_rows(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(grads[0], other_grads[0], **BOUND)
     used = {expert for chosen in CHOICES[case] for expert in chosen}
     for weight in grads[1:]:
-        for expert in range(moe_rig.EXPERTS):
+        for expert in range(EXPERTS):
             assert bool(weight[expert].any()) == (expert in used)
 
 
 def test_rows_of_no_expert_are_zero_and_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory is NaN here, and products leave what lies past the last offset as it is."""
-    ours, _theirs = both()
-    mixture = ours.chunk.decoder.layers[0].mlp
+    mixture, _theirs = both()
     chosen = [[0, 2], [1, 2], [], [0, 3], [], []]
     monkeypatch.setattr(type(mixture), "route", choosing(chosen))
-    rows = _rows(ours, len(chosen))
+    rows = _rows(len(chosen))
     with torch.no_grad():
         rows[2] = torch.inf
     weights = list(mixture.experts.parameters())
@@ -190,11 +177,10 @@ def test_rows_of_no_expert_are_zero_and_take_nothing(monkeypatch: pytest.MonkeyP
 
 def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
     """Rows would stay in memory until the layer is called again."""
-    ours, _theirs = both()
-    mixture = ours.chunk.decoder.layers[0].mlp
+    mixture, _theirs = both()
     topk = mixture.config.moe_router_topk
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
-    mixture(_rows(ours, 12))
+    mixture(_rows(12))
     assert vars(mixture.token_dispatcher) == vars(SortingDispatcher(topk))
 
 
@@ -202,40 +188,34 @@ def test_a_dispatcher_holds_nothing_outside_of_a_call() -> None:
 
 
 def _stacked(module: Any) -> dict[str, Tensor]:
-    names = ("linear_fc1", "linear_fc2")
     return {
-        f"{name}.weight": torch.stack(
-            [getattr(expert, name).weight.detach() for expert in module.local_experts]
-        )
-        for name in names
+        f"{name}.weight": torch.stack([getattr(it, name).weight.detach() for it in module.local_experts])
+        for name in ("linear_fc1", "linear_fc2")
     }
 
 
 def _as_grouped_by_transformer_engine(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {
-        f"{name}{index}": weight for name, all_of in stacked.items() for index, weight in enumerate(all_of)
-    }
+    found = {f"{name}{index}": weight for name, of in stacked.items() for index, weight in enumerate(of)}
     return {**found, "linear_fc1._extra_state": torch.empty(0)}
 
 
 def _as_legacy(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    one, two = (stacked[f"linear_fc{index}.weight"].transpose(1, 2) for index in (1, 2))
+    one, two = (weights.transpose(1, 2) for weights in stacked.values())
     hidden = one.size(1)
     return {"weight1": one.reshape(hidden, -1), "weight2": two.reshape(-1, hidden)}
 
 
 def test_a_seed_gives_the_weights_of_sequential_experts() -> None:
     ours, theirs = both(**SWIGLU)
-    stacked = _stacked(theirs.chunk.decoder.layers[0].mlp.experts)
-    for name, param in ours.chunk.decoder.layers[0].mlp.experts.named_parameters():
+    stacked = _stacked(theirs.experts)
+    for name, param in ours.experts.named_parameters():
         assert torch.equal(param, stacked[name])
         assert param.allreduce is True
 
 
 @pytest.mark.parametrize("kind", ["sequential", "Transformer Engine's", "legacy", "our own"])
 def test_weights_of_megatrons_modules_are_taken(kind: str) -> None:
-    ours, theirs = both(**SWIGLU)
-    module, other = (trainer.chunk.decoder.layers[0].mlp.experts for trainer in (ours, theirs))
+    module, other = (mixture.experts for mixture in both(**SWIGLU))
     with torch.no_grad():
         for param in other.parameters():
             param.normal_()
@@ -254,8 +234,7 @@ def test_weights_of_megatrons_modules_are_taken(kind: str) -> None:
 
 @pytest.mark.parametrize("sharded_offsets", [(), ((0, 1, 3),)], ids=str)
 def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_offsets: Any) -> None:
-    ours, theirs = both(**SWIGLU)
-    module, other = (trainer.chunk.decoder.layers[0].mlp.experts for trainer in (ours, theirs))
+    module, other = (mixture.experts for mixture in both(**SWIGLU))
     mine = module.sharded_state_dict("mlp.experts.", sharded_offsets)
     found: dict[str, tuple[Any, ...]] = {}
     for sharded in other.sharded_state_dict("mlp.experts.", sharded_offsets).values():
@@ -272,10 +251,10 @@ def test_distributed_checkpoints_hold_the_tensors_of_sequential_experts(sharded_
 def test_of_copies_on_several_ranks_one_writes_its_weights() -> None:
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    experts, writers = both()[0].chunk.decoder.layers[0].mlp.experts, []
+    experts, writers = both()[0].experts, []
     for rank in range(3):
         groups = SimpleNamespace(expt_dp=SimpleNamespace(rank=lambda rank=rank: rank))
-        copy = type(experts)(moe_rig.EXPERTS, experts.config, pg_collection=groups)
+        copy = type(experts)(EXPERTS, experts.config, pg_collection=groups)
         writers.append({is_main_replica(part.replica_id) for part in copy.sharded_state_dict().values()})
     assert writers == [{True}, {False}, {False}]
 
@@ -284,10 +263,7 @@ def test_of_copies_on_several_ranks_one_writes_its_weights() -> None:
 
 UNSERVED: dict[str, Config] = {
     "moe_expert_capacity_factor": moe_rig.DROPS,
-    "moe_shared_expert_overlap": {
-        "moe_shared_expert_intermediate_size": 24,
-        "moe_shared_expert_overlap": True,
-    },
+    "moe_shared_expert_overlap": moe_rig.OVERLAPPED,
     "add_bias_linear": {"add_bias_linear": True},
     "moe_router_topk": {"moe_apply_probs_on_input": True},
     "bias_activation_fusion": {"bias_activation_fusion": True, "gated_linear_unit": True},
@@ -297,28 +273,21 @@ UNSERVED: dict[str, Config] = {
 @pytest.mark.parametrize("option", UNSERVED)
 def test_an_option_that_is_not_served_is_named(option: str) -> None:
     with pytest.raises(ValueError, match=f"grouped experts: expected {option}"):
-        ExpertTrainer("E", spec=grouped_spec("E"), **UNSERVED[option])
+        ExpertTrainer("E", is_grouped=True, **UNSERVED[option])
 
 
-def test_a_spec_without_experts_is_refused() -> None:
+def test_a_spec_stays_as_it_was_and_one_without_experts_is_refused() -> None:
     with pytest.raises(ValueError, match="without"):
         with_grouped_experts(get_gpt_layer_varlen_spec())
-
-
-def test_a_spec_stays_as_it_was() -> None:
-    spec = get_gpt_layer_varlen_spec(num_experts=moe_rig.EXPERTS, moe_grouped_gemm=False)
+    spec = get_gpt_layer_varlen_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     before = dataclasses.replace(spec)
     assert with_grouped_experts(spec) is not spec
     assert spec == before and not is_grouped(ExpertTrainer("E").chunk.decoder.layers[0].mlp)
 
 
 def test_a_layer_derived_from_ours_is_refused() -> None:
-    trainer = ExpertTrainer(spec=grouped_spec("EE"))
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    layer = trainer.chunk.decoder.layers[1].mlp
+    chunk = ExpertTrainer(is_grouped=True).chunk
+    assert refusal_of(chunk, None) is None
+    layer = chunk.decoder.layers[1].mlp
     layer.__class__ = type("Own", (type(layer),), {})
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert (
-        refusal is not None
-        and refusal.sentence == "mixture of experts in a layer of class Own is not supported yet"
-    )
+    assert refused(chunk) == "mixture of experts in a layer of class Own is not supported yet"

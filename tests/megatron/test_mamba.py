@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from mamba_rig import Documented
-from megatron_rig import OPTIONS, HybridTrainer, Install, Pair
-from streams import seed_streams
+from megatron_rig import OPTIONS, Install, Pair, plain
+from streams import seeded
 from torch import nn
 
 from megagraph.decide.dispatch import Capacity
@@ -38,16 +38,8 @@ def _kernels() -> None:
         pytest.importorskip(package)
 
 
-class MixerTrainer(HybridTrainer):
-    """The reference loop around a model of real mixers."""
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        seed_streams()
-        return super().make_chunk(config, spec)
-
-
-def pair_of(spec: Any = None) -> Pair:
-    pair = Pair(MixerTrainer, pattern=PATTERN, spec=spec, options=MODEL, config=MIXER)
+def pair_of() -> Pair:
+    pair = Pair(seeded(plain), pattern=PATTERN, options=MODEL, **MIXER)
     for trainer in pair.both:
         assert {type(layer.mixer).__name__ for layer in mamba_layers(trainer.chunk)} == {"MambaMixer"}
     return pair

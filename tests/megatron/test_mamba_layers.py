@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mamba_rig import PATTERN, Documented, MambaTrainer
+from mamba_rig import PATTERN, Documented, mamba
 from megatron_rig import Install, Pair, report_of, step, steps_of
 from torch import Tensor
 
@@ -16,10 +16,6 @@ from megagraph.megatron import seams
 from megagraph.megatron.patch.inside_layers import documents_of_rows, wrap_documents
 
 LAYERS = len(PATTERN)
-
-
-def pair_of(**further: Any) -> Pair:
-    return Pair(MambaTrainer, **further)
 
 
 def packs(count: int, says_documents: bool = True, tails: bool = True) -> list[list[Documented]]:
@@ -38,7 +34,7 @@ def test_of_a_canonical_packs_rows_those_that_were_given_have_the_losses_of_an_u
     micros = [micro for step_ in packs(4) for micro in step_ if not micro.tail]  # RoPE of Megatron takes none
 
     def losses() -> list[Tensor]:
-        trainer = MambaTrainer()
+        trainer = mamba()
         return [step(trainer, [micro], update=False).losses[0] for micro in micros]
 
     unpatched = losses()
@@ -60,7 +56,7 @@ class OtherFirst(Documented):
 
 def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -> None:
     install()
-    trainer = MambaTrainer()
+    trainer = mamba()
     step(trainer, [Documented(lengths=(9, 20))])
 
     def last_twenty(micro: Documented) -> Tensor:
@@ -74,7 +70,7 @@ def test_no_document_sees_another_nor_the_rows_past_the_pack(install: Install) -
 
 def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
     """Since 0.17 a mixer that is told of no documents carries its state through all of them, in eager too."""
-    pair = pair_of()
+    pair = Pair(mamba)
     assert pair.train(packs(4, says_documents=False))["eager"] == {"WARMING_UP": 3 * LAYERS}
     told, untold = (
         step(pair.graphed, [Documented(lengths=(9, 20), says_documents=says)], update=False).losses[0]
@@ -86,7 +82,7 @@ def test_packs_that_say_no_documents_are_what_eager_makes_of_them() -> None:
 def test_packs_with_and_without_documents_are_captured_apart() -> None:
     if not seams.packs_say_documents():
         pytest.skip("packs of this release cannot say their documents")
-    pair = pair_of()
+    pair = Pair(mamba)
     for told, untold in zip(packs(5), packs(5, says_documents=False), strict=True):
         pair.step(told[0], untold[1], told[2])
     report = pair.report()
@@ -97,7 +93,7 @@ def test_packs_with_and_without_documents_are_captured_apart() -> None:
 def test_a_padding_mask_and_other_tables_reach_no_mamba_layer(install: Install) -> None:
     install()
     masked = [Documented(lengths=(9, 20), mask_seed=seed, seed=seed) for seed in range(2)]
-    pair = pair_of()
+    pair = Pair(mamba)
     pair.step(*masked, times=4)
     assert set(pair.report()["eager"]) == {"WARMING_UP"}
     for trainer in pair.both:
@@ -128,7 +124,7 @@ def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
         return out
 
     install(cuda_graph_modules=["mamba", "attn"])
-    pair = pair_of()
+    pair = Pair(mamba)
     for trainer in pair.both:
         stack = trainer.chunk.decoder
         stack.forward = forward.__get__(stack)
@@ -137,7 +133,7 @@ def test_a_stack_whose_forward_is_not_megatrons(install: Install) -> None:
 
 
 def test_what_only_decoding_reads_of_a_mixer_is_no_part_of_its_state() -> None:
-    pair = pair_of()
+    pair = Pair(mamba)
     mixers = [trainer.chunk.decoder.layers[0].mixer for trainer in pair.both]
     for is_stale in (True, True, False, True):
         for mixer in mixers:

@@ -28,6 +28,7 @@ TWO = rig.Micro(lengths=(3, 30, 8), seed=1, mask_seed=2)
 PLAIN = rig.Micro(lengths=(5, 40), seed=2)
 # As many rows and documents as the capacity: Megatron alone makes the very same bits.
 FULL = rig.Micro(lengths=(40, 9, 7, 5, 3), seed=3, mask_seed=3)
+UNMASKED = dataclasses.replace(FULL, mask_seed=None)
 SMALL = dataclasses.replace(PLAIN, mask_seed=4)
 
 
@@ -59,13 +60,15 @@ def seen() -> Iterator[list[Tensor]]:
         yield masks
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=str)
-def test_masks_that_change_every_micro_batch_replay_with_eager_bits(modules: tuple[str, ...]) -> None:
-    report = rig.compare_runs(
-        rig.steps_of(12 if rig.ON_GPU else 4, masks=True, align=4), plugin={"cuda_graph_modules": modules}
-    ).report
-    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS} and report["failures"] == []
-    assert report["replays"] >= 0.95 * (report["calls"] - 3 * rig.LAYERS)
+@pytest.mark.parametrize(
+    ("make", "modules"), [*((rig.plain, it) for it in ((), "attn", "mlp")), (rig.HybridTrainer, ())]
+)
+def test_masks_that_change_every_micro_batch_replay_with_eager_bits(make: rig.Make, modules: Any) -> None:
+    if make is rig.HybridTrainer and seams.HYBRID_FORWARD.problem() is not None:
+        pytest.skip("this megatron-core has no HybridModel")
+    steps = rig.steps_of(12 if rig.ON_GPU else 3, masks=True, align=4)
+    report = rig.compare_runs(steps, make, {"cuda_graph_modules": modules}).report
+    assert report["eager"] == {"WARMING_UP": 3 * report["layers"]} and report["failures"] == []
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
 
 
@@ -103,7 +106,7 @@ def test_eager_runs_the_mask_that_megatron_alone_runs(install: rig.Install) -> N
         return found[0]
 
     install(mode="eager")
-    trainer = Trainer(rig.OPTIONS)
+    trainer = rig.plain()
     packs = (TWO, FULL)  # Megatron alone takes no tail
     ours = [losses(micro) for micro in packs]
     megagraph.uninstall()
@@ -112,24 +115,21 @@ def test_eager_runs_the_mask_that_megatron_alone_runs(install: rig.Install) -> N
     assert torch.equal(ours[-1], losses(FULL))
 
 
-def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(pair: rig.Pair) -> None:
-    for _ in range(3):
-        pair.step(ONE, PLAIN, TWO)
-        pair.step(PLAIN, FULL)
+@pytest.mark.parametrize("first", [(ONE, PLAIN, TWO), (PLAIN,)], ids=["at once", "later"])
+def test_micro_batches_with_and_without_a_mask_have_graphs_of_their_own(
+    pair: rig.Pair, first: tuple[rig.Micro, ...]
+) -> None:
+    pair.step(*first, times=2)
+    pair.step(ONE, FULL, PLAIN, times=3)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS}
+    warm_up = len(first) if len(first) > 1 else 1 + 2  # of the first step, and those that come later
+    assert report["eager"] == {"WARMING_UP": warm_up * rig.LAYERS}
     assert report["graphs"] == 2 * 2 * rig.LAYERS and report["verification"]["verified"] == 2
-
-
-def test_masks_that_come_later_are_captured_when_they_come(pair: rig.Pair) -> None:
-    pair.step(PLAIN, times=2)
-    pair.step(ONE, PLAIN, times=3)
-    assert pair.report()["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
 
 
 def test_capacities_are_learned_from_packs_with_masks(install: rig.Install) -> None:
     install(capacities=(), cuda_graph_warmup_steps=2)
-    trainer = Trainer(rig.OPTIONS)
+    trainer = rig.plain()
     rig.step(trainer, [TWO, FULL], times=4)
     report = rig.report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 2 * 2 * rig.LAYERS} and report["failures"] == []
@@ -164,121 +164,92 @@ def test_a_later_table_of_another_kind_keeps_the_mask(trainer: Trainer) -> None:
 # -- masks that are not what was captured ----------------------------------------------------------
 
 
-def _every_third(rows: int, device: torch.device) -> Tensor:
-    return torch.arange(rows, device=device)[None] % 3 == 0
+def _none(mask: Tensor | None, micro: rig.Micro) -> None:
+    return None
 
 
-# What a hook of the block makes of its mask, and the pack.
-CHANGED: dict[str, tuple[rig.Micro, Callable[[Any, torch.device], Any]]] = {
-    "another dtype": (FULL, lambda mask, device: mask.long()),
-    "gone": (TWO, lambda mask, device: None),
-    "out of nowhere": (PLAIN, lambda mask, device: _every_third(PLAIN.physical, device)),
-    "out of nowhere, in a full pack": (
-        dataclasses.replace(FULL, mask_seed=None),
-        lambda mask, device: _every_third(FULL.physical, device),
-    ),
+def _every_third(mask: Tensor | None, micro: rig.Micro) -> Tensor:
+    return torch.arange(micro.physical, device="cuda" if rig.ON_GPU else "cpu")[None] % 3 == 0
+
+
+# Who changes the block's mask, of which pack, into what.
+CHANGED: dict[str, tuple[str, rig.Micro, Callable[[Any, rig.Micro], Any]]] = {
+    "another dtype": ("hook", FULL, lambda mask, micro: mask.long()),
+    "gone": ("hook", TWO, _none),
+    "out of nowhere": ("hook", PLAIN, _every_third),
+    "out of nowhere, in a full pack": ("hook", UNMASKED, _every_third),
+    "another": ("forward", FULL, _every_third),
+    "none": ("forward", FULL, _none),
+    "one more": ("forward", UNMASKED, _every_third),
+    "another of a small pack": ("forward", SMALL, _every_third),
+    "none in a small pack": ("forward", SMALL, _none),
 }
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("case", CHANGED)
+@pytest.mark.parametrize(
+    ("mode", "case"), [*(("graph", it) for it in CHANGED), ("eager", "gone"), ("eager", "out of nowhere")]
+)
 def test_a_mask_that_the_block_does_not_expect_is_its_layers_as_given(
     install: rig.Install, seen: list[Tensor], mode: str, case: str
 ) -> None:
-    micro, change = CHANGED[case]
-    install(mode=mode)
-    trainer = Trainer(rig.OPTIONS)
-    rig.step(trainer, [FULL, PLAIN], update=False, times=3)
-    handed: list[Any] = []
-
-    def hook(_block: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        handed.append(change(kwargs.get("padding_mask"), trainer.device))
-        return args, {**kwargs, "padding_mask": handed[-1]}
-
-    handle = trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    seen.clear()
-    ours = rig.step(trainer, [micro], update=False)
-    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
-    if handed[0] is None:
-        assert seen == []
-    else:
-        assert len(seen) == rig.LAYERS and all(torch.equal(mask, handed[0].cpu()) for mask in seen)
-    megagraph.uninstall()
-    alone = rig.step(trainer, [micro], update=False)
-    handle.remove()
-    for one, other in zip(ours.losses, alone.losses, strict=True):
-        torch.testing.assert_close(one, other)
-        assert micro.physical < rig.CAPACITY.tokens or torch.equal(one, other)
-
-
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: rig.Install, mode: str) -> None:
-    install(mode=mode)
-    trainer = Trainer(rig.OPTIONS)
-    rig.step(trainer, [FULL], update=False, times=3)
-    tokens, labels, _mask, positions = (rows[None].to(trainer.device) for rows in FULL.row_lists())
-    mask = FULL.padding_mask()
-    assert mask is not None
-    given = {"labels": labels, "packed_seq_params": FULL.params(trainer.device)}
-    with torch.no_grad():
-        ours, wanted = (
-            trainer.chunk(tokens, positions, None, padding_mask=each.to(trainer.device), **given).clone()
-            for each in (mask.float(), mask)
-        )
-    assert torch.equal(ours, wanted)
-    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
-
-
-@pytest.mark.parametrize(
-    ("micro", "is_handed"),
-    [
-        (FULL, True),
-        (FULL, False),
-        (dataclasses.replace(FULL, mask_seed=None), True),
-        (SMALL, True),
-        (SMALL, False),
-    ],
-    ids=["another", "none", "one more", "another of a small pack", "none in a small pack"],
-)
-def test_a_mask_that_changes_inside_of_the_block_reaches_the_layers(
-    install: rig.Install, seen: list[Tensor], micro: rig.Micro, is_handed: bool
-) -> None:
-    """A host that has put a forward of its own in the place of the block's, before the plugin came.
+    """Changed by a hook of the block, or a forward that a host put in its place before the plugin came.
 
     Bug: layers got the mask that the block had been given, and replayed where they were to get none.
     """
-    original, hands = TransformerBlock.forward, False
+    whose, micro, change = CHANGED[case]
+    original, handed = TransformerBlock.forward, []
+
+    def changed(kwargs: dict[str, Any]) -> dict[str, Any]:
+        handed.append(change(kwargs.get("padding_mask"), micro))
+        return {**kwargs, "padding_mask": handed[-1]}
 
     @functools.wraps(original)
-    def forward(block: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hands:
-            mask = _every_third(micro.physical, hidden_states.device) if is_handed else None
-            kwargs["padding_mask"] = mask
-        return original(block, hidden_states, *args, **kwargs)
+    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(block, *args, **(changed(kwargs) if changes and whose == "forward" else kwargs))
 
+    changes = False
     with mock.patch.object(TransformerBlock, "forward", forward):
-        install()
+        install(mode=mode)
         try:
-            trainer = Trainer(rig.OPTIONS)
-            rig.step(trainer, [micro], update=False, times=2)
-            assert rig.report_of(trainer)["replays"] == rig.LAYERS
-            hands = True
+            trainer = rig.plain()
+            rig.step(trainer, [FULL, PLAIN, micro], update=False, times=3)
+            before, changes = rig.report_of(trainer), True
+            if whose == "hook":
+                hook = lambda _block, args, kwargs: (args, changed(kwargs))  # noqa: E731
+                trainer.chunk.decoder.register_forward_pre_hook(hook, with_kwargs=True)
             seen.clear()
             ours = rig.step(trainer, [micro], update=False)
-            assert rig.report_of(trainer)["eager"] == {
-                "WARMING_UP": rig.LAYERS,
-                "SIGNATURE_CHANGED": rig.LAYERS,
-            }
-            masks = [mask[:, : micro.physical] for mask in seen]
-            assert len(masks) == rig.LAYERS * is_handed
-            assert all(torch.equal(mask, _every_third(micro.physical, mask.device)) for mask in masks)
+            eager = rig.eager_since(rig.report_of(trainer), before)
+            assert eager == {"SIGNATURE_CHANGED": rig.LAYERS}
+            assert len(seen) == (0 if handed[0] is None else rig.LAYERS)
+            for mask in seen:
+                mask = mask if whose == "hook" else mask[:, : micro.physical]
+                assert torch.equal(mask, handed[0].cpu())
         finally:
             megagraph.uninstall()
         alone = rig.step(trainer, [micro], update=False)
     if micro.physical == rig.CAPACITY.tokens:
         assert_same_bits(ours, alone)
-    for one, other in zip(ours.losses, alone.losses, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(ours.losses, alone.losses)
+
+
+class FloatMask(rig.Micro):
+    """Its mask has another dtype."""
+
+    def padding_mask(self) -> Tensor:
+        mask = super().padding_mask()
+        assert mask is not None
+        return mask.float()
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_model_that_is_given_a_mask_of_another_dtype_runs_as_given(install: rig.Install, mode: str) -> None:
+    install(mode=mode)
+    trainer = rig.plain()
+    wanted = rig.step(trainer, [FULL], update=False, times=3)
+    found = rig.step(trainer, [FloatMask(**vars(FULL))], update=False)
+    assert_same_bits(wanted.losses, found.losses)
+    assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] == rig.LAYERS
 
 
 class HandingModel(OwnModel):
@@ -297,7 +268,7 @@ class HandingBlock(OwnBlock):
     """Hands its layers a mask of its own."""
 
     def further_arguments(self, index: int) -> dict[str, Any]:
-        return {"padding_mask": _every_third(FULL.physical, next(self.parameters()).device)}
+        return {"padding_mask": _every_third(None, FULL)}
 
 
 HANDED = {"model": (HandingModel, None), "block": (GPTModel, HandingBlock)}
@@ -310,7 +281,7 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
     """Bug: RoPE took a table as long as the capacity for one of the pack's rows, where there are as many."""
     install()
     trainer = HostTrainer(*HANDED[whose])
-    micro = FULL if whose == "model" else dataclasses.replace(FULL, mask_seed=None)
+    micro = FULL if whose == "model" else UNMASKED
     found = [rig.step(trainer, [micro], update=False) for _ in range(4)]
     assert rig.report_of(trainer)["eager"]["SIGNATURE_CHANGED"] >= 2 * rig.LAYERS
     megagraph.uninstall()
@@ -320,14 +291,6 @@ def test_masks_that_forwards_of_a_host_hand_on_reach_the_layers_as_given(
 
 
 # -- other models and ranks ------------------------------------------------------------------------
-
-
-def test_a_hybrid_model_takes_masks_too(install: rig.Install) -> None:
-    if seams.HYBRID_FORWARD.problem() is not None:
-        pytest.skip("this megatron-core has no HybridModel")
-    install()
-    report = rig.Pair(rig.HybridTrainer).train(rig.steps_of(4, masks=True, align=4))
-    assert report["eager"] == {"WARMING_UP": 3 * len(rig.HYBRID_PATTERN)} and report["failures"] == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

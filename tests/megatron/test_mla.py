@@ -14,8 +14,17 @@ import megatron_rig as rig
 import parallel_jobs
 import pytest
 import torch
-from mla_rig import MlaHybridTrainer, MlaTrainer, ScatteredMla
-from rope_rig import MODES, Declared, assert_close_losses, canonical, run, three_modes
+from mla_rig import MlaTrainer
+from moe_rig import recompute
+from rope_rig import (
+    MODES,
+    Declared,
+    assert_close_losses,
+    canonical_steps,
+    run,
+    scatter,
+    three_modes,
+)
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 from worlds import World
@@ -30,32 +39,29 @@ from megagraph.packs.rope import Rotation, rope_mla
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SCOPES = [(), ("attn",), ("mlp",), ("attn", "mlp")]
+FUSED = {"apply_rope_fusion": True}
+_QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 
 # -- bits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-@pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
+@pytest.mark.parametrize(("max_seqlen", "kind"), [(64, "plain, RoPE"), (32, "low rank, YaRN")])
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(max_seqlen: int, kind: str) -> None:
     """With a table as long as the pack, Megatron's unfused RoPE goes on from document to document."""
     capacity = rig.CAPACITY.replace(max_seqlen=max_seqlen)
-    lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
-    steps: list[list[rig.Micro]] = [
-        [canonical(lengths[(index + m) % 5], capacity=capacity, seed=7 * index + m) for m in range(2)]
-        for index in range(4)
-    ]
-    trainer = ScatteredMla if kind == "plain, RoPE" else MlaTrainer
-    runs = three_modes(steps, lambda: trainer(kind=kind), capacities=(capacity,))
-    goes_on = {"SIGNATURE_CHANGED": 4 * 2 * rig.LAYERS}
+    given = {"kind": kind, **({"prepare": scatter} if kind == "plain, RoPE" else {})}
+    runs = three_modes(canonical_steps(capacity, 3), MlaTrainer, capacities=(capacity,), **given)
+    goes_on = {"SIGNATURE_CHANGED": 3 * 2 * rig.LAYERS}
     assert runs["graph"].report["eager"] == (goes_on if max_seqlen == 64 else {"WARMING_UP": 2 * rig.LAYERS})
 
 
-@pytest.mark.parametrize("declared", [40, 39, 30, 64], ids=["just the rows", "one less", "less", "more"])
-@pytest.mark.parametrize("is_left_eager", [False, True], ids=["graphed", "left eager"])
+@pytest.mark.parametrize(
+    ("declared", "is_left_eager"), [(40, False), (39, False), (64, False), (40, True), (39, True)]
+)
 def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
-    is_left_eager: bool, declared: int
+    declared: int, is_left_eager: bool
 ) -> None:
-    """Its attention cuts a table to the pack's rows: a longer one goes on from document to document."""
+    """Its attention cuts a table to the pack's 40 rows: a longer one goes on from document to document."""
     steps: list[list[rig.Micro]] = [
         [
             Declared(lengths=(10, 30), max_seqlen=declared, seed=index),
@@ -64,13 +70,12 @@ def test_rows_are_rotated_as_megatron_rotates_them_whatever_a_pack_declares(
         for index in range(3)
     ]
 
-    def make() -> ScatteredMla:
-        trainer = ScatteredMla(kind="plain, RoPE")
-        if is_left_eager:
-            for layer in trainer.chunk.decoder.layers:
-                layer.mlp.register_forward_hook(lambda *_: None)
-        return trainer
+    def prepare(chunk: Any) -> None:
+        scatter(chunk)
+        for layer in chunk.decoder.layers if is_left_eager else ():
+            layer.mlp.register_forward_hook(lambda *_: None)
 
+    make = partial(MlaTrainer, kind="plain, RoPE", prepare=prepare)
     off, eager, graphed = (run(mode, steps, make) for mode in MODES)
     if declared >= 40:
         assert_same_bits(off, eager)
@@ -139,7 +144,7 @@ def test_an_embedding_that_layers_share_is_itself_again_afterwards() -> None:
 
 
 def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
-    block = ScatteredMla(kind="plain, RoPE").chunk.decoder
+    block = MlaTrainer(kind="plain, RoPE", prepare=scatter).chunk.decoder
     (embedding, *_others) = _embeddings(block)
     before = vars(embedding)["forward"]
     with MlaTables().answering(block, "a variant"):
@@ -148,19 +153,41 @@ def test_a_forward_that_a_host_has_set_answers_and_stays() -> None:
     assert vars(embedding)["forward"] is before
 
 
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str) -> None:
-    """It keeps 32 of them over all layers and models, and what comes next gets their memory."""
-    pair = rig.Pair(MlaTrainer, kind=kind)
+def _drop_tables(embedding: Any, index: int) -> None:
+    """Megatron keeps 32 of them over all layers and models."""
+    for rows in range(100, 140):
+        _table(embedding, rows + 50 * index)
+
+
+def _replace_buffers(embedding: Any, index: int) -> None:
+    """It makes longer tables for a longer pack, here of another dtype, too, and frees those of before."""
+    before = embedding.cos_cached
+    embedding.get_cached_cos_sin(200 + 50 * index, dtype=torch.float16, packed_seq=True)
+    assert embedding.cos_cached is not before
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "drop"),
+    [
+        ("low rank, YaRN", {}, _drop_tables),
+        ("plain, RoPE", {}, _drop_tables),
+        ("low rank, YaRN", FUSED, _replace_buffers),
+    ],
+)
+def test_tables_that_megatron_drops_are_still_there_for_graphs(
+    kind: str, config: dict[str, Any], drop: Callable[[Any, int], None]
+) -> None:
+    """And what comes next gets their memory."""
+    pair = rig.Pair(MlaTrainer, kind=kind, config=config)
     rubbish: list[Tensor] = []
-    *steps, last, one_more = parallel_jobs.steps_of(8 if rig.ON_GPU else 5)
+    *steps, last, one_more = parallel_jobs.steps_of(8 if rig.ON_GPU else 4)
+    rows, dim = rig.CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
     for index, micros in enumerate(steps):
         pair.step(*micros)
-        for embedding in _embeddings(pair.graphed.chunk.decoder):
-            for rows in range(100, 140):
-                _table(embedding, rows + 50 * index)
+        for trainer in pair.both:
+            for embedding in _embeddings(trainer.chunk.decoder):
+                drop(embedding, index)
         gc.collect()
-        rows, dim = rig.CAPACITY.max_seqlen, pair.graphed.chunk.config.qk_pos_emb_head_dim
         rubbish += [torch.full((rows, dim), float("nan"), device=pair.graphed.device) for _ in range(64)]
     pair.evaluate(rig.ONE, rig.TWO)
     report = pair.train([last, one_more])
@@ -172,22 +199,22 @@ def test_tables_that_megatron_drops_are_still_there_for_graphs(kind: str) -> Non
 
 @pytest.mark.usefixtures("recompute_on_cpu")
 @pytest.mark.parametrize(
-    ("kind", "fused"), [("low rank, YaRN", False), ("low rank, YaRN", True), ("plain, RoPE", False)]
+    ("module", "kind", "rope"),
+    [
+        ("mla_up_proj", "low rank, YaRN", {}),
+        ("mla_up_proj", "low rank, YaRN", FUSED),
+        ("mla_up_proj", "plain, RoPE", {}),
+        ("core_attn", "low rank, YaRN", {}),
+    ],
 )
-@pytest.mark.parametrize("module", ["mla_up_proj", "core_attn"])
-def test_selective_recompute_has_the_bits_of_none(
-    install: rig.Install, module: str, kind: str, fused: bool
-) -> None:
+def test_selective_recompute_has_the_bits_of_none(module: str, kind: str, rope: dict[str, Any]) -> None:
     """Of the projections and the rotation, whose outputs Megatron drops and makes anew in the backward."""
     from megatron.core.tensor_parallel import random
 
     # Later releases compile a few lines of C++ for it.
     if hasattr(random, "_get_share_storage") and None in (shutil.which("ninja"), shutil.which("c++")):
         pytest.skip("this release compiles C++ to recompute: no ninja or no compiler")
-    install()
-    recomputed = {"recompute_granularity": "selective", "recompute_modules": [module]}
-    rope = {"apply_rope_fusion": fused}
-    pair = rig.Pair(MlaTrainer, kind=kind, config={**recomputed, **rope})
+    pair = rig.Pair(MlaTrainer, kind=kind, config=recompute(module, **rope))
     pair.eager = MlaTrainer(kind=kind, config=rope)
     *steps, last = parallel_jobs.steps_of(7 if rig.ON_GPU else 4)
     pair.train(steps)
@@ -200,18 +227,27 @@ def test_selective_recompute_has_the_bits_of_none(
 # -- other models --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seam", "is_refused"), [(seams.MLA_ROPE, True), (seams.ATTENTION_ROPE, False)])
+@pytest.mark.parametrize(
+    ("seam", "is_fused", "is_refused"),
+    [
+        (seams.MLA_ROPE, False, True),
+        (seams.ATTENTION_ROPE, False, False),
+        *((seam, is_fused, is_fused) for seam in (_QUERY, _KEY) for is_fused in (False, True)),
+    ],
+)
 def test_a_hosts_rope_in_place_of_megatrons_is_refused_where_the_model_calls_it(
-    seam: seams.Seam, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    seam: seams.Seam, is_fused: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError
 
-    trainer = MlaTrainer(kind="plain, RoPE")
+    chunk = MlaTrainer(kind="plain, YaRN", config={"apply_rope_fusion": is_fused}).chunk
+    assert refusal_of(chunk, None) is None
     monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
-    refusal = refusal_of(trainer.chunk, trainer.model)
-    assert (refusal is not None) == is_refused
-    assert refusal is None or "rope_of_a_host in place of Megatron's RoPE" in refusal.sentence
+    if is_refused:
+        assert "rope_of_a_host in place of Megatron's RoPE" in rig.refused(chunk)
+    else:
+        assert refusal_of(chunk, None) is None
 
 
 # -- Transformer Engine --------------------------------------------------------------------------
@@ -256,7 +292,7 @@ def test_a_hybrid_model_of_layers_of_transformer_engine(install: rig.Install) ->
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     install()
-    trainer = MlaHybridTrainer(kind="plain, RoPE", spec=hybrid_stack_spec)
+    trainer = MlaTrainer(kind="plain, RoPE", pattern="+-+-", spec=hybrid_stack_spec)
     rig.step(trainer, [rig.ONE, rig.TWO], times=4)
     report = rig.report_of(trainer)
     assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * len(rig.HYBRID_PATTERN)}
@@ -265,48 +301,22 @@ def test_a_hybrid_model_of_layers_of_transformer_engine(install: rig.Install) ->
 # -- fused RoPE ------------------------------------------------------------------------------------
 
 
-FUSED = {"apply_rope_fusion": True}
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fused_kernels")
 @pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, YaRN"])
 def test_fused_packs_that_are_canonical_have_the_bits_of_an_unpatched_run(kind: str) -> None:
     """Which runs Megatron's kernels."""
-    lengths = [(10, 30, 24), (32, 32), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
-    steps: list[list[rig.Micro]] = [
-        [canonical(lengths[(index + m) % 5], seed=7 * index + m) for m in range(2)] for index in range(8)
-    ]
-    runs = three_modes(steps, lambda: MlaTrainer(kind=kind, config=FUSED), capacities=(rig.CAPACITY,))
+    runs = three_modes(canonical_steps(rig.CAPACITY, 8), MlaTrainer, kind=kind, config=FUSED)
     assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-
-
-def test_a_longer_pack_replaces_buffers_that_no_graph_reads() -> None:
-    """Megatron makes longer tables then, here of another dtype, too, and frees those of before."""
-    pair = rig.Pair(MlaTrainer, kind="low rank, YaRN", config=FUSED)
-    rubbish: list[Tensor] = []
-    *steps, last, one_more = parallel_jobs.steps_of(5)
-    for index, micros in enumerate(steps):
-        pair.step(*micros)
-        for trainer in pair.both:
-            for embedding in _embeddings(trainer.chunk.decoder):
-                before = embedding.cos_cached
-                embedding.get_cached_cos_sin(200 + 50 * index, dtype=torch.float16, packed_seq=True)
-                assert embedding.cos_cached is not before
-        rubbish += [torch.full_like(embedding.cos_cached[:64], float("nan")) for _ in range(64)]
-    pair.evaluate(rig.ONE, rig.TWO)
-    report = pair.train([last, one_more])
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS}
 
 
 def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() -> None:
     """Bug: buffers that came up stayed, and a layer looked changed."""
-    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
-    (embedding, *_) = _embeddings(trainer.chunk.decoder)
+    block = MlaTrainer(kind="plain, YaRN", config=FUSED).chunk.decoder
+    (embedding, *_) = _embeddings(block)
     for name in list(embedding._buffers):
         delattr(embedding, name)
     before = {**vars(embedding)}, {**embedding._buffers}
-    block: Any = trainer.chunk.decoder
     with MlaTables().answering(block, "a variant"):
         tables = embedding.get_cached_cos_sin(40, dtype=torch.bfloat16, packed_seq=True)
     assert all(table.size(0) == 40 for table in tables)
@@ -314,9 +324,8 @@ def test_tables_that_an_embedding_makes_while_it_is_asked_are_gone_afterwards() 
 
 
 def test_layers_that_are_captured_share_tables_of_their_own() -> None:
-    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
-    block: Any = trainer.chunk.decoder
-    embeddings, tables = _embeddings(trainer.chunk.decoder), MlaTables()
+    block = MlaTrainer(kind="plain, YaRN", config=FUSED).chunk.decoder
+    embeddings, tables = _embeddings(block), MlaTables()
     ask = {"dtype": torch.bfloat16, "packed_seq": True}
     with tables.answering(block, "a variant"):
         first = embeddings[0].get_cached_cos_sin(40, **ask)
@@ -342,9 +351,6 @@ def _megatrons(seam: seams.Seam) -> Callable[..., Any]:
         raise _Called
 
     return called
-
-
-_QUERY, _KEY = seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE
 
 
 def _rows(device: str = "cpu") -> dict[str, Tensor]:
@@ -398,18 +404,3 @@ def test_everything_else_is_megatrons(changes: dict[str, Any]) -> None:
         wrap_query_rope(_megatrons(_QUERY))(given["t"], *angles, 4, 8, offsets, **changes)
     with pytest.raises(_Called):
         wrap_key_rope(_megatrons(_KEY))(given["kv"], given["k_pos_emb"], *angles, 8, 4, 6, offsets, **changes)
-
-
-@pytest.mark.parametrize("seam", [seams.MLA_QUERY_ROPE, seams.MLA_KEY_ROPE], ids=lambda seam: seam.path)
-def test_a_hosts_kernels_in_place_of_megatrons_are_refused(
-    seam: seams.Seam, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rope_of_a_host(*args: Any, **kwargs: Any) -> Tensor:
-        raise AssertionError
-
-    trainer = MlaTrainer(kind="plain, YaRN", config=FUSED)
-    assert refusal_of(trainer.chunk, trainer.model) is None
-    monkeypatch.setattr(seam.owner(), seam.name, rope_of_a_host)
-    assert "rope_of_a_host in place of Megatron's RoPE" in rig.refused(trainer.chunk, trainer.model)
-    monkeypatch.setattr(trainer.chunk.config, "apply_rope_fusion", False)
-    assert refusal_of(trainer.chunk, trainer.model) is None

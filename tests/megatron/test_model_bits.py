@@ -4,18 +4,20 @@
 Models with real Mamba mixers, or of Transformer Engine: test_scope_cells.py.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
-from context_models import MlaExpertTrainer
-from mamba_rig import Documented, HybridExpertTrainer, MambaTrainer, grouped_hybrid
+from context_models import mla_experts
+from mamba_rig import Documented, mamba, mamba_experts
 from megatron_rig import LAYERS, ON_GPU, HybridTrainer, Micro, Run, compare_runs, plain, steps_of
-from mla_rig import KINDS, MlaHybridTrainer, MlaTrainer
-from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer
+from mla_rig import KINDS, MlaTrainer
+from moe_rig import ATTENTION, BIASED, PERMUTATION, ROUTERS, WAYS, ExpertTrainer, recompute
 from moe_rig import GROUPED_EXPERTS as GROUPED
 from moe_rig import PADDED_EXPERTS as PADDED
+from test_prediction import HAS_DETACHED, hybrid_prediction, prediction
 
 from megagraph.demo.trainer import Trainer
 from megagraph.megatron import seams
@@ -28,7 +30,7 @@ pytestmark = [
     # Of torch's compiler, which Megatron's fused activations run through on a GPU.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-STEPS = 8 if ON_GPU else 3
+STEPS, PACKS = (8, 3) if ON_GPU else (3, 2)
 Scopes = str | Sequence[str]
 
 
@@ -40,42 +42,50 @@ class Row(NamedTuple):
     scopes: Scopes = ()
     sites: int = LAYERS  # that have graphs
     masks: bool = False  # of the users'
-    records: bool = False  # routers do, in every step
+    counts: str = ""  # what of a step's counts is never empty
     runs: bool = True  # here
     packs: type[Micro] = Micro  # documents are padded in others
-
-
-def written(scopes: Scopes) -> str:
-    return scopes if isinstance(scopes, str) else "+".join(scopes) or "whole"
 
 
 TABLE: dict[str, Row] = {}
 HYBRIDS: dict[str, Row] = {}  # whose classes have other names in other releases
 HAS_HYBRID = seams.HYBRID_FORWARD.problem() is None
 HALVES: list[Scopes] = [("attn",), ("mlp",), ("attn", "mlp")]
-OVERLAP = {"overlap_grad_reduce": True}
-BUCKETS = {**OVERLAP, "bucket_size": 4000}
-DDP: dict[str, dict[str, Any]] = {"plain": {}, "overlap, buckets": BUCKETS}
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
+
+
+def add(table: dict[str, Row], name: str, row: Row) -> None:
+    scopes = row.scopes if isinstance(row.scopes, str) else "+".join(row.scopes) or "whole"
+    table[f"{name}-{scopes}{', masks' if row.masks else ''}"] = row
+
 
 # -- dense layers ------------------------------------------------------------------------------------
 
-for scopes in HALVES:
-    TABLE |= {f"{name}-{written(scopes)}": Row(plain, {"ddp": ddp}, scopes) for name, ddp in DDP.items()}
-TABLE |= {f"{groups} query groups": Row(plain, {"query_groups": groups, "heads": 4}) for groups in (1, 2)}
+for scopes, ddp in zip(HALVES, (BUCKETS, {}, BUCKETS), strict=True):
+    add(TABLE, "buckets" if ddp else "dense", Row(plain, {"ddp": ddp}, scopes))
+# Megatron's recompute of an MLP hands out its bias, whose gradient it then looks for for ever.
+for scopes, other in ((("attn",), "mlp"), (("mlp",), "core_attn")):
+    given = recompute(other, add_bias_linear=False)
+    add(TABLE, "under recompute of the other half", Row(plain, given, scopes))
+add(TABLE, "query groups", Row(plain, {"query_groups": 2, "heads": 4}))
+for normalization, is_centered in itertools.product(("LayerNorm", "RMSNorm"), (False, True)):
+    norms = {"normalization": normalization, "layernorm_zero_centered_gamma": is_centered}
+    norms |= {"persist_layer_norm": True, "qk_layernorm": True}
+    add(TABLE, f"{normalization}, {is_centered=}", Row(plain, norms))
 for kind in KINDS:
-    for scopes in ((), *(HALVES if kind in ("low rank, YaRN", "plain, RoPE") else ())):
-        TABLE[f"{kind}-{written(scopes)}"] = Row(MlaTrainer, {"kind": kind}, scopes, packs=Documented)
-    HYBRIDS[f"hybrid, {kind}"] = Row(MlaHybridTrainer, {"kind": kind}, sites=4, runs=HAS_HYBRID)
-for kind in ("low rank, YaRN", "plain, YaRN"):
-    for scopes in ((), HALVES[0]):
-        fused = {"kind": kind, "config": {"apply_rope_fusion": True}}
-        TABLE[f"{kind}, fused RoPE-{written(scopes)}"] = Row(MlaTrainer, fused, scopes)
-for position in ("rope", "none"):
-    for name in DDP:
-        given = {"position": position, "ddp": DDP[name]}
-        HYBRIDS[f"hybrid, {position}, {name}"] = Row(HybridTrainer, given, sites=4, packs=Documented)
+    add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, packs=Documented))
+    given = {"kind": kind, "pattern": "+-+-"}
+    add(HYBRIDS, f"hybrid, {kind}", Row(MlaTrainer, given, sites=4, runs=HAS_HYBRID))
+for kind, scopes in zip(("low rank, YaRN", "plain, RoPE", "plain, RoPE"), HALVES, strict=True):
+    add(TABLE, kind, Row(MlaTrainer, {"kind": kind}, scopes, packs=Documented))
+for kind, scopes in (("low rank, YaRN", ()), ("plain, YaRN", "attn")):
+    fused = {"kind": kind, "config": {"apply_rope_fusion": True}}
+    add(TABLE, f"{kind}, fused RoPE", Row(MlaTrainer, fused, scopes))
+for position, ddp, masks in (("rope", {}, True), ("none", BUCKETS, False)):
+    given = {"arguments": lambda _, it=position: {"position_embedding_type": it}, "ddp": ddp}
+    add(HYBRIDS, f"hybrid, {position}", Row(HybridTrainer, given, sites=4, masks=masks, packs=Documented))
 for scope in ("attn", "mlp"):  # layers of one half are graphed whole or not at all
-    HYBRIDS[f"hybrid-{scope}"] = Row(HybridTrainer, {}, scope, 2, runs=HAS_HYBRID)
+    add(HYBRIDS, "hybrid", Row(HybridTrainer, {}, scope, 2, runs=HAS_HYBRID))
 
 # -- Mamba, real but for the mixer -------------------------------------------------------------------
 
@@ -86,95 +96,116 @@ def sites_of(pattern: str, scopes: Scopes) -> int:
     return sum(not scopes or OF_SYMBOL[symbol] in scopes for symbol in pattern)
 
 
-MAMBA: list[Scopes] = [
-    (),
-    ("mamba",),
-    ("attn",),
-    ("mamba", "attn"),
-    ("attn", "mlp"),
-    ("mamba", "attn", "mlp"),
-]
-for scopes in MAMBA:
-    TABLE[f"mamba-{written(scopes)}"] = Row(
-        MambaTrainer, {}, scopes, sites_of("M*-M", scopes), packs=Documented
-    )
-TABLE["mamba, buckets"] = Row(MambaTrainer, {"ddp": BUCKETS}, ("mamba", "attn"), 3, packs=Documented)
-MIXTURE = "ME*E-"
-OF_MIXTURE: dict[str, Any] = {"records": True, "packs": Documented}
-for scopes in (
-    *(("mamba", "attn", "moe_router"), ("attn", "moe_router"), ("mamba", "attn", "mlp", "moe_router")),
-    *(("moe_router",), ("mamba",), ("mlp",)),
+for scopes, ddp in (((), {}), (("mamba",), {}), (("attn", "mlp"), {}), (("mamba", "attn"), BUCKETS)):
+    add(TABLE, "mamba", Row(mamba, {"ddp": ddp}, scopes, sites_of("M*-M", scopes), packs=Documented))
+MIXTURE: dict[str, Any] = {"pattern": "ME*E-"}
+PADS = {**MIXTURE, **moe_rig.PADS}
+for name, given, scopes, sites in (
+    ("experts", MIXTURE, ("mamba", "attn", "mlp", "moe_router"), 5),
+    ("experts", MIXTURE, ("moe_router",), 2),
+    ("experts", MIXTURE, ("mlp",), 1),
+    ("padded experts", PADS, ("mamba", "attn", "moe_router", "moe_preprocess"), 4),
+    ("padded experts", PADS, ("mamba", "moe"), 3),
+    ("grouped experts", {**MIXTURE, "is_grouped": True}, (), 5),
 ):
-    sites = sites_of(MIXTURE, scopes)
-    HYBRIDS[f"mamba and experts-{written(scopes)}"] = Row(
-        HybridExpertTrainer, {"pattern": MIXTURE}, scopes, sites, **OF_MIXTURE
-    )
-for scopes, sites in ((("mamba", "attn", "moe_router", "moe_preprocess"), 4), (("mamba", "moe"), 3)):
-    given = {"pattern": MIXTURE, **moe_rig.CASES["drop and pad"]}
-    HYBRIDS[f"mamba and padded experts-{written(scopes)}"] = Row(
-        HybridExpertTrainer, given, scopes, sites, **OF_MIXTURE
-    )
-# What bfloat16 asks for has test_grouped_experts.py.
-HYBRIDS["mamba and grouped experts"] = Row(
-    grouped_hybrid, {"pattern": MIXTURE}, sites=5, runs=not ON_GPU, **OF_MIXTURE
-)
+    # What bfloat16 asks for has test_grouped_experts.py.
+    runs = not (ON_GPU and "is_grouped" in given)
+    row = Row(mamba_experts, given, scopes, sites, counts="metrics", runs=runs, packs=Documented)
+    add(HYBRIDS, f"mamba and {name}", row)
 
 # -- experts -----------------------------------------------------------------------------------------
 
 
-def of_way(way: str, case: str, scopes: Any = None, sites: int = LAYERS, **given: Any) -> Row:
+def of_way(
+    way: str, case: str, name: str = "", scopes: Any = None, sites: int = LAYERS, **given: Any
+) -> None:
     """Layers of experts, graphed in this way."""
     changes = WAYS[way].cases[case]
+    scopes, masks = WAYS[way].scopes if scopes is None else scopes, given.pop("masks", False)
     runs = way != PERMUTATION or moe_rig.can_permute(changes)
-    scopes = WAYS[way].scopes if scopes is None else scopes
-    masks = given.pop("masks", False)
-    make = moe_rig.grouped_trainer if way == GROUPED else ExpertTrainer
-    return Row(make, {**changes, **given}, scopes, sites, masks, runs=runs)
+    given = {"is_grouped": way == GROUPED, **changes, **given}
+    add(TABLE, f"{way}: {case}{name}", Row(ExpertTrainer, given, scopes, sites, masks, runs=runs))
 
 
-for way, (_scopes, cases) in WAYS.items():
-    TABLE |= {f"{way}: {case}": of_way(way, case) for case in cases}
-MASKED = [(way, case) for way in (ATTENTION, ROUTERS) for case in ("alltoall", "drop", BIASED)]
-for way, case in (*MASKED, (GROUPED, "top 2"), (GROUPED, BIASED)):
-    TABLE[f"{way}: {case}, masks"] = of_way(way, case, masks=True)
+# Beside attention experts are eager, whatever they are; masks reach all of them.
+for way, with_masks, others in (
+    (ATTENTION, ("drop", BIASED), ("alltoall", "allgather", "drop and pad", "recomputed")),
+    (
+        ROUTERS,
+        ("alltoall", "drop", BIASED),
+        (
+            *("allgather", "drop and pad", "drop by position, allgather", "jitter"),
+            *("gated shared experts, allgather", "global loss, per token", "several losses"),
+            *("one expert, before the choice, in doubles", "groups, no losses"),
+        ),
+    ),
+    (
+        PERMUTATION,
+        (),
+        (
+            *("alltoall", "allgather", "drop by position, allgather", "shared experts, overlapped", BIASED),
+            *("gated shared experts, allgather", "drop and pad, shared experts", "global loss, per token"),
+            "one expert, before the choice, in doubles",
+        ),
+    ),
+    (PADDED, (), ("by position", "room for all", "jitter", "gated shared experts", "recomputed")),
+    (
+        GROUPED,
+        ("top 2", BIASED),
+        (
+            *("top 1", "swiglu", "fused swiglu", "gated shared experts, allgather", "jitter", "recomputed"),
+            *("global loss, per token", "gradients of their own"),
+        ),
+    ),
+):
+    for case in (*with_masks, *others):
+        of_way(way, case, masks=case in with_masks)
 for way in (ATTENTION, PADDED, GROUPED):
-    TABLE[f"{way}: {BIASED}, buckets"] = of_way(way, BIASED, ddp=BUCKETS)
+    of_way(way, BIASED, ", buckets", ddp=BUCKETS)
 # Bug that was: overlapped shared experts are no part of the graph, which reported their gradients.
 for case in ("shared experts", "shared experts, overlapped"):
-    ddp = {**OVERLAP, "bucket_size": 1000}
-    TABLE[f"{ROUTERS}: {case}, small buckets"] = of_way(ROUTERS, case, ddp=ddp, **moe_rig.BIAS)
+    of_way(ROUTERS, case, ", small buckets", ddp={**BUCKETS, "bucket_size": 1000}, **moe_rig.BIAS)
+for scopes in (("attn", "moe_router"), ("moe_router",)):
+    of_way(ROUTERS, "shared experts", ", recomputed", scopes, **recompute("shared_experts", "core_attn"))
 # Two layers of experts among dense ones.
-for way, case, among, sites in (
-    *(
-        (ROUTERS, "gated shared experts, allgather", names, 4)
-        for names in (("attn", "moe_router"), ("attn", "moe_router", "mlp"), ("mlp", "moe_router"))
-    ),
+for way, case, scopes, sites in (
+    *((ATTENTION, "alltoall", it, sites) for it, sites in (("attn", 4), (("attn", "mlp"), 4), ("mlp", 2))),
+    (ROUTERS, "gated shared experts, allgather", ("attn", "moe_router", "mlp"), 4),
     (ROUTERS, "gated shared experts, allgather", "moe_router", 2),
-    *(
-        (PERMUTATION, case, ("mlp", "moe_router", "moe_preprocess"), 4)
-        for case in ("shared experts", "drop and pad")
-    ),
-    *(
-        (PADDED, BIASED, names, sites)
-        for names, sites in ((("attn", "moe"), 4), (("attn", "moe", "mlp"), 4), ("moe", 2))
-    ),
-    *(
-        (GROUPED, "shared experts", names, 4)
-        for names in ((), ("attn", "mlp", "moe"), ("mlp", "moe"), "attn", ("attn", "moe_router"))
-    ),
-    (GROUPED, "shared experts", "moe", 2),
+    (PERMUTATION, "shared experts", ("mlp", "moe_router", "moe_preprocess"), 4),
+    (PERMUTATION, "drop and pad", ("mlp", "moe_router", "moe_preprocess"), 4),
+    (PADDED, BIASED, ("attn", "moe", "mlp"), 4),
+    (PADDED, BIASED, "moe", 2),
+    *((GROUPED, "shared experts", it, 4) for it in ((), ("mlp", "moe"), "attn", ("attn", "moe_router"))),
 ):
-    TABLE[f"{way}: {case}, among dense layers-{written(among)}"] = of_way(
-        way, case, among, sites, kinds="E-E-"
-    )
+    of_way(way, case, ", among dense layers", scopes, sites, kinds="E-E-")
 # A layer with experts and a dense one.
 for kind, scopes, sites in (
-    *(("plain, RoPE", (scope,), 1 if scope != "attn" else 2) for scope in ("attn", "moe_router", "mlp")),
-    *(("plain, RoPE", ("attn", *names), 2) for names in (("moe_router",), ("mlp", "moe_router"))),
+    ("plain, RoPE", "attn", 2),
+    ("plain, RoPE", "moe_router", 1),
+    ("plain, RoPE", ("attn", "mlp", "moe_router"), 2),
     ("low rank, YaRN", ("attn", "moe_router"), 2),
 ):
-    given = {"kind": kind, **moe_rig.BIAS, **moe_rig.CASES["shared experts"]}
-    TABLE[f"experts, {kind}-{written(scopes)}"] = Row(MlaExpertTrainer, given, scopes, sites)
+    given = {"kind": kind, **moe_rig.BIAS, **moe_rig.SHARED}
+    add(TABLE, f"experts, {kind}", Row(mla_experts, given, scopes, sites))
+
+# -- multi-token prediction, on packs as they were given, behind graphed layers ----------------------
+
+for name, given, scopes, masks in (
+    ("dense", {}, (), False),
+    ("dense", {}, "attn", True),  # 0.19 hands masks to prediction, 0.16 does not
+    ("one further token", {"mtp_num_layers": 1, "calculate_per_token_loss": True}, (), False),
+    ("no rotary tables", {"position": "learned_absolute"}, (), False),
+    ("detached and repeated", {"mtp_detach_heads": True, "mtp_use_repeated_layer": True}, (), False),
+    ("experts", {"kinds": "EE"}, ("attn", "moe_router"), False),
+    (BIASED, {"kinds": "EE", **moe_rig.BIAS}, "attn", True),
+    ("drop and pad", {"kinds": "EE", **moe_rig.PADS}, ("attn", "moe"), False),
+    *((kind, {"mla": kind}, (), False) for kind in ("low rank, YaRN", "plain, RoPE")),
+):
+    runs = "mtp_detach_heads" not in given or HAS_DETACHED
+    row = Row(prediction, given, scopes, LAYERS, masks, counts="logged", runs=runs)
+    add(HYBRIDS, f"prediction, {name}", row)
+add(HYBRIDS, "prediction, hybrid", Row(hybrid_prediction, {}, (), 4, counts="logged", runs=HAS_HYBRID))
 
 EAGER: dict[str, tuple[Run, Any]] = {}  # what each set of scopes is compared with
 
@@ -184,15 +215,16 @@ def check(row: Row) -> None:
     if not row.runs:
         pytest.skip("this release has no such model, or permutes into shapes that only the device knows")
     padded = {"make": row.packs, "align": 1 if row.packs is Micro else 4}
-    steps, plugin = steps_of(STEPS, masks=row.masks, **padded), {"cuda_graph_modules": row.scopes}
+    steps = [micros[:PACKS] for micros in steps_of(STEPS, masks=row.masks, **padded)]
+    plugin, of_step = {"cuda_graph_modules": row.scopes}, PACKS * row.sites
     run = compare_runs(steps, row.make, plugin, shared=EAGER, evaluate_at=(1, STEPS - 1), **row.given)
-    report, sites = run.report, row.sites
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * 3 * sites}
-    assert report["calls"] == (STEPS + 2) * 3 * sites and report["replays"] == STEPS * 3 * sites
+    report = run.report
+    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 2 * of_step}
+    assert report["calls"] == (STEPS + 2) * of_step and report["replays"] == STEPS * of_step
     assert report["verification"]["verified"] == 2 and report["verification"]["unverified"] == 0
     # Forwards and backwards for training, forwards for evaluation.
-    assert report["layers"] == sites and report["graphs"] == 3 * sites
-    assert not row.records or all(left.metrics for left in run.steps)
+    assert report["layers"] == row.sites and report["graphs"] == 3 * row.sites
+    assert not row.counts or all(getattr(left, row.counts) for left in run.steps)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 Bits: test_model_bits.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,21 +15,11 @@ import pytest
 import torch
 from host_rig import OwnBlock
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron_rig import (
-    Install,
-    Micro,
-    Pair,
-    forget_metrics,
-    graph_config,
-    report_of,
-    step,
-    steps_of,
-    train,
-)
-from moe_rig import BIAS, PADDED, PERMUTED, PLACES, ROUTED, Config, ExpertTrainer, can_permute, compare, lose
+from megatron_rig import Install, Micro, Pair, forget_metrics, graph_config, report_of, step, steps_of, train
+from moe_rig import BIAS, CASES, OVERLAPPED, PADS, SHARED, Config, ExpertTrainer, of
 from parallel_jobs import PACKS
 from same_bits import assert_same_bits
-from torch import Tensor, distributed
+from torch import distributed
 from worlds import World, on_ranks
 
 from megagraph.megatron import seams
@@ -42,8 +32,7 @@ pytestmark = [
 ]
 
 BOTH, WHOLE = ("attn", "moe_router"), ("attn", "moe")
-ROUTER_TOO = ("moe_router", "moe_preprocess")
-ALL = ("attn", *ROUTER_TOO)
+ALL = (*BOTH, "moe_preprocess")
 DROP_AND_PAD = ("drop and pad", "drop and pad, shared experts")
 
 
@@ -61,16 +50,9 @@ def trained(install: Install) -> Any:
     return train
 
 
-@pytest.mark.parametrize("scopes", [BOTH, ("moe_router",)], ids=str)
-def test_shared_experts_that_recompute(scopes: Sequence[str]) -> None:
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["shared_experts", "core_attn"]}
-    report = compare("EE", steps_of(3), scopes, **ROUTED["shared experts"], **recompute)
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 3 * 2}
-
-
 @pytest.mark.parametrize("case", ["shared experts", "shared experts, overlapped"])
 def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
-    trainer = ExpertTrainer(**ROUTED[case])
+    trainer = ExpertTrainer(**CASES[case])
     layer, rows = trainer.chunk.decoder.layers[0], 24
     hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
     mask = torch.arange(rows, device=trainer.device)[None] >= 20
@@ -84,8 +66,7 @@ def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
             assert torch.equal(shared[0], layer.mlp.shared_experts(normed))
         else:
             assert shared == []
-        kept = getattr(layer, "mlp_norm_manager", None)  # it would keep the graph's memory, too
-        assert kept is None
+        assert getattr(layer, "mlp_norm_manager", None) is None  # it would keep the graph's memory, too
         # What entered a site lies where the next micro-batch's will.
         assert (residual is given) == (not given.is_leaf)
 
@@ -94,7 +75,7 @@ def test_what_leaves_the_router_and_in_which_order(case: str) -> None:
 def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Sequence[str]) -> None:
     """What enters a router alone is then what leaves it, too."""
     install(cuda_graph_modules=scopes)
-    pair = Pair(ExpertTrainer, **ROUTED["shared experts"])
+    pair = Pair(ExpertTrainer, **SHARED)
     for trainer in pair.both:
         for layer in trainer.chunk.decoder.layers:
             layer.pre_mlp_layernorm = IdentityOp()
@@ -103,9 +84,7 @@ def test_layers_without_a_norm_before_their_experts(install: Install, scopes: Se
 
 @pytest.mark.parametrize("case", ("alltoall", "shared experts", *DROP_AND_PAD))
 def test_what_leaves_a_permutation_and_in_which_order(case: str) -> None:
-    if not can_permute(PERMUTED[case]):
-        pytest.skip("this release permutes into shapes that only the device knows")
-    trainer = ExpertTrainer(**PERMUTED[case])
+    trainer = ExpertTrainer(**of(moe_rig.PERMUTATION, case))
     layer, rows, end = trainer.chunk.decoder.layers[0], 24, 20
     hidden = torch.rand(rows, 1, 32, device=trainer.device, dtype=trainer.chunk.config.params_dtype)
     mask = torch.arange(rows, device=trainer.device)[None] >= end
@@ -126,10 +105,10 @@ def test_what_leaves_a_permutation_and_in_which_order(case: str) -> None:
     assert PREPROCESS.transient(layer) == (of_shared if case in DROP_AND_PAD else (0, 1, *of_shared))
 
 
-@pytest.mark.parametrize("scopes", [BOTH, ROUTER_TOO, ALL, WHOLE], ids=str)
+@pytest.mark.parametrize("scopes", [("moe_router", "moe_preprocess"), BOTH, WHOLE], ids=str)
 def test_a_block_that_runs_its_layers_itself(install: Install, scopes: Sequence[str]) -> None:
     install(cuda_graph_modules=scopes)
-    pair = Pair(ExpertTrainer, **PERMUTED["drop and pad"])
+    pair = Pair(ExpertTrainer, **PADS)
     for trainer in pair.both:
         trainer.chunk.decoder.__class__ = OwnBlock
     report = pair.train(steps_of(3, tails=False))
@@ -149,8 +128,12 @@ def _replace_scale(device: torch.device, scale: float | None) -> None:
 
 REPLACED: dict[str, tuple[Sequence[str], Any, Config]] = {
     # Graphs would go on adding to tensors that nobody reads.
-    "metrics": (BOTH, lambda device: forget_metrics(), ROUTED["several losses"]),
-    "metrics of whole layers": (WHOLE, lambda device: forget_metrics(), PADDED["sigmoid, bias, groups"]),
+    "metrics": (BOTH, lambda device: forget_metrics(), CASES["several losses"]),
+    "metrics of whole layers": (
+        WHOLE,
+        lambda device: forget_metrics(),
+        {**BIAS, **PADS},
+    ),
     # Bug that was: where there was no scale, a capture's warm-up made one that no schedule could set.
     "no scale of losses": (BOTH, partial(_replace_scale, scale=None), {}),
     "a scale of losses": (BOTH, partial(_replace_scale, scale=3.0), {}),
@@ -162,8 +145,8 @@ def test_what_is_replaced_between_steps_is_noticed(install: Install, what: str) 
     scopes, replace, changes = REPLACED[what]
     install(cuda_graph_modules=scopes)
     pair = Pair(ExpertTrainer, **changes)
-    for index, micros in enumerate(steps_of(6)):
-        if index not in (2, 4):
+    for index, micros in enumerate(steps_of(5)):
+        if index not in (2, 3):
             pair.step(*micros)
             continue
         left = []
@@ -178,7 +161,7 @@ def test_what_is_replaced_between_steps_is_noticed(install: Install, what: str) 
 
 def test_metrics_that_are_watched_keep_their_memory(trained: Any) -> None:
     """Bug that might be: new metrics lie where others were, and graphs add to what has another name."""
-    trainer = trained(BOTH, **ROUTED["several losses"])
+    trainer = trained(BOTH, **CASES["several losses"])
     before = {values.data_ptr() for values in seams.moe_metrics().values()}
     forget_metrics()
     step(trainer, steps_of(1)[0], eager=True)
@@ -189,7 +172,7 @@ def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero() -> None:
     """Bug that might be: what the warm-up of a capture records would be in the first log."""
     from megagraph.megatron.scopes.moe import new_metrics_are_empty, read_by_routers
 
-    trainer = ExpertTrainer(**ROUTED["several losses"])
+    trainer = ExpertTrainer(**CASES["several losses"])
     forget_metrics()
     with new_metrics_are_empty():
         step(trainer, [Micro(lengths=(64,))])
@@ -205,16 +188,16 @@ def test_metrics_of_which_a_capture_knew_nothing_begin_with_zero() -> None:
 
 
 def test_an_error_lets_go_of_what_overlapped_shared_experts_hold(trained: Any) -> None:
-    trainer = trained(BOTH, **{**ROUTED["shared experts, overlapped"], "moe_shared_expert_gate": True})
-    where = f"megatron.core.transformer.moe.{PLACES['dispatch']}"
-    with mock.patch(where, lose), pytest.raises(OSError, match="lost"):
+    trainer = trained(BOTH, **{**OVERLAPPED, **moe_rig.GATED})
+    where = f"megatron.core.transformer.moe.{moe_rig.PLACES['dispatch']}"
+    with mock.patch(where, moe_rig.lose), pytest.raises(OSError, match="lost"):
         step(trainer, steps_of(3)[2])
     assert moe_rig.tensors_of_calls(trainer) == []
 
 
 def test_a_dispatcher_keeps_nothing_of_a_capture(trained: Any) -> None:
     """Its tensors would take their memory out of the slot's pool."""
-    for layer in trained(WHOLE, **PADDED["padded"]).chunk.decoder.layers:
+    for layer in trained(WHOLE, **PADS).chunk.decoder.layers:
         dispatcher = layer.mlp.token_dispatcher
         assert dispatcher.probs is None and dispatcher.routing_map is None
 
@@ -230,7 +213,7 @@ def test_a_hook_on_what_is_graphed_or_bypassed_keeps_its_site_eager(
 ) -> None:
     """Beside the graph it runs."""
     install(cuda_graph_modules=scopes)
-    pair = Pair(ExpertTrainer, **(PADDED["padded"] if scopes == WHOLE else {}))
+    pair = Pair(ExpertTrainer, **(PADS if scopes == WHOLE else {}))
     seen: list[str] = []
     for trainer in pair.both:
         module = trainer.chunk.decoder.layers[1].get_submodule(where)
@@ -244,7 +227,7 @@ def test_a_permutation_of_somebody_elses_is_an_error(trained: Any) -> None:
     """It would permute what stands for the rows in the eager part, where nobody reads it."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    trainer = trained(ALL, **PERMUTED["drop and pad"])
+    trainer = trained(ALL, **PADS)
     ours: Any = token_dispatcher.permute
     with (
         mock.patch.object(token_dispatcher, "permute", ours.__wrapped__),
@@ -263,66 +246,56 @@ def test_a_release_that_permutes_by_a_mask_is_named(trained: Any) -> None:
     assert "this release of megatron-core permutes into shapes that only the" in report["failures"][0]
 
 
-OVERLAPPED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher 'allgather' counts rows on the host"),
         (OVERLAPPED, "moe_shared_expert_overlap=True is not supported yet"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-            "'moe' in recompute_modules is not supported yet",
-        ),
+        (moe_rig.recompute("moe"), "'moe' in recompute_modules is not supported yet"),
     ],
 )
 def test_what_waits_or_forks_is_refused_by_name(trained: Any, changes: Config, words: str) -> None:
-    trainer = trained(WHOLE, **{**PADDED["padded"], **changes})
+    trainer = trained(WHOLE, **{**PADS, **changes})
     assert words in str(MOE.check(trainer.chunk.decoder.layers[0]))
     report = report_of(trainer)
     assert report["eager"] == {"WARMING_UP": 3 * 2, "SCOPE_UNSUPPORTED": 3 * 2}
     assert words in report["failures"][0] and "or name 'moe_router'" in report["failures"][0]
 
 
-def permuting_layer(**changes: Any) -> Any:
-    """One whose rows a graph can permute."""
-    layer = ExpertTrainer(**PERMUTED["drop and pad"], **changes).chunk.decoder.layers[0]
-    assert PREPROCESS.check(layer) is None
-    return layer
+def _patched(layer: Any) -> None:
+    dispatcher = layer.mlp.token_dispatcher
+    preprocess = type(dispatcher).dispatch_preprocess
+    dispatcher.dispatch_preprocess = lambda *args: preprocess(dispatcher, *args)
 
 
-UNBUILT: dict[str, Any] = {
-    "moe_permute_fusion": True,
-    "moe_latent_size": 16,
-    "moe_router_padding_for_quantization": True,
+UNBUILT = {"moe_permute_fusion": True, "moe_latent_size": 16, "moe_router_padding_for_quantization": True}
+# Of a layer: further options, what is done to it, and what is said of it.
+REFUSED: dict[str, tuple[Config, Callable[[Any], Any], str]] = {
+    **{
+        option: (
+            {},
+            lambda layer, option=option: setattr(layer.config, option, UNBUILT[option]),
+            f"{option}={UNBUILT[option]!r} is not supported yet; leave",
+        )
+        for option in UNBUILT
+    },
+    # Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order.
+    "overlapped shared experts": (
+        OVERLAPPED,
+        lambda layer: setattr(layer, "pre_mlp_layernorm", IdentityOp()),
+        "without a norm before them are not supported yet",
+    ),
+    "a host's dispatcher": ({}, _patched, "dispatch_preprocess is not Megatron's"),
 }
 
 
-@pytest.mark.parametrize("option", UNBUILT)
-def test_an_option_is_refused_by_name(option: str) -> None:
-    layer = permuting_layer()
-    with mock.patch.object(layer.config, option, UNBUILT[option], create=True):
-        why = PREPROCESS.check(layer)
-    assert why is not None and f"{option}={UNBUILT[option]!r} is not supported yet; leave" in why
-
-
-def test_overlapped_shared_experts_without_a_norm_before_them_are_refused_by_name() -> None:
-    """Normed hidden states and the residual are one tensor there, whose gradients eager sums in its order."""
-    layer = permuting_layer(**OVERLAPPED)
-    layer.pre_mlp_layernorm = IdentityOp()
-    assert "without a norm before them are not supported yet" in str(PREPROCESS.check(layer))
-
-
-def test_a_dispatcher_that_a_host_has_patched_is_refused_by_name() -> None:
-    layer = permuting_layer()
-    dispatcher = layer.mlp.token_dispatcher
-
-    def dispatch_preprocess(*args: Tensor) -> Any:
-        return type(dispatcher).dispatch_preprocess(dispatcher, *args)
-
-    dispatcher.dispatch_preprocess = dispatch_preprocess
-    assert "dispatch_preprocess is not Megatron's" in str(PREPROCESS.check(layer))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_permuted_in_a_graph_is_refused_by_name(case: str) -> None:
+    changes, change, said = REFUSED[case]
+    layer = ExpertTrainer(**PADS, **changes).chunk.decoder.layers[0]
+    assert PREPROCESS.check(layer) is None
+    change(layer)
+    assert said in str(PREPROCESS.check(layer))
 
 
 # -- over ranks ----------------------------------------------------------------------------------------
@@ -341,7 +314,7 @@ def test_ranks_with_packs_of_their_own() -> None:
 
 def test_whole_layers_of_ranks_with_packs_of_their_own(world2: World) -> None:
     """Bug that was: experts have the group that saves their shards over ranks, and no forward uses it."""
-    for report in world2.run(parallel_jobs.train_experts, scopes=(*WHOLE, "mlp"), **PADDED["padded"]):
+    for report in world2.run(parallel_jobs.train_experts, scopes=(*WHOLE, "mlp"), **PADS):
         assert report["eager"] == {"WARMING_UP": PACKS * 2} and report["failures"] == []
 
 
@@ -361,18 +334,17 @@ def check_spread(reports: list[dict[str, Any]], misfits: int) -> None:
 
 @pytest.mark.gpu
 def test_a_hundred_steps_of_experts_over_ranks(world2: World) -> None:
-    scopes, changes = (*BOTH, "moe_preprocess", "mlp"), {**BIAS, "moe_shared_expert_intermediate_size": 24}
-    job = parallel_jobs.train_spread
-    check_spread(world2.run(job, scopes=scopes, num_steps=100, misfits_on=1, **changes), 50)
+    changes = {"scopes": (*ALL, "mlp"), **BIAS, **SHARED}
+    check_spread(world2.run(parallel_jobs.train_spread, num_steps=100, misfits_on=1, **changes), 50)
 
 
 SPREAD: dict[str, tuple[Sequence[str], Config]] = {
     "dropless, bias": (BOTH, BIAS),
-    **{case: (BOTH, ROUTED[case]) for case in ("drop", "shared experts", "shared experts, overlapped")},
+    **{case: (BOTH, CASES[case]) for case in ("drop", "shared experts, overlapped")},
     # Counts are gathered over the ranks in the eager part.
     "permuted": (
         (*BOTH, "moe_preprocess"),
-        {**BIAS, **ROUTED["shared experts"], "moe_router_load_balancing_type": "aux_loss"},
+        {**BIAS, **SHARED, "moe_router_load_balancing_type": "aux_loss"},
     ),
 }
 
@@ -386,20 +358,19 @@ def test_experts_over_ranks_with_packs_of_their_own(world2: World, case: str) ->
     check_spread(world2.run(job, scopes=(*scopes, "mlp"), misfits_on=1, **changes), 2)
 
 
-SHARED = {**BIAS, "moe_shared_expert_intermediate_size": 24}
-
-
-@pytest.mark.parametrize("expert_parallel", [1, 2])
-@pytest.mark.parametrize("scopes", [("attn",), (*BOTH, "mlp")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("scopes", "expert_parallel"), [(("attn",), 2), ((*BOTH, "mlp"), 1), ((*BOTH, "mlp"), 2)]
+)
 def test_ranks_that_share_rows(world2: World, scopes: Sequence[str], expert_parallel: int) -> None:
     """Of a pack, each with all experts or some."""
-    reports = world2.run(parallel_jobs.train_shared, scopes=scopes, expert_parallel=expert_parallel, **SHARED)
+    reports = world2.run(
+        parallel_jobs.train_shared, scopes=scopes, expert_parallel=expert_parallel, **BIAS, **SHARED
+    )
     for report in reports:
         assert report["failures"] == [] and set(report["eager"]) == {"WARMING_UP"}
 
 
-@pytest.mark.parametrize("expert_parallel", [1, 2])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(("mode", "expert_parallel"), [("eager", 1), ("graph", 1), ("graph", 2)])
 @on_ranks(2)
 @moe_rig.experts_on_cpu()
 def test_rows_of_padding_reach_no_expert(mode: str, expert_parallel: int) -> None:

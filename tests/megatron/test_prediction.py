@@ -2,9 +2,7 @@
 """Multi-token prediction: its layers run eager on packs as they were given, behind graphed layers."""
 
 import dataclasses
-import importlib
 from typing import Any
-from unittest import mock
 
 import megatron_rig as rig
 import mla_rig
@@ -15,25 +13,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from moe_rig import ExpertTrainer
 from same_bits import assert_same_bits
-from torch import Tensor, nn
+from torch import Tensor
 
 import megagraph
-from megagraph.decide.reasons import EagerReason
-from megagraph.demo.trainer import ModelOptions, transformer_config
-from megagraph.megatron import seams
 from megagraph.megatron.graphs.refusals import refusal_of
 from megagraph.modules import Norm
 
 pytestmark = [pytest.mark.both, pytest.mark.usefixtures("experts")]
 
-PREDICTION: dict[str, Any] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
-# Undoes what moe_rig's base says of experts, of which there are none.
-DENSE: dict[str, Any] = {
+DENSE: dict[str, Any] = {  # undoes what moe_rig's base says of experts
     "num_moe_experts": None,
     "moe_ffn_hidden_size": None,
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
 }
+LAYERS = rig.LAYERS
+HAS_DETACHED = hasattr(TransformerConfig, "mtp_detach_heads")
 
 
 def prediction_spec(config: Any, layers: Any) -> Any:
@@ -47,50 +42,20 @@ def prediction_spec(config: Any, layers: Any) -> Any:
     return block
 
 
-class PredictionTrainer(ExpertTrainer):
-    """The reference loop around a GPTModel that predicts further tokens."""
+def prediction(kinds: str = "--", *, position: str = "rope", mla: str = "", **changes: Any) -> ExpertTrainer:
+    """A GPTModel that predicts two further tokens."""
+    config = {} if "E" in kinds else dict(DENSE)
+    spec, options = moe_rig.block_spec(kinds), rig.OPTIONS
+    if mla:  # makes tables of its own in prediction, for the pack as it was given
+        config |= mla_rig.mla_config(mla)
+        spec, options = mla_rig.mla_spec(mla_rig.mla_config(mla)), mla_rig.OPTIONS
+    further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 
-    def __init__(
-        self,
-        kinds: str = "--",
-        *,
-        position: str = "rope",
-        options: ModelOptions = rig.OPTIONS,
-        **changes: Any,
-    ) -> None:
-        self._position = position
-        dense = {} if "E" in kinds else DENSE
-        super().__init__(kinds, options=options, **{**PREDICTION, **dense, **changes})
-        _logged()
+    def arguments(config: Any) -> dict[str, Any]:
+        return {"position_embedding_type": position, "mtp_block_spec": prediction_spec(config, spec)}
 
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        from megatron.core.models.gpt import GPTModel
-
-        model: nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=self.options.vocab,
-            max_sequence_length=self.options.max_tokens,
-            position_embedding_type=self._position,
-            mtp_block_spec=prediction_spec(config, spec),
-        )
-        return model
-
-    def counted(self) -> dict[str, Any]:
-        """With what is logged of predicted tokens."""
-        logged = _logged()
-        assert logged
-        return {**super().counted(), "logged": logged}
-
-
-def _logged() -> dict[str, Tensor]:
-    """What Megatron's tracker of predicted tokens holds, by name; empties it."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    found = {name: value.clone() for name, value in tracker.items() if isinstance(value, Tensor)}
-    tracker.clear()
-    return found
+    given = {"spec": spec, "options": options, "arguments": arguments}
+    return ExpertTrainer(kinds, **given, **{**further, **config, **changes})
 
 
 def hybrid_spec() -> Any:
@@ -112,60 +77,9 @@ def hybrid_spec() -> Any:
     return stack
 
 
-class HybridPredictionTrainer(rig.HybridTrainer):
-    """The same around a HybridModel, of which `/` begins the layers of one further token."""
-
-    def __init__(self) -> None:
-        super().__init__(pattern="*-*-/*-/*-", spec=hybrid_spec(), config={"mtp_num_layers": 2})
-
-    def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        config.num_layers = 4  # of the pattern's first part
-        return super().make_chunk(config, spec)
-
-
-LAYERS = 2
-
-
-def compare(steps: Any, scopes: Any = (), **changes: Any) -> rig.Run:
-    """Trains eager and graphed, with the same bits. Returns the graphed run."""
-    return rig.compare_runs(steps, PredictionTrainer, {"cuda_graph_modules": scopes}, **changes)
-
-
-def assert_replayed(report: dict[str, Any], sites: int, warm_up: int = 3 * LAYERS) -> None:
-    """All calls after the first step have replayed."""
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": warm_up}
-    assert report["layers"] == sites
-    assert report["replays"] >= 0.95 * (report["calls"] - warm_up)
-    assert report["verification"]["unverified"] == 0
-
-
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "dense": ((), {}),
-    "dense, attention": ("attn", {}),
-    "dense, one further token": ((), {"mtp_num_layers": 1, "calculate_per_token_loss": True}),
-    "dense, no rotary tables": ((), {"position": "learned_absolute"}),
-    "experts": (("attn", "moe_router"), {"kinds": "EE"}),
-    "experts, attention": ("attn", {"kinds": "EE", **moe_rig.CASES["sigmoid, bias, groups"]}),
-    "experts that drop and pad": (("attn", "moe"), {"kinds": "EE", **moe_rig.CASES["drop and pad"]}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bits(case: str) -> None:
-    scopes, changes = CASES[case]
-    graphed = compare(rig.steps_of(13 if rig.ON_GPU else 3), scopes, **changes)
-    assert_replayed(graphed.report, sites=LAYERS)
-    for left in graphed.steps:
-        of_layers = {name: grad for name, grad in left.grads.items() if "eh_proj.weight" in name}
-        assert len(of_layers) == changes.get("mtp_num_layers", 2)
-        assert all(grad.any() for grad in of_layers.values())
-
-
-@pytest.mark.parametrize("kinds", ["--", "EE"])
-def test_masks_of_the_users(kinds: str) -> None:
-    """0.19 hands them to prediction, 0.16 does not; rows as they were given in either."""
-    graphed = compare(rig.steps_of(3, masks=True), "attn", kinds=kinds)
-    assert_replayed(graphed.report, sites=LAYERS)
+def hybrid_prediction() -> rig.ModelTrainer:
+    """The same of a HybridModel, of which `/` begins the layers of one further token."""
+    return rig.ModelTrainer(pattern="*-*-/*-/*-", spec=hybrid_spec(), mtp_num_layers=2)
 
 
 FULL = rig.Micro(lengths=(20, 14, 30), seed=3)
@@ -184,8 +98,8 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
     """
     micro = GIVEN[case]
     given = [[micro]] * 3
-    alone = rig.train(None, given, PredictionTrainer)
-    graphed = compare(given)
+    alone = rig.train(None, given, prediction)
+    graphed = rig.compare_runs(given, prediction)
     assert graphed.report["replays"] == 2 * LAYERS
     for one, other in zip(alone.steps, graphed.steps, strict=True):
         if micro.physical == rig.CAPACITY.tokens:
@@ -198,7 +112,7 @@ def test_megatron_alone_leaves_the_same(case: str) -> None:
 def test_packs_that_fit_no_capacity_run_as_given() -> None:
     large = rig.Micro(lengths=(40, 40), seed=8)
     given = [[FULL, large]] * 3
-    graphed = compare(given)
+    graphed = rig.compare_runs(given, prediction)
     assert graphed.report["replays"] == 2 * LAYERS
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "TOO_MANY_TOKENS": 3 * LAYERS}
 
@@ -206,7 +120,7 @@ def test_packs_that_fit_no_capacity_run_as_given() -> None:
 def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> None:
     """Rotary positions are ours there, too, where tails would raise."""
     install()
-    trainer = PredictionTrainer("EE")
+    trainer = prediction("EE")
     micros = rig.steps_of(1, tails=False)[0]
     rig.step(trainer, micros, update=False)
     ours = rig.step(trainer, micros, update=False)
@@ -217,38 +131,12 @@ def test_where_no_layer_is_graphed_packs_run_as_given(install: rig.Install) -> N
     assert_same_bits(ours, rig.step(trainer, micros, update=False))
 
 
-def test_detached_and_repeated_layers_of_prediction() -> None:
-    names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    options = {"mtp_detach_heads": True, "mtp_use_repeated_layer": True}
-    if not names.issuperset(options):
-        pytest.skip("this megatron-core has neither option")
-    graphed = compare(rig.steps_of(3), **options)
-    assert_replayed(graphed.report, sites=LAYERS)
-
-
-@pytest.mark.parametrize("kind", ["low rank, YaRN", "plain, RoPE"])
-def test_mla(kind: str) -> None:
-    """Its layers in prediction make their own tables, for the pack as it was given."""
-    mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    config = mla_rig.mla_config(kind)
-    spec = megagraph.get_gpt_block_varlen_spec(
-        transformer_config(mla_rig.OPTIONS, **config),
-        normalization="RMSNorm",
-        multi_latent_attention=True,
-        qk_layernorm=config.get("qk_layernorm", False),
-    )
-    given = [[rig.Micro(lengths=(20, 14, 30), seed=1), rig.Micro(lengths=(9, 17), seed=2)]] * 3
-    with mock.patch.object(mla, "HAVE_TE", isinstance(mla.TELinear, type)):
-        graphed = compare(given, options=mla_rig.OPTIONS, spec=spec, **config)
-    assert graphed.report["failures"] == [] and graphed.report["replays"] == 2 * 2 * LAYERS
-
-
 def test_routers_that_record_do_so_in_prediction_as_well(install: rig.Install) -> None:
     """All of them see the rows that were given: the decoder's are shown these, the others have no more."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     install(cuda_graph_modules="attn")
-    pair = rig.Pair(PredictionTrainer, kinds="EE", moe_enable_routing_replay=True)
+    pair = rig.Pair(prediction, kinds="EE", moe_enable_routing_replay=True)
     replays = [
         [module.router_replay for module in trainer.chunk.modules() if hasattr(module, "router_replay")]
         for trainer in pair.both
@@ -264,26 +152,15 @@ def test_routers_that_record_do_so_in_prediction_as_well(install: rig.Install) -
     assert pair.report()["eager"] == {"WARMING_UP": 3 * LAYERS}
 
 
-def test_a_hybrid_model_too(install: rig.Install) -> None:
-    if seams.HYBRID_FORWARD.problem() is not None:
-        pytest.skip("this megatron-core has no HybridModel")
-    install()
-    report = rig.Pair(HybridPredictionTrainer).train([FULL, *micros] for micros in rig.steps_of(4))
-    assert report["failures"] == [] and report["eager"] == {"WARMING_UP": 4 * 4}
-    assert report["replays"] == 3 * 4 * 4
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 
 def test_sequence_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = PredictionTrainer().chunk
+    model = prediction().chunk
     assert refusal_of(model, None) is None
     monkeypatch.setattr(model.config, "sequence_parallel", True)
-    refusal = refusal_of(model, None)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
     name = "multi-token prediction with sequence parallelism (sequence_parallel=True)"
-    assert refusal.sentence == f"{name} is not supported yet"
+    assert rig.refused(model) == f"{name} is not supported yet"
 
 
 def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> None:
@@ -294,7 +171,7 @@ def test_a_forward_of_a_hosts_own_is_refused_by_name(install: rig.Install) -> No
             return found
 
     install()
-    trainer = PredictionTrainer()
+    trainer = prediction()
     trainer.chunk.mtp.__class__ = OwnPrediction
     micros = rig.steps_of(1, tails=False)[0]
     ours = [rig.step(trainer, micros, update=False) for _ in range(3)]

@@ -4,7 +4,6 @@
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,9 @@ from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 import megagraph
-from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer, gpt_model, transformer_config
 from megagraph.megatron.graphs.refusals import refusal_of
+from megagraph.modules import Norm
 
 pytestmark = pytest.mark.both
 
@@ -73,34 +72,22 @@ def test_an_option_that_is_not_built_is_refused_by_name(
     assert rig.refused(trainer.chunk, trainer.model) == f"{name} ({option}={value!r}) is not supported yet"
 
 
+SPREAD = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
+
+
 @pytest.mark.parametrize(
-    "change, name",
-    [
-        (
-            lambda chunk: vars(chunk.config).update(
-                num_moe_experts=4, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
-            ),
-            "experts over several ranks that need equal rows",
-        ),
-        (
-            lambda chunk: setattr(chunk.decoder.layers[0].self_attention, "core_attention", nn.Identity()),
-            "attention of class Identity",
-        ),
-    ],
-    ids=["experts", "attention"],
+    "name", ["experts over several ranks that need equal rows", "attention of class Identity"]
 )
-def test_what_ranks_cannot_share_packs_in_is_refused_by_name(
-    change: Callable[[Any], None], name: str
-) -> None:
-    chunk: Any = Trainer(rig.OPTIONS).chunk
-    assert refusal_of(chunk, None) is None
+def test_what_ranks_cannot_share_packs_in_is_refused_by_name(trainer: Trainer, name: str) -> None:
+    chunk: Any = trainer.chunk
     chunk.config.context_parallel_size = 2
     assert refusal_of(chunk, None) is None
-    change(chunk)
-    refusal = refusal_of(chunk, None)
-    assert refusal is not None and refusal.reason is EagerReason.SCOPE_UNSUPPORTED
+    if name.startswith("experts"):
+        vars(chunk.config).update(SPREAD)
+    else:
+        chunk.decoder.layers[0].self_attention.core_attention = nn.Identity()
     said = f"{name} with context parallelism (context_parallel_size=2) is not supported yet"
-    assert refusal.sentence == said
+    assert rig.refused(chunk) == said
 
 
 @pytest.mark.parametrize("mark", ["te_quant_params", "primary_weights_in_fp8"])
@@ -114,60 +101,39 @@ def test_a_module_that_says_it_is_quantized_is_refused_by_name(trainer: Trainer,
     assert rig.refused(trainer.chunk, trainer.model) == f"quantization ({where}) is not supported yet"
 
 
-def test_fsdp_is_refused_by_name(trainer: Trainer) -> None:
+def test_fsdp_and_multimodal_rope_are_refused_by_name(trainer: Trainer) -> None:
     ddp: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
     assert rig.refused(trainer.chunk, ddp) == "Megatron-FSDP is not supported yet"
-
-
-def test_multimodal_rope_is_refused_by_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.chunk, "position_embedding_type", "mrope")
-    assert "multimodal RoPE" in rig.refused(trainer.chunk, None)
-
-
-def _delta_net_spec(config: Any) -> Any:
-    """A block of layers of which the last has a gated delta net in place of its attention."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from megagraph.megatron.specs import get_gpt_block_varlen_spec
-    from megagraph.modules import Norm
-
-    spec = get_gpt_block_varlen_spec(config)
-    last = copy.deepcopy(spec.layer_specs[-1])
-    last.submodules.self_attention = ModuleSpec(
-        module=GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
-        ),
-    )
-    spec.layer_specs = [*spec.layer_specs[:-1], last]
-    return spec
+    trainer.chunk.position_embedding_type = "mrope"
+    assert "multimodal RoPE" in rig.refused(trainer.chunk)
 
 
 def test_a_gated_delta_net_among_the_layers_of_a_gpt_model_is_refused_by_its_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bug: it wants offsets that reach the last row, so that its canonical pack raised in the first step."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     nets = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    common = getattr(nets, "common", nets)
-    monkeypatch.setattr(common, "HAVE_FLA", True)  # its kernels, which only a run needs
+    monkeypatch.setattr(getattr(nets, "common", nets), "HAVE_FLA", True)  # kernels, which only a run needs
     config: dict[str, Any] = {
-        "linear_conv_kernel_dim": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
+        **{"linear_conv_kernel_dim": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
         "activation_func": torch.nn.functional.silu,
         "deterministic_mode": True,  # so that it needs no kernels but its own
         "perform_initialization": False,  # which wants random streams
     }
-
     transformer = transformer_config(rig.OPTIONS, **config)
-    model = gpt_model(rig.OPTIONS, transformer, _delta_net_spec(transformer))
-    assert rig.refused(model, None) == (
-        "a gated delta net (GatedDeltaNet at layers.1.self_attention) is not supported yet"
+    spec = megagraph.get_gpt_block_varlen_spec(transformer)
+    first, last = spec.layer_specs[0], copy.deepcopy(spec.layer_specs[-1])
+    parts = nets.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
     )
+    last.submodules.self_attention = ModuleSpec(module=nets.GatedDeltaNet, submodules=parts)
+    spec.layer_specs = [first, last]
+    said = "a gated delta net (GatedDeltaNet at layers.1.self_attention) is not supported yet"
+    assert rig.refused(gpt_model(rig.OPTIONS, transformer, spec)) == said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import moe_rig
 import pytest
 from megatron_rig import Install, Pair, steps_of
 from moe_rig import ExpertTrainer
@@ -84,13 +83,13 @@ def test_routing_that_is_replayed_from_some_step_on(
             return choose(scores.flip(1), topk)
 
     install(cuda_graph_modules=(*scopes, "mlp") if scopes else ())
-    changes: dict[str, Any] = {"spec": moe_rig.grouped_spec("E-")}
+    changes: dict[str, Any] = {"is_grouped": True}
     if scopes:
         changes = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     pair = Pair(ExpertTrainer, kinds="E-", **changes)
     pair.train(steps_of(5)[:2])
     if how == "its own choices":
-        for router in (router for trainer in pair.both for router in moe_rig.routers(trainer)):
+        for router in (router for trainer in pair.both for router in trainer.routers()):
             router.router_replay = Replay()
     else:
         routing = TopKRouter.routing

@@ -8,65 +8,49 @@ begin anew in each document.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, ON_GPU, OPTIONS, HybridTrainer, Micro, step
+from megatron.core.models.gpt import GPTModel
+from megatron_rig import CAPACITY, HYBRID_PATTERN, LAYERS, ON_GPU, HybridTrainer, Install, Micro, plain, step
+from moe_rig import ExpertTrainer
 from rope_rig import (
     MODES,
+    SHAPES,
     Declared,
-    PerToken,
-    PerTokenScattered,
-    Scattered,
     assert_close_losses,
-    canonical,
+    canonical_steps,
+    hand_out_frequencies,
     run,
+    scatter,
     three_modes,
 )
 from same_bits import assert_same_bits
-from torch import Tensor, nn
+from torch import Tensor
 from worlds import on_ranks
 
-from megagraph.config import GraphConfig
 from megagraph.decide.dispatch import Capacity
-from megagraph.demo.trainer import Trainer, gpt_model
-from megagraph.modules import VarlenAttention
 
-COUNT = 7 if ON_GPU else 4  # of steps that have each of these shapes
+COUNT = 7 if ON_GPU else 3  # of steps that have each of these shapes
 HALF = Capacity(tokens=64, num_seqs=5, max_seqlen=32)
-SHAPES = [(10, 30, 24), (32, 32), (20, 8, 30, 6), (2, 2, 28, 32), (16, 16, 16, 16), (31, 1, 32)]
 # Megatron's interleaved RoPE takes no empty documents.
 WITHOUT_EMPTY = [(10, 30, 20, 3, 1), (32, 2, 20, 2, 8), (12, 13, 13, 13, 13), (1, 29, 1, 32, 1)]
 
 
-def canonical_steps(
-    capacity: Capacity, count: int = COUNT, shapes: Sequence[tuple[int, ...]] = SHAPES, **further: Any
-) -> list[list[Micro]]:
-    return [
-        [
-            canonical(shapes[(2 * index + m) % len(shapes)], capacity=capacity, seed=7 * index + m, **further)
-            for m in range(2)
-        ]
-        for index in range(count)
-    ]
-
-
-def trainer_of(**config: Any) -> Trainer:
-    return Trainer(OPTIONS, config=config)
-
-
-@pytest.mark.parametrize("aliased", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("capacity", [CAPACITY, HALF], ids=["all the tokens", "half of them"])
+@pytest.mark.parametrize(
+    ("capacity", "interleaved", "aliased"),
+    [(CAPACITY, False, False), (CAPACITY, True, True), (HALF, False, True), (HALF, True, False)],
+    ids=str,
+)
 def test_canonical_packs_have_the_bits_of_an_unpatched_run(
     capacity: Capacity, interleaved: bool, aliased: bool
 ) -> None:
     """Bug: with a `max_seqlen` of all tokens, positions began anew in each document in both modes."""
     shapes = WITHOUT_EMPTY if interleaved else SHAPES
-    steps = canonical_steps(capacity, shapes=shapes, aliased=aliased)
-    runs = three_modes(steps, lambda: trainer_of(rotary_interleaved=interleaved), capacities=(capacity,))
+    steps = canonical_steps(capacity, COUNT, shapes, aliased=aliased)
+    runs = three_modes(steps, capacities=(capacity,), rotary_interleaved=interleaved)
     as_given = {"SIGNATURE_CHANGED": COUNT * 2 * LAYERS}
     goes_on = capacity is CAPACITY
     assert runs["eager"].report["eager"] == (as_given if goes_on else {"DISABLED": COUNT * 2 * LAYERS})
@@ -76,7 +60,7 @@ def test_canonical_packs_have_the_bits_of_an_unpatched_run(
 
 def test_the_two_meanings_differ() -> None:
     """Or the tests here would compare nothing: by roundings, as attention sees distances alone."""
-    all_rows, half = (run("off", canonical_steps(c, count=1)).steps[0].losses for c in (CAPACITY, HALF))
+    all_rows, half = (run("off", canonical_steps(c, 1)).steps[0].losses for c in (CAPACITY, HALF))
     assert not torch.equal(all_rows[0], half[0])
 
 
@@ -105,7 +89,7 @@ def test_a_pack_of_fewer_rows_than_the_capacity_keeps_its_own_meaning() -> None:
         ]
         for index in range(5)
     ]
-    off, eager, graphed = (run(mode, steps, lambda: Scattered(OPTIONS)) for mode in MODES)
+    off, eager, graphed = (run(mode, steps, given={"prepare": scatter}) for mode in MODES)
     assert_same_bits(eager, graphed)
     assert graphed.report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 5 * LAYERS}
     assert_close_losses(off, graphed)  # padding changes roundings
@@ -121,9 +105,9 @@ def test_one_document_alone_needs_no_graphs_of_its_own() -> None:
 
 def test_a_hybrid_model_has_the_bits_of_an_unpatched_run() -> None:
     pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-    runs = three_modes(canonical_steps(HALF), HybridTrainer, capacities=(HALF,))
+    runs = three_modes(canonical_steps(HALF, COUNT), HybridTrainer, capacities=(HALF,))
     assert runs["graph"].report["eager"] == {"WARMING_UP": 2 * len(HYBRID_PATTERN)}
-    runs = three_modes(canonical_steps(CAPACITY), HybridTrainer)
+    runs = three_modes(canonical_steps(CAPACITY, COUNT), HybridTrainer)
     assert runs["graph"].report["eager"] == {"SIGNATURE_CHANGED": COUNT * 2 * len(HYBRID_PATTERN)}
 
 
@@ -147,45 +131,30 @@ def test_packs_whose_keys_declare_another_length_run_as_they_were_given() -> Non
 # -- models that are not ours --------------------------------------------------------------------
 
 
-def test_a_refused_model_keeps_megatrons_own_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("experts")
+def test_a_refused_model_keeps_megatrons_own_rope() -> None:
     """Bug: positions began anew in each document, since the wrapper acted in every model."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import moe_utils
-
-    # 0.16 reads this name where it could not import it.
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-    experts = {"num_moe_experts": 2, "moe_router_topk": 2, "add_bias_linear": False}
-    experts["moe_router_load_balancing_type"] = "sinkhorn"
-
-    def mixture() -> Trainer:
-        spec = get_gpt_layer_local_spec(num_experts=2, moe_grouped_gemm=False)
-        spec.submodules.self_attention.submodules.core_attention = VarlenAttention
-        return Trainer(OPTIONS, config=experts, spec=spec)
-
-    runs = three_modes(canonical_steps(CAPACITY), mixture)
+    refused = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+    runs = three_modes(canonical_steps(CAPACITY, COUNT), ExpertTrainer, **refused)
     assert runs["graph"].report["eager"] == {"SCOPE_UNSUPPORTED": COUNT * 2 * LAYERS}
 
 
 def test_packs_that_fit_no_capacity_keep_megatrons_own_rope() -> None:
     small = Capacity(tokens=64, num_seqs=2, max_seqlen=64)
-    runs = three_modes(canonical_steps(CAPACITY), capacities=(small,))
+    runs = three_modes(canonical_steps(CAPACITY, COUNT), capacities=(small,))
     assert runs["graph"].report["eager"] == {"TOO_MANY_SEQUENCES": COUNT * 2 * LAYERS}
 
 
-def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Callable[..., GraphConfig]) -> None:
+def test_a_model_that_never_enters_keeps_megatrons_own_rope(install: Install) -> None:
     """A host's forward in place of the model's, which knows of nothing."""
-    from megatron.core.models.gpt import GPTModel
 
-    class Bypassed(Trainer):
-        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-            model = super().make_chunk(config, spec)
-            model.forward = inspect.unwrap(GPTModel.forward).__get__(model)  # type: ignore[method-assign]
-            return model
+    def bypass(model: Any) -> None:
+        model.forward = inspect.unwrap(GPTModel.forward).__get__(model)
 
-    steps = canonical_steps(CAPACITY, count=2)
-    off = run("off", steps, lambda: Bypassed(OPTIONS))
+    steps = canonical_steps(CAPACITY, 2)
+    off = run("off", steps, given={"prepare": bypass})
     install()
-    trainer = Bypassed(OPTIONS)
+    trainer = plain(prepare=bypass)
     for index, micros in enumerate(steps):
         assert_same_bits(off.steps[index], step(trainer, micros))
 
@@ -203,8 +172,7 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
         return out
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", of_a_host)
-    steps = canonical_steps(CAPACITY, count=2)
-    runs = three_modes(steps)
+    runs = three_modes(canonical_steps(CAPACITY, 2))
     assert len(calls) == 3 * (2 * 2 * LAYERS * 2)  # runs of micro-batches of layers of queries and keys
     report = runs["graph"].report
     assert report["eager"] == {"SCOPE_UNSUPPORTED": 2 * 2 * LAYERS}
@@ -215,18 +183,17 @@ def test_a_rope_that_a_host_has_put_in_place_of_megatrons_is_reached(monkeypatch
 # -- frequencies of each token -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_seqlen", [64, 32], ids=["all the tokens", "half of them"])
-@pytest.mark.parametrize("pack", ["canonical", "as they come"])
+@pytest.mark.parametrize(("pack", "max_seqlen"), [("canonical", 64), ("as they come", 32)])
 def test_frequencies_of_each_token_have_the_bits_of_an_unpatched_run(pack: str, max_seqlen: int) -> None:
     """Bug: they were taken for a table of positions in each document."""
-    capacity = Capacity(tokens=64, num_seqs=5, max_seqlen=max_seqlen)
-    steps = canonical_steps(HALF)
+    capacity = CAPACITY.replace(max_seqlen=max_seqlen)
+    steps = canonical_steps(HALF, COUNT)
     if pack != "canonical":
         steps = [
             [Micro(lengths=(9, 20 + index), seed=index), Micro(lengths=(15, 8, 3 + index))]
             for index in range(COUNT)
         ]
-    runs = three_modes(steps, lambda: PerToken(OPTIONS), capacities=(capacity,))
+    runs = three_modes(steps, capacities=(capacity,), prepare=hand_out_frequencies)
     assert runs["eager"].report["eager"] == {"DISABLED": COUNT * 2 * LAYERS}
     assert runs["graph"].report["eager"] == {
         "WARMING_UP": 2 * LAYERS,
@@ -247,7 +214,7 @@ def test_ranks_that_share_rows_do_not_pad_packs_with_frequencies_of_each_token()
         ]
         for index in range(5)
     ]
-    runs = three_modes(steps, lambda: PerTokenScattered(OPTIONS, config=SHARED_ROWS))
+    runs = three_modes(steps, prepare=lambda it: hand_out_frequencies(scatter(it)), **SHARED_ROWS)
     eager, graphed = runs["eager"].report, runs["graph"].report
     assert eager["eager"] == {
         "WARMING_UP": LAYERS,
@@ -268,25 +235,24 @@ def test_another_table_for_rows_that_were_added_is_an_error() -> None:
         factor = 1.0 if len(calls) < 3 else 0.5
         return args, {**given, "rotary_pos_emb": given["rotary_pos_emb"] * factor}
 
-    def make() -> Trainer:
-        trainer = Trainer(OPTIONS, config=SHARED_ROWS)
-        trainer.chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
-        return trainer
+    def prepare(chunk: Any) -> None:
+        chunk.decoder.register_forward_pre_hook(change, with_kwargs=True)
 
     with pytest.raises(RuntimeError, match="a rotary table that is not the model's own"):
-        run("graph", [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4, make)
+        run(
+            "graph",
+            [[Declared(lengths=(20, 8), max_seqlen=20)]] * 4,
+            given={"prepare": prepare, **SHARED_ROWS},
+        )
 
 
 def test_a_model_whose_table_has_a_length_of_its_own_runs_as_it_was_given() -> None:
     """As long as each pack here, whatever packs declare."""
 
-    class Fixed(Trainer):
-        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-            model: Any = gpt_model(self.options, config, spec)
-            model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: 64
-            return model  # type: ignore[no-any-return]
+    def fix(model: Any) -> None:
+        model.rotary_pos_emb.get_rotary_seq_len = lambda *args, **given: 64
 
-    runs = three_modes(canonical_steps(HALF), lambda: Fixed(OPTIONS), capacities=(HALF,))
+    runs = three_modes(canonical_steps(HALF, COUNT), capacities=(HALF,), prepare=fix)
     report = runs["graph"].report
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": (COUNT - 1) * 2 * LAYERS}
     assert "expected a rotary table of max_seqlen, 32 rows, got 64" in report["failures"][0]
@@ -295,23 +261,18 @@ def test_a_model_whose_table_has_a_length_of_its_own_runs_as_it_was_given() -> N
 def test_a_models_own_table_that_has_changed_is_still_its_own() -> None:
     """As long as the pack, and no frequencies of each token: the pack itself declares fewer rows."""
 
-    class Changed(Trainer):
-        calls = 0
+    def prepare(model: Any) -> None:
+        calls = itertools.count(1)
 
-        def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-            model: Any = gpt_model(self.options, config, spec)
+        def change(given: Any, _args: Any) -> None:
+            if next(calls) == 4:
+                given.rotary_pos_emb.inv_freq *= 0.5
+                given.rotary_pos_emb.forward.cache_clear()
 
-            def change(given: Any, _args: Any) -> None:
-                self.calls += 1
-                if self.calls == 4:
-                    given.rotary_pos_emb.inv_freq *= 0.5
-                    given.rotary_pos_emb.forward.cache_clear()
-
-            model.register_forward_pre_hook(change)
-            return model  # type: ignore[no-any-return]
+        model.register_forward_pre_hook(change)
 
     steps: list[list[Micro]] = [
         [Declared(lengths=lengths, max_seqlen=max(lengths), num_seqs=5)] for lengths in SHAPES
     ]
-    runs = three_modes(steps, lambda: Changed(OPTIONS))
+    runs = three_modes(steps, prepare=prepare)
     assert runs["graph"].report["eager"] == {"WARMING_UP": LAYERS, "SIGNATURE_CHANGED": 3 * LAYERS}

@@ -130,14 +130,14 @@ def test_positions_of_a_canonical_pack_begin_anew_where_its_table_is_as_long_as_
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_any_other_pack_is_megatrons_own_business(fused: bool) -> None:
+@pytest.mark.parametrize("given", [torch.tensor(ENDS, dtype=torch.int32), None], ids=["as given", "no pack"])
+def test_any_other_pack_is_megatrons_own_business(given: Tensor | None, fused: bool) -> None:
     """Bug: it was rotated by our op, in models that are not ours as well."""
     megatrons, group = Megatrons(newer=False), Rank(1, 0)
     t, freqs, _ = operands()
-    given = torch.tensor(ENDS, dtype=torch.int32)
     out = wrap_rope(megatrons.function)(t, freqs, config(apply_rope_fusion=fused), given, SCALE, group)
-    (call,) = megatrons.calls
-    assert call["cu_seqlens"] is given and call["mscale"] == SCALE and call["cp_group"] is group
+    assert megatrons.calls == [{"cu_seqlens": given, "mscale": SCALE, "cp_group": group}]
+    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
     assert out[ENDS[-1] :].isnan().all()  # as Megatron left it
 
 
@@ -151,14 +151,6 @@ def test_a_rank_rotates_its_share_of_a_pack_by_positions_in_the_whole() -> None:
         expected = RotaryTables().rotate(t, freqs, cu_seqlens, cp_size=2, cp_rank=rank)
         assert torch.equal(share, expected)
     assert not torch.equal(*shares)
-
-
-def test_rows_without_a_pack_are_megatrons_own_business() -> None:
-    megatrons, group = Megatrons(newer=False), Rank(1, 0)
-    t, freqs, _ = operands()
-    out = wrap_rope(megatrons.function)(t, freqs, config(), None, SCALE, group)
-    assert torch.equal(out[: ENDS[-1]], 2 * t[: ENDS[-1]])
-    assert megatrons.calls == [{"cu_seqlens": None, "mscale": SCALE, "cp_group": group}]
 
 
 def test_a_call_that_asks_for_more_is_megatrons_own_business() -> None:
@@ -251,20 +243,23 @@ def test_rows_behind_the_end_are_a_document_without_a_valid_token() -> None:
         assert (tensor.grad[:END] == 1).all() and not tensor.grad[END:].any()
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_what_a_pack_says_of_its_padding_stays(said: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "padded", "said"),
+    [
+        ({"pad_between_seqs": True}, [0, 4, 12, 12, 16], True),
+        ({"pad_between_seqs": False}, [0, 4, 12, 12, 16], False),
+        # Offsets without padded ones are those of rows.
+        (dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded")), [0, 3, 7, 7, 16], False),
+    ],
+)
+def test_what_a_pack_says_of_its_padding_stays(
+    changes: dict[str, Any], padded: list[int], said: bool
+) -> None:
     attention = Attention(Rank(RANKS, 1))
-    attend(attention, *rows(), None, packed_seq_params=pack(pad_between_seqs=said))
-    assert attention.packs[0].pad_between_seqs is said
-
-
-def test_offsets_without_padded_ones_are_those_of_rows() -> None:
-    attention = Attention(Rank(RANKS, 0))
-    without = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
-    attend(attention, *rows(), None, packed_seq_params=pack(**without))
+    attend(attention, *rows(), None, packed_seq_params=pack(**changes))
     (seen,) = attention.packs
-    assert seen.cu_seqlens_q.tolist() == [0, 3, 7, 7, 7] and seen.pad_between_seqs is False
-    assert seen.cu_seqlens_q_padded.tolist() == [0, 3, 7, 7, 16]
+    assert seen.cu_seqlens_q.tolist() == [0, 3, 7, 7, 7] and seen.pad_between_seqs is said
+    assert seen.cu_seqlens_q_padded.tolist() == padded
 
 
 OTHERS: dict[str, tuple[Attention, Any, int]] = {

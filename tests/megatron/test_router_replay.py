@@ -18,7 +18,6 @@ from torch import Tensor
 import megagraph
 from megagraph.config import GraphConfig
 from megagraph.megatron.graphs.refusals import refusal_of
-from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = pytest.mark.usefixtures("experts")
 
@@ -38,7 +37,7 @@ class Told:
     """Micro-batches, before each of which core's routers are told what to do with it."""
 
     def __init__(self, trainer: ExpertTrainer, micros: Sequence[rig.Micro]) -> None:
-        self._replays = [router.router_replay for router in moe_rig.routers(trainer)]
+        self._replays = [router.router_replay for router in trainer.routers()]
         self._micros = micros
         self._device = trainer.device
         self.recorded: list[Tensor] = []
@@ -89,27 +88,18 @@ def run(
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "attention": (("attn",), {}),
-    "allgather": (("attn",), {"moe_token_dispatcher_type": "allgather"}),
-    "sigmoid, bias": (
-        ("attn",),
-        {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_load_balancing_type": "seq_aux_loss",
-        },
-    ),
-    "jitter": (("attn",), moe_rig.CASES["jitter"]),
-    "drop": (("attn",), moe_rig.CASES["drop"]),
+    "allgather, bias": (("attn",), {**moe_rig.GATHERS, **moe_rig.BIAS}),
+    "jitter, drop": (("attn",), {**moe_rig.CASES["jitter"], **moe_rig.DROPS}),
     "moe_router": (("attn", "moe_router"), {}),
-    "moe": (("attn", "moe"), moe_rig.CASES["drop and pad"]),
+    "moe": (("attn", "moe"), moe_rig.PADS),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bits(case: str) -> None:
+@pytest.mark.parametrize(("case", "masks"), [*((case, False) for case in CASES), ("attention", True)])
+def test_bits(case: str, masks: bool) -> None:
     """Three packs a step, with other actions and targets for each."""
     scopes, changes = CASES[case]
-    given = rig.steps_of(13 if rig.ON_GPU else 3)
+    given = rig.steps_of(13 if rig.ON_GPU else 3, masks=masks)
     eager = run(rig.graph_config(mode="eager"), given, **changes)
     graphed = run(rig.graph_config(cuda_graph_modules=scopes), given, **changes)
     assert_same_bits(eager[:2], graphed[:2])
@@ -125,22 +115,14 @@ def test_bits(case: str) -> None:
     ]
 
 
-def test_masks_of_the_users_too() -> None:
-    given = rig.steps_of(3, masks=True)
-    eager = run(rig.graph_config(mode="eager"), given)
-    graphed = run(rig.graph_config(cuda_graph_modules="attn"), given)
-    assert_same_bits(eager[:2], graphed[:2])
-    assert graphed[2]["eager"] == {"WARMING_UP": 3 * 2}
-
-
 def test_megatron_alone_chooses_and_records_the_same() -> None:
     """Where no row was added, to the bit. Else what is recorded; losses and gradients but for roundings."""
     small = rig.Micro(lengths=(9, 20), seed=1)
     given = [[FULL, FULL, FULL], [small, small, small]] * 2
     # A mask of no rows changes how losses of experts are rounded.
-    lossless: dict[str, Any] = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    alone = run(None, given, moe_z_loss_coeff=None, **lossless)
-    graphed = run(rig.graph_config(cuda_graph_modules="attn"), given, moe_z_loss_coeff=None, **lossless)
+    lossless = moe_rig.CASES["groups, no losses"]
+    alone = run(None, given, **lossless)
+    graphed = run(rig.graph_config(cuda_graph_modules="attn"), given, **lossless)
     assert graphed[2]["replays"] == 3 * 3 * 2
     assert_same_bits(alone[0][0], graphed[0][0])
     assert all(map(torch.equal, alone[1], graphed[1]))
@@ -151,8 +133,8 @@ def test_megatron_alone_chooses_and_records_the_same() -> None:
 
 @pytest.mark.parametrize("scopes", [("moe_router",), ()], ids=str)
 def test_layers_of_which_the_router_alone_was_named_stay_eager_by_name(scopes: tuple[str, ...]) -> None:
-    spec = moe_rig.block_spec("EE") if scopes else with_grouped_experts(moe_rig.block_spec("EE"))
-    _steps, _recorded, report = run(rig.graph_config(cuda_graph_modules=scopes), [[FULL] * 3] * 3, spec=spec)
+    config = rig.graph_config(cuda_graph_modules=scopes)
+    _steps, _recorded, report = run(config, [[FULL] * 3] * 3, is_grouped=not scopes)
     assert report["replays"] == 0 and report["eager"]["SCOPE_UNSUPPORTED"] == 2 * 3 * 2
     assert report["failures"] == [
         f"layer {index} (TransformerLayer) stays eager (SCOPE_UNSUPPORTED): {WHY}" for index in range(2)
@@ -170,7 +152,6 @@ class HostRouting:
         self.masks: list[Tensor | None] = []
 
     def patch(self) -> AbstractContextManager[Any]:
-        """Puts it in Megatron's place."""
         seen, masks = self.seen, self.masks
 
         def routing(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -187,8 +168,7 @@ class HostRouting:
         return mock.patch.object(TopKRouter, "routing", routing)
 
 
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("when", "masks"), [("before", False), ("after", True)])
 def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool) -> None:
     given = rig.steps_of(3, masks=masks)
     found, seen = [], []
@@ -219,17 +199,13 @@ def test_routing_of_a_hosts_sees_the_rows_that_were_given(when: str, masks: bool
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def assert_refused(model: Any, what: str) -> None:
-    """In these words."""
-    assert rig.refused(model, None) == f"mixture of experts {what} is not supported yet"
-
-
 def test_replayed_routing_that_is_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ExpertTrainer(moe_enable_routing_replay=True).chunk
     assert refusal_of(model, None) is None
     monkeypatch.setattr(model.config, "recompute_granularity", "selective")
     monkeypatch.setattr(model.config, "recompute_modules", ["moe"])
-    assert_refused(model, "whose routing is replayed or a host's, and recomputed (recompute_modules=['moe'])")
+    what = "whose routing is replayed or a host's, and recomputed (recompute_modules=['moe'])"
+    assert rig.refused(model) == f"mixture of experts {what} is not supported yet"
 
 
 def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_replayed() -> None:
@@ -238,14 +214,13 @@ def test_a_router_with_a_forward_of_its_own_is_refused_where_its_routing_is_repl
             """Could not be shown the rows that were given."""
             return super().forward(*args, **kwargs)
 
-    for options, is_refused in (({}, False), ({"moe_enable_routing_replay": True}, True)):
-        trainer = ExpertTrainer(**options)
-        moe_rig.routers(trainer)[0].__class__ = OwnRouter
-        if not is_refused:
-            assert refusal_of(trainer.chunk, None) is None
-            continue
-        what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
-        assert_refused(trainer.chunk, f"{what} {OwnRouter.__qualname__}")
+    plain, replayed = ExpertTrainer(), ExpertTrainer(moe_enable_routing_replay=True)
+    for trainer in (plain, replayed):
+        trainer.routers()[0].__class__ = OwnRouter
+    assert refusal_of(plain.chunk, None) is None
+    what = "whose routing is replayed or a host's, behind a forward of its own, in a router of class"
+    said = f"mixture of experts {what} {OwnRouter.__qualname__} is not supported yet"
+    assert rig.refused(replayed.chunk) == said
 
 
 def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) -> None:
@@ -255,7 +230,7 @@ def test_routers_that_are_told_later_and_recomputed_raise(install: rig.Install) 
     install(cuda_graph_modules="attn")
     trainer = ExpertTrainer(**moe_rig.CASES["recomputed"])
     rig.step(trainer, [FULL], times=2)
-    for router in moe_rig.routers(trainer):
+    for router in trainer.routers():
         router.router_replay = RouterReplay()
     with pytest.raises(RuntimeError, match="expected no 'moe' in recompute_modules"):
         rig.step(trainer, [FULL])

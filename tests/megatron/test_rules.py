@@ -7,13 +7,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import moe_rig
 import pytest
 from megatron_rig import OPTIONS, Install, graph_config, step, steps_of, train
-from moe_rig import ExpertTrainer
+from moe_rig import DROPS, FULL_RECOMPUTE, GATHERS, PADS, Config, ExpertTrainer, recompute
 from same_bits import assert_same_bits
 from test_docs import SCOPES as SCOPES_PAGE
 from test_docs import read, rows_of
@@ -28,130 +27,60 @@ from megagraph.megatron.scopes.rules import broken_rule
 
 pytestmark = pytest.mark.both
 
-Config = dict[str, Any]
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-PADS = {**moe_rig.DROPS, "moe_pad_expert_input_to_capacity": True}
+ATTN, ROUTER, PERMUTES = ("attn",), ("attn", "moe_router"), ("moe_router", "moe_preprocess")
+ONE_EXPERT = {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+ATTENTION_DROPOUT, HIDDEN_DROPOUT, JITTER = (
+    {option: 0.1} for option in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+)
+FP32_RESIDUAL = {"fp32_residual_connection": True}
 
 
-def recompute(*modules: str, **changes: Any) -> Config:
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules), **changes}
-
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """What breaks a rule, and what its sentence says to write instead."""
 
     rule: str  # its name
-    words: str  # of the sentence
     scopes: Sequence[str]  # what is named
-    options: Config = field(default_factory=dict)  # of the model's config
+    options: Config  # of the model's config
     instead: Sequence[tuple[Sequence[str], Config]]
+    words: str = ""  # of the sentence, beside those of the page
     kinds: str = "E-"
-    megatron: str = ""  # its own words where its graphs are switched on; empty where it says nothing
 
 
 CASES = [
-    Case(
-        rule="R7",
-        words="names 'moe', and 'moe_router', which is a part of it; leave one of them out",
-        scopes=("attn", "moe", "moe_router"),
-        options=PADS,
-        instead=[(("attn", "moe"), PADS), (("attn", "moe_router"), PADS)],
-        megatron="must not contain both moe and moe_router",
-    ),
-    Case(
-        rule="R8",
-        words="names 'moe_preprocess' without 'moe_router', on which it goes on; add 'moe_router'",
-        scopes=("moe_preprocess",),
-        instead=[(("moe_router", "moe_preprocess"), {})],
-        megatron="moe_preprocess cuda graph is only supported with moe_router",
-    ),
+    Case("R7", ("attn", "moe", "moe_router"), PADS, [(("attn", "moe"), PADS), (ROUTER, PADS)]),
+    Case("R8", ("moe_preprocess",), {}, [(PERMUTES, {})], "names 'moe_preprocess' without 'moe_router', on"),
     *(
-        Case(
-            rule="R9",
-            words=f"names '{scopes[0]}', and the model has no experts to choose from; leave it out",
-            scopes=("attn", *scopes),
-            instead=[(("attn",), {})],
-            kinds="--",
-            megatron="moe cuda graph is only supported for MoE",
-        )
-        for scopes in (("moe",), ("moe_router",), ("moe_router", "moe_preprocess"))
+        Case("R9", ("attn", *scopes), {}, [(ATTN, {})], f"names '{scopes[0]}', and", "--")
+        for scopes in (("moe",), ("moe_router",), PERMUTES)
     ),
-    Case(
-        rule="R9",
-        words="names 'moe_router', and the model has no experts to choose from; leave it out",
-        scopes=("attn", "moe_router"),
-        options={"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-        instead=[(("attn",), {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True})],
-        megatron="moe cuda graph is only supported for MoE",
-    ),
+    Case("R9", ROUTER, ONE_EXPERT, [(ATTN, ONE_EXPERT)], "names 'moe_router', and"),
     *(
-        Case(
-            rule="R10",
-            words="names 'mlp', which is that of dense layers, and every layer has experts; leave it out",
-            scopes=("attn", "mlp"),
-            options={"moe_layer_freq": often},
-            instead=[(("attn",), {}), (("attn", "moe_router"), {})],
-            kinds="EE",
-            megatron="mlp cuda graph is only supported for dense layers",
-        )
+        Case("R10", ("attn", "mlp"), {"moe_layer_freq": often}, [(ATTN, {}), (ROUTER, {})], kinds="EE")
         for often in (1, [1, 1])
     ),
-    *(
-        Case(
-            rule="R11",
-            words="set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or name",
-            scopes=("attn", "moe"),
-            options=options,
-            instead=[(("attn", "moe"), PADS), (("attn", "moe_router"), options)],
-            megatron="moe cuda graph is only supported with drop-padding",
-        )
-        for options in ({}, moe_rig.DROPS)
-    ),
+    *(Case("R11", ("attn", "moe"), it, [(("attn", "moe"), PADS), (ROUTER, it)]) for it in ({}, DROPS)),
     Case(
-        rule="R12",
-        words="with moe_expert_capacity_factor the dispatcher 'alltoall' waits there for counts",
-        scopes=("moe_router", "moe_preprocess"),
-        options=moe_rig.DROPS,
-        instead=[
-            (("moe_router",), moe_rig.DROPS),
-            (("moe_router", "moe_preprocess"), PADS),
-            (("moe_router", "moe_preprocess"), {**moe_rig.DROPS, "moe_token_dispatcher_type": "allgather"}),
-        ],
-        megatron="DtoH copies and synchronizations in the preprocess step",
+        *("R12", PERMUTES, DROPS),
+        [(("moe_router",), DROPS), (PERMUTES, PADS), (PERMUTES, {**DROPS, **GATHERS})],
+        "with moe_expert_capacity_factor the dispatcher 'alltoall' waits there for counts",
     ),
+    Case("R14", ATTN, FULL_RECOMPUTE, [(ATTN, recompute("core_attn")), (ATTN, {})]),
     Case(
-        rule="R14",
-        words="write recompute_granularity='selective' with recompute_modules, or None",
-        scopes=("attn",),
-        options=FULL,
-        instead=[(("attn",), recompute("core_attn")), (("attn",), {})],
-        megatron="full recompute is only supported with full iteration",
-    ),
-    Case(
-        rule="R15",
-        words="names 'moe', which runs the router again in the backward pass, and cuda_graph_modules",
-        scopes=("attn", "moe_router"),
-        options=recompute("moe"),
-        instead=[(("attn",), recompute("moe")), (("attn", "moe_router"), recompute("core_attn"))],
-        megatron="moe recompute is not supported with moe_router",
+        *("R15", ROUTER, recompute("moe")),
+        [(ATTN, recompute("moe")), (ROUTER, recompute("core_attn"))],
+        "names 'moe', which runs the router again in the backward pass, and cuda_graph_modules",
     ),
     *(
         Case(
-            rule="R16",
-            words=f"names 'core_attn', which with attention_dropout=0.1 must be in no graph, and {words}",
-            scopes=scopes,
-            options=recompute("core_attn", attention_dropout=0.1),
-            instead=[
+            *("R16", scopes, recompute("core_attn", **ATTENTION_DROPOUT)),
+            [
                 (scopes, recompute("core_attn")),
-                (scopes, recompute("mlp", attention_dropout=0.1)),
-                (("mlp",), recompute("core_attn", attention_dropout=0.1)),
+                (scopes, recompute("mlp", **ATTENTION_DROPOUT)),
+                (("mlp",), recompute("core_attn", **ATTENTION_DROPOUT)),
             ],
-            kinds="--",
-            megatron="attention dropout is not supported with graphed attention",
+            f"names 'core_attn', which with attention_dropout=0.1 must be in no graph, and {words}",
+            "--",
         )
         for scopes, words in (
             (("attn", "mlp"), "cuda_graph_modules names 'attn'; leave one of them out"),
@@ -160,51 +89,54 @@ CASES = [
     ),
     *(
         Case(
-            rule="R17",
-            words=f"names '{module}', which with hidden_dropout=0.1 must be in no graph",
-            scopes=scopes,
-            options=recompute(module, hidden_dropout=0.1, **PADS),
-            instead=[
-                (("attn",), recompute(module, hidden_dropout=0.1, **PADS)),
-                (("mlp", "moe"), recompute("core_attn", hidden_dropout=0.1, **PADS)),
+            *("R17", scopes, recompute(module, **HIDDEN_DROPOUT, **PADS)),
+            [
+                (ATTN, recompute(module, **HIDDEN_DROPOUT, **PADS)),
+                (("mlp", "moe"), recompute("core_attn", **HIDDEN_DROPOUT, **PADS)),
             ],
-            megatron="hidden dropout is not supported with graphed MLP/MoE",
+            f"names '{module}', which with hidden_dropout=0.1 must",
         )
         for module, scopes in (("mlp", ("mlp",)), ("moe", ("moe",)), ("mlp", ()), ("moe", ()))
     ),
     *(
         Case(
-            rule="R18",
-            words="names 'moe', which with moe_input_jitter_eps=0.1 must be in no graph",
-            scopes=scopes,
-            options=recompute("moe", moe_input_jitter_eps=0.1, **PADS),
-            instead=[
-                (("attn", "mlp"), recompute("moe", moe_input_jitter_eps=0.1, **PADS)),
-                (("moe",), recompute("core_attn", moe_input_jitter_eps=0.1, **PADS)),
+            *("R18", scopes, recompute("moe", **JITTER, **PADS)),
+            [
+                (("attn", "mlp"), recompute("moe", **JITTER, **PADS)),
+                (("moe",), recompute("core_attn", **JITTER, **PADS)),
             ],
-            megatron="moe_input_jitter_eps is not supported with graphed moe",
+            "names 'moe', which with moe_input_jitter_eps=0.1 must",
         )
         for scopes in (("moe",), ())
     ),
     *(
         Case(
-            rule="R19",
-            words="names 'layernorm', whose output leaves the graph of the router, and cuda_graph_modules",
-            scopes=scopes,
-            options=recompute("layernorm"),
-            instead=[(("attn",), recompute("layernorm")), (scopes, recompute("core_attn"))],
+            *("R19", scopes, recompute("layernorm")),
+            [(ATTN, recompute("layernorm")), (scopes, recompute("core_attn"))],
+            "names 'layernorm', whose output leaves the graph of the router, and cuda_graph_modules",
         )
-        for scopes in (("attn", "moe_router"), ("moe_router", "moe_preprocess"))
+        for scopes in (ROUTER, PERMUTES)
     ),
     Case(
-        rule="M1",
-        words="'moe_router' in cuda_graph_modules with fp32_residual_connection=True is not supported yet",
-        scopes=("attn", "moe_router"),
-        options={"fp32_residual_connection": True},
-        instead=[(("attn",), {"fp32_residual_connection": True}), (("attn", "moe_router"), {})],
+        *("M1", ROUTER, FP32_RESIDUAL, [(ATTN, FP32_RESIDUAL), (ROUTER, {})]),
+        "'moe_router' in cuda_graph_modules with fp32_residual_connection=True is not supported yet",
     ),
 ]
 IDS = [f"{case.rule} {' '.join(case.scopes) or 'whole'} {index}" for index, case in enumerate(CASES)]
+# What Megatron says where its own graphs are switched on; of the others nothing.
+MEGATRON = {
+    "R7": "must not contain both moe and moe_router",
+    "R8": "moe_preprocess cuda graph is only supported with moe_router",
+    "R9": "moe cuda graph is only supported for MoE",
+    "R10": "mlp cuda graph is only supported for dense layers",
+    "R11": "moe cuda graph is only supported with drop-padding",
+    "R12": "DtoH copies and synchronizations in the preprocess step",
+    "R14": "full recompute is only supported with full iteration",
+    "R15": "moe recompute is not supported with moe_router",
+    "R16": "attention dropout is not supported with graphed attention",
+    "R17": "hidden dropout is not supported with graphed MLP/MoE",
+    "R18": "moe_input_jitter_eps is not supported with graphed moe",
+}
 
 
 def base_of(case: Case) -> Config:
@@ -274,7 +206,8 @@ def test_a_rule_refuses_the_model_as_the_page_says_and_names_what_to_write(
         model = model_of(config, case.kinds) if case.rule == "R19" else model
         monkeypatch.setattr(model, "config", config)
         assert refusal_of(model, None, scopes) is None, (scopes, options)
-    with pytest.raises(AssertionError, match=case.megatron) if case.megatron else nullcontext():
+    says = MEGATRON.get(case.rule)
+    with pytest.raises(AssertionError, match=says) if says else nullcontext():
         with_graphs(case.scopes, {**base_of(case), **case.options})
 
 
@@ -291,11 +224,7 @@ def with_graphs(scopes: Sequence[str], options: Config) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"moe_token_dispatcher_type": "allgather"},
-        {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
-    ],
+    [{}, GATHERS, moe_rig.OVERLAPPED],
     ids=str,
 )
 def test_rule_19_is_where_megatron_switches_recomputing_off(options: Config) -> None:
@@ -317,12 +246,12 @@ GRID: Sequence[Sequence[Config]] = (
     (
         {},
         moe_rig.BASE,
-        {**moe_rig.BASE, **moe_rig.DROPS},
+        {**moe_rig.BASE, **DROPS},
         {**moe_rig.BASE, **PADS},
-        {**moe_rig.BASE, **moe_rig.DROPS, "moe_token_dispatcher_type": "allgather", "moe_layer_freq": [0, 1]},
+        {**moe_rig.BASE, **DROPS, **GATHERS, "moe_layer_freq": [0, 1]},
     ),
-    ({}, FULL, *(recompute(module) for module in ("core_attn", "mlp", "moe"))),
-    ({}, {"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"moe_input_jitter_eps": 0.1}),
+    ({}, FULL_RECOMPUTE, *(recompute(module) for module in ("core_attn", "mlp", "moe"))),
+    ({}, HIDDEN_DROPOUT, ATTENTION_DROPOUT, JITTER),
 )
 
 
@@ -433,8 +362,8 @@ def test_a_model_that_breaks_a_rule_trains_as_megatron_alone_and_its_calls_count
 
 KINDS_OF_EXPERTS: dict[str, Config] = {
     "dropless": {},
-    "dropped, `alltoall`": moe_rig.DROPS,
-    "dropped, `allgather`": {**moe_rig.DROPS, "moe_token_dispatcher_type": "allgather"},
+    "dropped, `alltoall`": DROPS,
+    "dropped, `allgather`": {**DROPS, **GATHERS},
     "dropped and padded": PADS,
 }
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import moe_rig
 import pytest
-from mamba_rig import Documented, HybridExpertTrainer, PlainMixer
+from mamba_rig import Documented, mamba_experts, mamba_spec
 from megatron_rig import OPTIONS, compare_runs, needs_engine, steps_of
 from mla_rig import mla_config
 from moe_rig import Config, ExpertTrainer
 from streams import seeded
 
 import megagraph
-from megagraph.megatron.specs import with_grouped_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,10 +38,10 @@ DENSE: Config = {
     **{"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"},
 }
 EIGHT: Config = {
-    **moe_rig.CASES["sigmoid, bias, groups"],
+    **moe_rig.BIAS,
     **{"num_moe_experts": 8, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 32},
 }
-PADDED = {**EIGHT, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+PADDED = {**EIGHT, **moe_rig.PADS}
 MIXER = {"mamba_state_dim": 32, "mamba_head_dim": 32, "mamba_num_groups": 2}
 ROUTERS: Sequence[Scopes] = ((), ("moe_router",), ("moe_router", "moe_preprocess"))
 
@@ -69,6 +68,7 @@ class Model:
         return "M" in self.kinds
 
 
+GATHERED = [("attn",), ("attn", "moe_router"), ("attn", "mlp", "moe_router")]
 MODELS = {
     "dense": Model(kinds="--", scopes=[(), *with_each(("attn", "mlp"), ())], config=DENSE),
     "experts": Model(kinds="EE", scopes=with_each(("attn",), *ROUTERS), config=EIGHT),
@@ -78,6 +78,9 @@ MODELS = {
     "padded experts": Model(
         kinds="E-", scopes=with_each(("attn", "mlp"), *ROUTERS[1:], ("moe",)), config=PADDED
     ),
+    # Dropless experts and padded ones, with the other dispatcher that may have both.
+    "dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**EIGHT, **moe_rig.GATHERS}),
+    "padded, dispatcher allgather": Model(kinds="E-", scopes=GATHERED, config={**PADDED, **moe_rig.GATHERS}),
     "MLA and experts": Model(
         kinds="E-",
         scopes=with_each(("attn", "mlp"), *ROUTERS),
@@ -91,26 +94,15 @@ MODELS = {
 
 
 def spec_of(model: Model, layers: str, is_grouped: bool | None) -> Any:
-    """Of a block or a stack."""
-    if model.is_hybrid:
-        return hybrid_spec(layers)
+    """Of a block, or of a stack, which has real mixers where mamba-ssm is installed."""
     is_engine = layers == "Transformer Engine"
-    given: Config = {**model.attention, **({} if is_engine else {"normalization": "RMSNorm"})}
-    experts = {"engine": is_engine, "is_grouped": is_grouped, "num_experts": 8}
-    return moe_rig.block_spec(model.kinds, **experts, **given)
-
-
-def hybrid_spec(layers: str) -> Any:
-    """With real mixers where mamba-ssm is installed."""
-    if layers == "Transformer Engine":
-        specs = pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs")
-        return specs.hybrid_stack_spec
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    spec = megagraph.get_hybrid_stack_varlen_spec(8, False, normalization="RMSNorm")
-    if not HAS_MIXERS:
-        spec.submodules.mamba_layer.submodules.mixer = ModuleSpec(module=PlainMixer)
-    return spec
+    if model.is_hybrid and is_engine:
+        return pytest.importorskip("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
+    if model.is_hybrid:
+        given = {"num_experts": 8, "moe_grouped_gemm": False, "normalization": "RMSNorm"}
+        return (megagraph.get_hybrid_stack_varlen_spec if HAS_MIXERS else mamba_spec)(**given)
+    given = {**model.attention, **({} if is_engine else {"normalization": "RMSNorm"})}
+    return moe_rig.block_spec(model.kinds, engine=is_engine, is_grouped=is_grouped, num_experts=8, **given)
 
 
 def compare(
@@ -118,7 +110,7 @@ def compare(
 ) -> Config:
     """Trains eager and graphed, with the same bits. Returns the report of the graphs."""
     model = MODELS[name]
-    make = HybridExpertTrainer if model.is_hybrid else partial(ExpertTrainer, model.kinds)
+    make = mamba_experts if model.is_hybrid else partial(ExpertTrainer, model.kinds)
     options = dataclasses.replace(OPTIONS, hidden=128, heads=2) if model.is_hybrid else OPTIONS
     changes = {"normalization": "RMSNorm", **model.config, **(MIXER if model.is_hybrid else {})}
     if layers == "Transformer Engine":
@@ -127,20 +119,12 @@ def compare(
         options = dataclasses.replace(OPTIONS, heads=4)
     if model.is_hybrid:
         changes["pattern"] = model.kinds
-    changes |= further
-    spec = spec_of(model, layers, changes.get("moe_grouped_gemm"))
-    changes |= {"spec": with_grouped_experts(spec) if never_waits else spec, "options": options}
+    changes |= {"options": options, "is_grouped": never_waits, **further}
+    changes["spec"] = spec_of(model, layers, changes.get("moe_grouped_gemm"))
     steps, plugin = steps_of(count, make=Documented), {"cuda_graph_modules": scopes}
     run = compare_runs(steps, seeded(make), plugin, **changes)
     assert all(bool(left.metrics) == ("E" in model.kinds) for left in run.steps)
     return run.report
-
-
-def skip_what_is_missing(name: str, layers: str) -> None:
-    if layers == "Transformer Engine" and not HAS_ENGINE:
-        pytest.skip("needs Transformer Engine")
-    if layers == "Transformer Engine" and MODELS[name].is_hybrid and not HAS_MIXERS:
-        pytest.skip("needs mamba-ssm and causal-conv1d")
 
 
 def check_report(report: Config, count: int) -> None:
@@ -151,46 +135,24 @@ def check_report(report: Config, count: int) -> None:
     assert report["verification"]["verified"] == 1 and report["verification"]["unverified"] == 0
 
 
-def _written(value: str | Scopes) -> str:
-    return value if isinstance(value, str) else " ".join(value) or "whole layers"
-
-
-CELLS = [(name, scopes) for name, model in MODELS.items() for scopes in model.scopes]
+CELLS = [(name, scopes, 8) for name, model in MODELS.items() for scopes in model.scopes]
+CELLS += [
+    ("experts", ("attn", "moe_router", "moe_preprocess"), 100),
+    ("MLA and experts", ("attn", "mlp", "moe_router"), 100),
+    ("hybrid with Mamba and experts", ("mamba", "attn", "moe_router"), 100),
+]
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize(
-    ("name", "scopes"), CELLS, ids=lambda it: it if isinstance(it, str) else " ".join(it)
+    ("name", "scopes", "count"), CELLS, ids=lambda it: " ".join(it) if isinstance(it, tuple) else str(it)
 )
-def test_eight_steps_have_the_bits_of_eager(name: str, scopes: Scopes, layers: str) -> None:
-    skip_what_is_missing(name, layers)
-    check_report(compare(name, layers, scopes, 8), 8)
-
-
-LONG = {
-    "experts": ("attn", "moe_router", "moe_preprocess"),
-    "MLA and experts": ("attn", "mlp", "moe_router"),
-    "hybrid with Mamba and experts": ("mamba", "attn", "moe_router"),
-}
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("name", LONG)
-def test_a_hundred_steps_have_the_bits_of_eager(name: str, layers: str) -> None:
-    skip_what_is_missing(name, layers)
-    check_report(compare(name, layers, LONG[name], 100), 100)
-
-
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize(("dispatcher", "count"), [("alltoall", 20), ("allgather", 10)])
-@pytest.mark.parametrize(
-    "scopes", [("attn",), ("attn", "moe_router"), ("attn", "mlp", "moe_router")], ids=_written
-)
-@pytest.mark.parametrize("name", ["experts among dense layers", "padded experts"])
-def test_partial_scopes(name: str, scopes: Scopes, dispatcher: str, count: int, layers: str) -> None:
-    """Dropless experts and padded ones, with each dispatcher that may have both."""
-    skip_what_is_missing(name, layers)
-    check_report(compare(name, layers, scopes, count, moe_token_dispatcher_type=dispatcher), count)
+def test_steps_have_the_bits_of_eager(name: str, scopes: Scopes, count: int, layers: str) -> None:
+    if layers == "Transformer Engine" and not HAS_ENGINE:
+        pytest.skip("needs Transformer Engine")
+    if layers == "Transformer Engine" and MODELS[name].is_hybrid and not HAS_MIXERS:
+        pytest.skip("needs mamba-ssm and causal-conv1d")
+    check_report(compare(name, layers, scopes, count), count)
 
 
 GATED = {"moe_shared_expert_gate": True}

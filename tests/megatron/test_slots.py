@@ -15,7 +15,7 @@ from same_bits import assert_same_bits
 import megagraph
 from megagraph.demo.trainer import Trainer
 
-STEPS = 8 if ON_GPU else 3
+STEPS = 8 if ON_GPU else 2
 # Forwards and backwards of micro-batches by their number, in the order of a host.
 ORDERS = {
     "one after another": "F0 B0 F1 B1 F2 B2",
