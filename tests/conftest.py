@@ -62,6 +62,22 @@ def import_core() -> None:
             importlib.import_module("megatron.core.ssm.mamba_mixer")
 
 
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill fresh memory with NaN (integers with their maximum), so that a row nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(scope="session")
 def rope_utils() -> ModuleType:
     """Megatron's module of rotary embeddings."""

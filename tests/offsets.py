@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offsets of documents, for the tests of every floor."""
+"""Offsets of documents and packs of them, for the tests of every floor."""
 
 from collections.abc import Sequence
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,3 +16,18 @@ def offsets(lengths: Sequence[int], device: str = "cpu", entries: int | None = N
     if entries is not None:
         ends += ends[-1:] * (entries - len(ends))
     return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def pack_of(actual: Any, padded: Any = None, **changes: Any) -> Any:
+    """Of offsets, or of lengths: as the oldest supported release makes packs, without `pad_between_seqs`."""
+    actual, padded = (offsets(it) if isinstance(it, list) else it for it in (actual, padded))
+    if "max_seqlen_q" not in changes:
+        lengths = (actual if padded is None else padded).diff()
+        changes |= {"max_seqlen_q": int(lengths.max()) if lengths.numel() else 1}
+    fields = {
+        "qkv_format": "thd",
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded),
+        "max_seqlen_kv": changes["max_seqlen_q"],
+    }
+    return SimpleNamespace(**{**fields, **changes})

@@ -106,6 +106,7 @@ def blame_by_search(shape: PackShape, bank: tuple[Capacity, ...]) -> EagerReason
 def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_capacity(
     shape: PackShape, bank: dict[int, tuple[Capacity, ...]]
 ) -> None:
+    assert decide(None, bank) is EagerReason.NO_PACK_METADATA
     group = bank.get(shape.cp_size, ())
     cheapest = cheapest_by_search(shape, group)
     decision = decide(shape, bank)
@@ -115,15 +116,6 @@ def test_a_decision_is_the_cheapest_fit_or_the_dimension_that_stops_the_best_cap
         assert decision is blame_by_search(shape, group)
     else:
         assert decision == cheapest
-
-
-@given(shape=shapes, bank=st.lists(capacities, max_size=5), data=st.data())
-def test_a_decision_ignores_the_order_of_capacities_and_repeated_ones(
-    shape: PackShape, bank: list[Capacity], data: st.DataObject
-) -> None:
-    shuffled = data.draw(st.permutations(bank + bank[:2]))
-    group = {shape.cp_size: tuple(bank)}
-    assert decide(shape, group) == decide(shape, {shape.cp_size: tuple(shuffled)})
 
 
 @given(shape=shapes, capacity=capacities)
@@ -139,58 +131,6 @@ def test_documents_of_the_tail_take_places_of_a_capacity(
 ) -> None:
     with_tail = shape.replace(num_seqs=shape.num_seqs + extra_seqs)
     assert decide(shape, bank, extra_seqs=extra_seqs) == decide(with_tail, bank)
-
-
-def test_a_pack_that_fills_its_capacity_leaves_no_place_for_a_document_of_the_tail() -> None:
-    bank = {1: (Capacity(tokens=100, num_seqs=4, max_seqlen=100),)}
-    for documents, found in ((3, bank[1][0]), (4, EagerReason.TOO_MANY_SEQUENCES)):
-        assert decide(PackShape(60, documents, 20), bank, extra_seqs=1) == found
-    assert decide(PackShape(60, 4, 20), bank) == bank[1][0]
-
-
-@given(bank=banks)
-def test_a_micro_batch_without_a_pack_runs_eager_whatever_is_captured(
-    bank: dict[int, tuple[Capacity, ...]],
-) -> None:
-    assert decide(None, bank) is EagerReason.NO_PACK_METADATA
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [
-        ({"tokens": 101}, EagerReason.TOO_MANY_TOKENS),
-        ({"num_seqs": 9}, EagerReason.TOO_MANY_SEQUENCES),
-        ({"max_seqlen": 51}, EagerReason.SEQUENCE_TOO_LONG),
-        ({"cp_size": 2}, EagerReason.CP_SIZE_NOT_CAPTURED),
-        ({"cp_size": 4}, EagerReason.CP_SIZE_NOT_CAPTURED),
-        ({"tokens": 101, "num_seqs": 9, "max_seqlen": 51}, EagerReason.TOO_MANY_TOKENS),
-        ({"num_seqs": 9, "max_seqlen": 51}, EagerReason.TOO_MANY_SEQUENCES),
-        # Each need is met by one of the two capacities, but by none together.
-        ({"tokens": 100, "num_seqs": 8}, EagerReason.TOO_MANY_SEQUENCES),
-        ({"tokens": 100, "max_seqlen": 50}, EagerReason.SEQUENCE_TOO_LONG),
-    ],
-)
-def test_each_reason_names_what_stood_in_the_way(shape: dict[str, int], reason: EagerReason) -> None:
-    bank = {
-        1: (Capacity(tokens=100, num_seqs=4, max_seqlen=10), Capacity(tokens=60, num_seqs=8, max_seqlen=50)),
-        4: (),
-    }
-    fitting = {"tokens": 1, "num_seqs": 1, "max_seqlen": 1}
-    assert isinstance(decide(PackShape(**fitting), bank), Capacity)
-    assert decide(PackShape(**(fitting | shape)), bank) is reason
-
-
-def test_fewer_tokens_go_before_fewer_documents_and_these_before_a_shorter_longest_one() -> None:
-    shape = PackShape(tokens=1, num_seqs=1, max_seqlen=1)
-    ordered = [
-        Capacity(tokens=10, num_seqs=90, max_seqlen=90),
-        Capacity(tokens=20, num_seqs=10, max_seqlen=90),
-        Capacity(tokens=20, num_seqs=20, max_seqlen=10),
-        Capacity(tokens=20, num_seqs=20, max_seqlen=20),
-    ]
-    for first in range(len(ordered)):
-        assert decide(shape, {1: ordered[first:][::-1]}) == ordered[first]
-    assert decide(shape, {1: []}) is EagerReason.CP_SIZE_NOT_CAPTURED
 
 
 @pytest.mark.parametrize("name", DIMENSIONS)

@@ -116,26 +116,6 @@ def test_every_size_and_count() -> None:
         check(schedule, [*range(1, MOST_MICRO_BATCHES + 1)])
 
 
-FIGURES = {
-    (2, 1, None, False): [[2], [1]],
-    (4, 1, None, False): [[4], [3], [2], [1]],
-    (2, 2, 2, False): [[4, 2], [3, 1]],
-    (2, 2, 2, True): [[4, 2], [4, 2]],
-    (4, 2, 4, False): [[8, 4], [8, 4], [7, 3], [5, 1]],
-}
-
-
-@pytest.mark.parametrize("pipeline", FIGURES)
-def test_figures(pipeline: tuple[int, int, int | None, bool]) -> None:
-    stages, chunks, group, overlap = pipeline
-    assert FIGURES[pipeline] == [
-        StageSchedule(
-            stages=stages, stage=stage, chunks=chunks, group_size=group, has_expert_overlap=overlap
-        ).most_in_flight
-        for stage in range(stages)
-    ]
-
-
 def test_without_a_pipeline_one_is_in_flight_and_with_expert_overlap_two() -> None:
     assert StageSchedule().most_in_flight == [1]
     schedule = StageSchedule(has_expert_overlap=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offsets import offsets
+from offsets import pack_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -43,20 +43,6 @@ def config(**changes: Any) -> Any:
 def attention(mask: Mask = Mask.causal, **changes: Any) -> VarlenAttention:
     arguments = {"config": config(), "layer_number": 1, "attn_mask_type": mask, "attention_type": "self"}
     return VarlenAttention(**(arguments | changes))
-
-
-def pack_of(actual: list[int], padded: list[int] | None = None, **changes: Any) -> Any:
-    cu_seqlens, cu_seqlens_padded = (None if it is None else offsets(it) for it in (actual, padded))
-    fields = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
-        "cu_seqlens_q_padded": cu_seqlens_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_padded,
-        "max_seqlen_q": max(padded or actual, default=1),
-        "max_seqlen_kv": max(padded or actual, default=1),
-    }
-    return SimpleNamespace(**(fields | changes))
 
 
 def inputs(*rows: int, heads: int = 4, groups: int = 2, dim: int = 8) -> list[Tensor]:
@@ -106,8 +92,6 @@ def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any], message: str)
 
 
 def test_the_arguments_dropout_goes_before_the_configs() -> None:
-    with pytest.raises(ValueError, match=r"expected attention_dropout 0, got 0\.1"):
-        attention(config=config(attention_dropout=0.1))
     overruled = attention(config=config(attention_dropout=0.1), attention_dropout=0.0)
     given = (*inputs(8, 1), None)
     assert torch.equal(overruled(*given), attention()(*given))
@@ -176,7 +160,7 @@ def test_a_padding_mask_outside_packs_is_refused(mask: Mask) -> None:
 # -- what it computes ----------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     actual=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     paddings=st.lists(st.integers(0, 3), min_size=5, max_size=5) | st.none(),
@@ -205,7 +189,7 @@ def test_each_document_of_a_pack_is_attended_to_as_if_alone(
         assert not whole[sum(physical) :].any()
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     length=st.integers(1, 12),
     batch=st.integers(1, 3),

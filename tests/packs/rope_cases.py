@@ -24,7 +24,9 @@ def without_empty_documents(document_lengths: list[int], device: str) -> Tensor:
     return offsets([length for length in document_lengths if length], device)
 
 
-def frequencies(positions: int, rotary_dim: int, layout: str, device: str) -> Tensor:
+def frequencies(
+    positions: int = 32, rotary_dim: int = 8, layout: str = "neox", device: str = "cpu"
+) -> Tensor:
     """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary_dim] in float32."""
     inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), inverse)

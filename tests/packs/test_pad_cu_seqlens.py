@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from torch import Tensor
 
 from megagraph.packs.ops import pad_cu_seqlens
 
@@ -30,40 +29,3 @@ def test_more_documents_than_one_block_of_threads(device: str) -> None:
     assert pad_cu_seqlens(cu_seqlens, 3000).tolist() == list(range(1001)) + [1000] * 2000
 
 
-def test_one_document_more_than_the_capacity_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="the pack holds 4 documents, more than the capacity of 3"):
-        pad_cu_seqlens(offsets([1, 2, 3, 4], device), 3)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        (torch.zeros(2, 3, dtype=torch.int32), r"must be 1-D with at least one entry, got shape \[2, 3\]"),
-        (torch.zeros(0, dtype=torch.int32), r"must be 1-D with at least one entry, got shape \[0\]"),
-        (torch.zeros(3, dtype=torch.int64), "must be int32, got Long"),
-        (torch.zeros(6, dtype=torch.int32)[::2], "must be contiguous"),
-    ],
-)
-def test_other_offsets_are_refused(device: str, cu_seqlens: Tensor, message: str) -> None:
-    moved = torch.empty_strided(cu_seqlens.shape, cu_seqlens.stride(), dtype=cu_seqlens.dtype, device=device)
-    with pytest.raises(ValueError, match=message):
-        pad_cu_seqlens(moved, 8)
-
-
-@pytest.mark.gpu
-def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
-    cu_seqlens = offsets([3, 0, 4], "cuda")
-    request.getfixturevalue("host_waits_for_nothing")
-    pad_cu_seqlens(cu_seqlens, 5, 9)
-
-
-@pytest.mark.parametrize("end", [None, 9])
-def test_opcheck(device: str, end: int | None) -> None:
-    torch.library.opcheck(torch.ops.megagraph.pad_cu_seqlens.default, (offsets([3, 0, 4], device), 5, end))
-
-
-def test_compiles_without_a_graph_break(device: str) -> None:
-    compiled = torch.compile(pad_cu_seqlens, fullgraph=True, backend="aot_eager")
-    for lengths in ([3, 0, 4], [5], [1, 1, 1, 1], [1, 1, 1, 1, 1]):
-        given_offsets = offsets(lengths, device)
-        assert torch.equal(compiled(given_offsets, 6, 9), pad_cu_seqlens(given_offsets, 6, 9))

@@ -83,7 +83,7 @@ def summed(grads: Tensor) -> Tensor:
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, 4])
 @settings(max_examples=15)
 @given(
     units=st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=5).filter(any),
@@ -173,7 +173,7 @@ def fused_reference(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> T
     return torch.stack(pair, -1).flatten(-2) if backward else torch.cat(pair, -1)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("cp_size", [1, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_of_fused_roundings(device: str, shape: Shape, dtype: torch.dtype, cp_size: int) -> None:
@@ -306,15 +306,6 @@ def test_gradients_that_are_no_rows_of_memory(device: str) -> None:
     assert_same_bits(one, other)
 
 
-def test_a_second_derivative_is_an_error(device: str) -> None:
-    how = small(device)
-    leaf = torch.randn(6, 2, 8, device=device, requires_grad=True)
-    (out,) = rope_mla(leaf * 1, None, None, *how)
-    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("name", ["q", "kv", "k_pe"])
 def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> None:
     how = small(device)
@@ -332,74 +323,6 @@ def test_the_op_itself_refuses_what_requires_grad(device: str, name: str) -> Non
         torch.ops.megagraph.rope_mla_(*given.values(), *how, v_dim=4)
 
 
-def refused_calls() -> dict[str, tuple[dict[str, object], str]]:
-    q, table = torch.zeros(6, 2, 12), torch.zeros(8, 8)
-    return {
-        "nothing": ({"q": None, "kv": None, "k_pe": None}, "expected queries, or keys and values, or both"),
-        "keys alone": ({"k_pe": None}, "kv and k_pe belong together"),
-        "one-dimensional table": ({"cos": torch.zeros(8)}, r"must both be \[positions, rotary_dim\]"),
-        "odd rotary_dim": (
-            {"cos": torch.zeros(8, 3), "sin": torch.zeros(8, 3)},
-            "rotary_dim must be even, positive and at most 256, got 3",
-        ),
-        "long rotary_dim": (
-            {"cos": torch.zeros(8, 258), "sin": torch.zeros(8, 258)},
-            "rotary_dim must be even, positive and at most 256, got 258",
-        ),
-        "strided table": ({"cos": torch.zeros(8, 8).t()}, "cos and sin must be contiguous"),
-        "two-dimensional tensor": ({"q": q[0]}, r"expected \[tokens, heads, dim\], got shape \[2, 12\]"),
-        "unlike tokens": ({"q": q[1:]}, "all tensors need the same number of tokens, got 5 and 6"),
-        "narrow queries": ({"q": q[..., :6].clone()}, "rotary_dim 8 is larger than the queries' dimension 6"),
-        "sparse queries": ({"q": torch.zeros(6, 2, 24)[..., ::2]}, "written in place and must be dense"),
-        "turned queries": (
-            {"q": torch.zeros(12, 2, 6).permute(2, 1, 0)},
-            "last dimension must be contiguous",
-        ),
-        "rotary key of each head": ({"k_pe": torch.zeros(6, 2, 8)}, r"k_pe must be \[tokens, 1, 8\]"),
-        "wide values": ({"v_dim": 11}, "v_dim must lie within kv's 10 dimensions, got 11"),
-        "other dtype": ({"q": q.bfloat16()}, "must have the tensors' dtype BFloat16, got Float and Float"),
-        "rank": ({"cp_rank": 1}, "need 0 <= cp_rank < cp_size, got cp_rank 1 and cp_size 1"),
-        "offsets": ({"cu_seqlens_padded": torch.zeros(2)}, "cu_seqlens must be int32, got Float"),
-        "device": ({"sin": table.to("meta")}, "all tensors must be on one device"),
-    }
-
-
-@pytest.mark.parametrize("case", refused_calls())
-def test_arguments_that_do_not_fit_are_refused(device: str, case: str) -> None:
-    change, message = refused_calls()[case]
-    arguments = {
-        **{"q": torch.zeros(6, 2, 12), "kv": torch.zeros(6, 2, 10), "k_pe": torch.zeros(6, 1, 8)},
-        **{"cos": torch.zeros(8, 8), "sin": torch.zeros(8, 8), "v_dim": 6},
-        "cu_seqlens_padded": offsets([4], "cpu"),
-    } | change
-
-    def move(value: object) -> object:
-        if not isinstance(value, Tensor) or value.is_meta:
-            return value
-        kept = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return kept.copy_(value)  # `to()` would make a dense one of it
-
-    with pytest.raises(ValueError, match=message):
-        torch.ops.megagraph.rope_mla_(**{name: move(value) for name, value in arguments.items()})
-
-
-def test_a_document_longer_than_the_tables_is_refused_on_the_cpu() -> None:
-    cos, sin = tables(frequencies(8, 8, "mla_interleaved", "cpu"), torch.float32)
-    with pytest.raises(IndexError, match="row 8 has position 8, past the 8 positions of the tables"):
-        rope_mla(torch.zeros(12, 1, 8), None, None, cos, sin, offsets([9], "cpu"))
-
-
-def test_opcheck(device: str) -> None:
-    cos, sin = tables(frequencies(16, 8, "mla_interleaved", device), torch.float32)
-    tensors = inputs((2, 4, 8, 6), 9, torch.float32, device)
-    how = (cos, sin, offsets([4, 0, 3], device))
-    eager = ("test_schema", "test_autograd_registration", "test_faketensor")
-    forward = torch.ops.megagraph.rope_mla_.default
-    torch.library.opcheck(forward, (*tensors, *how), {"v_dim": 6}, test_utils=eager)
-    grads = random_grads((2, 4, 8, 6), 9, torch.float32, device)
-    torch.library.opcheck(torch.ops.megagraph.rope_mla_backward.default, (*grads, *how))
-
-
 # -- Megatron's kernels --------------------------------------------------------------------------
 
 
@@ -408,7 +331,7 @@ def test_opcheck(device: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "cp_size"),
     [
-        *itertools.product([(16, 128, 64, 128), (1, 64, 32, 64)], DTYPES, [1, 2, 4]),
+        *itertools.product([(16, 128, 64, 128), (1, 64, 32, 64)], DTYPES, [1, 4]),
         *((LARGEST, torch.bfloat16, cp_size) for cp_size in (1, 4)),  # theirs take half a minute to compile
     ],
     ids=str,

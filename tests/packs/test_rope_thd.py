@@ -1,63 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+"""rope_thd beside Megatron's own unfused path, bit for bit, and by each head alone."""
+
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from rope_cases import LAYOUTS, frequencies, layouts, tables
+from rope_cases import Rank, frequencies, layouts, tables, without_empty_documents
 from same_bits import assert_same_bits
 from torch import Tensor
 
-from megagraph.packs.ops import rope_thd
-
-
-def reference(t: Tensor, cos: Tensor, sin: Tensor, lengths: list[int], layout: str) -> Tensor:
-    """Each pair as a complex number, times cos + i sin of its position."""
-    half = cos.size(1) // 2
-    rotary, rest = t[..., : 2 * half], t[..., 2 * half :]
-    halves = (rotary[..., :half], rotary[..., half:])
-    neighbours = (rotary[..., ::2], rotary[..., 1::2])
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(t.device)
-    one_a_pair = slice(None, None, 2) if layout == "interleaved" else slice(half)
-    turn = torch.complex(cos, sin)[positions][:, None, one_a_pair]
-    turned = torch.complex(*(halves if layout == "neox" else neighbours)) * turn
-    if layout == "interleaved":
-        return torch.cat([torch.view_as_real(turned).flatten(-2), rest], -1)
-    return torch.cat([turned.real, turned.imag, rest], -1)
-
-
-@layouts
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 3, 40]), min_size=1, max_size=6),
-    tail=st.sampled_from([0, 1, 70]),
-    heads=st.sampled_from([(1, 1), (4, 2), (5, 0)]),
-)
-def test_queries_and_keys_turn_in_one_call_and_poison_stays_out(
-    device: str, layout: str, lengths: list[int], tail: int, heads: tuple[int, int]
-) -> None:
-    end = sum(lengths)
-    cos, sin = tables(frequencies(40, 8, layout, device), torch.float64)
-    tensors = [
-        torch.randn(end + tail, count, dim, device=device, dtype=torch.float64)
-        for count, dim in zip(heads, (8, 12), strict=True)
-    ]
-    clean = [t[:end].clone() for t in tensors]
-    grads = [torch.randn_like(t) for t in tensors]
-    for t, grad in zip(tensors, grads, strict=True):
-        t[end:] = torch.nan
-        grad[end:] = torch.nan
-        t.requires_grad_()
-    out = rope_thd(tensors, cos, sin, offsets(lengths, device), layout=layout)
-    found = torch.autograd.grad(out, tensors, grads)
-    for result, gradient, t, grad in zip(out, found, clean, grads, strict=True):
-        t.requires_grad_()
-        expected = reference(t, cos, sin, lengths, layout)
-        torch.testing.assert_close(result[:end], expected)
-        torch.testing.assert_close(gradient[:end], torch.autograd.grad(expected, t, grad[:end])[0])
-        for whole in (result, gradient):
-            assert torch.equal(whole[end:], torch.zeros_like(whole[end:]))
+from megagraph.packs.ops import RopeLayout, rope_thd
+from megagraph.packs.rope import RotaryTables
 
 
 @layouts
@@ -105,119 +61,86 @@ def test_gradcheck(device: str, layout: str, cp_size: int) -> None:
     assert torch.autograd.gradcheck(turn, (q, k))
 
 
-def test_a_second_derivative_is_an_error(device: str) -> None:
-    cos, sin = tables(frequencies(8, 4, "neox", device), torch.float32)
-    t = torch.randn(6, 2, 4, device=device, requires_grad=True)
-    (out,) = rope_thd([t], cos, sin, offsets([5], device))
-    (grad,) = torch.autograd.grad(out.square().sum(), t, create_graph=True)
-    with pytest.raises(RuntimeError, match="megagraph::rope_thd_backward is not implemented"):
-        grad.sum().backward()
-
-
-def refused_calls() -> dict[str, tuple[dict[str, object], str]]:
-    t, table = torch.zeros(6, 2, 8), torch.zeros(8, 4)
-    return {
-        "no tensors": ({"tensors": []}, "between 1 and 4 tensors a call, got 0"),
-        "five tensors": ({"tensors": [t] * 5}, "between 1 and 4 tensors a call, got 5"),
-        "two layouts": (
-            {"interleaved": True, "mla_interleaved": True},
-            "interleaved and mla_interleaved exclude each other",
-        ),
-        "one-dimensional table": (
-            {"cos": torch.zeros(8)},
-            r"must both be \[positions, rotary_dim\], got \[8\] and \[8, 4\]",
-        ),
-        "odd rotary_dim": (
-            {"cos": torch.zeros(8, 3), "sin": torch.zeros(8, 3)},
-            "rotary_dim must be even, got 3",
-        ),
-        "strided table": ({"cos": torch.zeros(4, 8).t()}, "cos and sin must be contiguous"),
-        "two-dimensional tensor": (
-            {"tensors": [t[0]]},
-            r"expected \[tokens, heads, head_dim\], got shape \[2, 8\]",
-        ),
-        "unlike tokens": ({"tensors": [t, t[1:]]}, "all tensors need the same number of tokens, got 5 and 6"),
-        "wide table": (
-            {"cos": torch.zeros(8, 10), "sin": torch.zeros(8, 10)},
-            "rotary_dim 10 is larger than head_dim 8",
-        ),
-        "other dtype": (
-            {"tensors": [t.bfloat16()]},
-            "must have the tensors' dtype BFloat16, got Float and Float",
-        ),
-        "rank": ({"cp_rank": 1}, "need 0 <= cp_rank < cp_size, got cp_rank 1 and cp_size 1"),
-        "offsets": ({"cu_seqlens_padded": torch.zeros(2)}, "cu_seqlens must be int32, got Float"),
-    } | {"table": ({"sin": table.to("meta")}, "all tensors must be on one device")}
-
-
-@pytest.mark.parametrize("case", refused_calls())
-def test_arguments_that_do_not_fit_are_refused(device: str, case: str) -> None:
-    change, message = refused_calls()[case]
-    arguments = {
-        "tensors": [torch.zeros(6, 2, 8)],
-        "cos": torch.zeros(8, 4),
-        "sin": torch.zeros(8, 4),
-        "cu_seqlens_padded": offsets([4], "cpu"),
-    } | change
-
-    def move(value: object) -> object:
-        if isinstance(value, list):
-            return [move(item) for item in value]
-        return value.to(device) if isinstance(value, Tensor) and not value.is_meta else value
-
-    with pytest.raises(ValueError, match=message):
-        torch.ops.megagraph.rope_thd(**{name: move(value) for name, value in arguments.items()})
-
-
-def test_an_unknown_layout_is_refused() -> None:
-    t, table = torch.zeros(6, 2, 8), torch.zeros(8, 4)
-    with pytest.raises(ValueError, match=r"layout: expected one of neox, interleaved, .*got 'gptj'"):
-        rope_thd([t], table, table, offsets([4], "cpu"), layout="gptj")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "cp_size", "error", "message"),
-    [
-        ([0, 9], 1, IndexError, "row 8 has position 8, past the 8 positions of the tables"),
-        ([0, 13], 1, ValueError, "the last offset 13 is past the 12 physical tokens"),
-        ([0, 4, 2], 1, ValueError, "document 1 has length -2; offsets must not decrease"),
-        ([1, 4], 1, ValueError, "the first offset must be 0, got 1"),
-        ([0, 6], 2, ValueError, r"document 0 has length 6, not a multiple of 2 \* cp_size = 4"),
-    ],
+@pytest.mark.megatron
+@layouts
+@pytest.mark.parametrize("cp_size", [1, 4])
+@settings(max_examples=15)
+@given(
+    units=st.lists(st.sampled_from([0, 1, 2, 5, 12]), min_size=1, max_size=5).filter(any),
+    tail=st.sampled_from([0, 1, 9]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    head_dims=st.sampled_from(
+        [*((8, 8), (16, 8), (64, 32), (12, 6), (6, 2)), *((16, 16), (64, 64), (128, 128), (256, 256))]
+    ),
+    mscale=st.sampled_from([1.0, 1.2079]),
 )
-def test_offsets_that_do_not_fit_are_refused_on_the_cpu(
-    cu_seqlens: list[int], cp_size: int, error: type[Exception], message: str
+def test_bits_of_megatrons_unfused_path(
+    rope_utils: ModuleType,
+    device: str,
+    layout: RopeLayout,
+    cp_size: int,
+    units: list[int],
+    tail: int,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    mscale: float,
 ) -> None:
-    cos, sin = tables(frequencies(8, 4, "neox", "cpu"), torch.float32)
-    with pytest.raises(error, match=message):
-        rope_thd(
-            [torch.zeros(12, 1, 4)], cos, sin, torch.tensor(cu_seqlens, dtype=torch.int32), cp_size=cp_size
+    """Forward and backward, on every rank, over full and partial rotary dimensions."""
+    head_dim, rotary_dim = head_dims
+    lengths = [unit * 2 * cp_size for unit in units]
+    rows = sum(lengths) // cp_size
+    # Longer than the pack: Megatron reads a table of just that length as one entry per token.
+    freqs = frequencies(sum(lengths) + 1, rotary_dim, layout, device)
+    cu_seqlens = offsets(lengths, device)
+    for cp_rank in range(cp_size):
+        t = torch.randn(rows + tail, 3, head_dim, device=device).to(dtype)
+        grad = torch.randn_like(t)
+        t[rows:] = torch.nan
+        grad[rows:] = torch.nan
+
+        theirs = t[:rows].clone().requires_grad_()
+        expected = rope_utils._apply_rotary_pos_emb_thd(
+            theirs,
+            without_empty_documents(lengths, device),
+            freqs,
+            layout == "interleaved",
+            layout == "mla_interleaved",
+            mscale=mscale,
+            cp_group=Rank(cp_size=cp_size, cp_rank=cp_rank),
         )
+        expected.backward(grad[:rows])
+
+        ours = t.requires_grad_()
+        rank = {"cp_size": cp_size, "cp_rank": cp_rank}
+        actual = RotaryTables().rotate(ours, freqs, cu_seqlens, layout=layout, mscale=mscale, **rank)
+        actual.backward(grad)
+
+        for found, wanted in ((actual, expected), (ours.grad, theirs.grad)):
+            assert torch.equal(found[:rows], wanted)
+            assert torch.equal(found[rows:], torch.zeros_like(found[rows:]))
 
 
 @layouts
-def test_opcheck(device: str, layout: str) -> None:
-    cos, sin = tables(frequencies(16, 4, layout, device), torch.float32)
-    q, k = (torch.randn(9, heads, 6, device=device, requires_grad=True) for heads in (2, 1))
-    arguments = ([q, k], cos, sin, offsets([4, 0, 3], device))
-    torch.library.opcheck(torch.ops.megagraph.rope_thd.default, arguments, LAYOUTS[layout])
-    arguments = ([q.detach(), k.detach()], *arguments[1:])
-    torch.library.opcheck(torch.ops.megagraph.rope_thd_backward.default, arguments, LAYOUTS[layout])
+@pytest.mark.parametrize("dim", [16, 32, 128])
+@pytest.mark.parametrize("heads", [(7, 3), (1,), (33, 1, 2), (170,)], ids=str)
+def test_heads_of_any_number_have_the_bits_of_each_head_alone(
+    device: str, layout: str, dim: int, heads: tuple[int, ...]
+) -> None:
+    """All tensors in one call against one head a call on the CPU, forward and backward."""
+    lengths, dtype = [5, 0, 11], torch.bfloat16
+    cos, sin = tables(frequencies(16, dim, layout, "cpu"), dtype)
+    inputs = [torch.randn(19, count, dim).to(dtype) for count in heads]
+    grads = [torch.randn_like(t) for t in inputs]
 
+    def turned(tensors: list[torch.Tensor], gradients: list[torch.Tensor], where: str) -> list[torch.Tensor]:
+        leaves = [t.to(where, copy=True).requires_grad_() for t in tensors]
+        out = rope_thd(leaves, cos.to(where), sin.to(where), offsets(lengths, where), layout=layout)
+        torch.autograd.backward(out, [grad.to(where) for grad in gradients])
+        return [t.detach().cpu() for pair in zip(out, leaves, strict=True) for t in (pair[0], pair[1].grad)]
 
-def test_compiles_without_a_graph_break(device: str) -> None:
-    cos, sin = tables(frequencies(16, 4, "neox", device), torch.float32)
-
-    def step(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> Tensor:
-        turned_q, turned_k = rope_thd([q * 2, k], cos, sin, cu_seqlens)
-        return (turned_q * turned_k).square()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for rows, lengths in ((9, [4, 0, 3]), (12, [10])):
-        q, k = (torch.randn(rows, heads, 6, device=device, requires_grad=True) for heads in (2, 1))
-        results = []
-        for run in (step, compiled):
-            out = run(q, k, offsets(lengths, device))
-            results.append((out, *torch.autograd.grad(out.sum(), (q, k))))
-        for expected, actual in zip(*results, strict=True):
-            assert torch.equal(actual, expected)
+    together = turned(inputs, grads, device)
+    for t, grad, out, input_grad in zip(inputs, grads, together[::2], together[1::2], strict=True):
+        for head in range(0, t.size(1), 13):
+            alone, alone_grad = turned([t[:, head : head + 1]], [grad[:, head : head + 1]], "cpu")
+            assert torch.equal(out[:, head : head + 1], alone)
+            assert torch.equal(input_grad[:, head : head + 1], alone_grad)

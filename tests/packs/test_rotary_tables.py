@@ -2,27 +2,15 @@
 import gc
 import itertools
 import weakref
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 from offsets import offsets
-from same_bits import assert_same_bits
-from torch import Tensor
+from rope_cases import frequencies
 
-from megagraph.packs.ops import RopeLayout
 from megagraph.packs.rope import RotaryTables
-
-LAYOUTS: tuple[RopeLayout, RopeLayout] = ("neox", "interleaved")
-
-
-def frequencies(positions: int = 32, rotary_dim: int = 8) -> Tensor:
-    """Angles as Megatron's RotaryEmbedding makes them, [positions, 1, 1, rotary_dim] in float32."""
-    inverse = 1.0 / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return torch.cat((angles, angles), -1)[:, None, None, :]
-
 
 # -- how long tables live ------------------------------------------------------------------------
 
@@ -124,58 +112,7 @@ def test_tables_are_rounded_once_from_float32(dtype: torch.dtype, mscale: float)
         assert not table.requires_grad
 
 
-def test_rows_past_the_last_document_are_zero_in_both_passes() -> None:
-    t = torch.randn(9, 2, 8)
-    t[5:] = torch.nan
-    t.requires_grad_()
-    out = RotaryTables().rotate(t, frequencies(), offsets([2, 3]))
-    grad = torch.ones_like(out)
-    grad[5:] = torch.nan
-    out.backward(grad)
-    assert t.grad is not None
-    assert not out[5:].any()
-    assert not t.grad[5:].any()
-    assert out[:5].isfinite().all()
-
-
 # -- Megatron's bits -----------------------------------------------------------------------------
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mscale", [1.0, 1.2079])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (16, 6)])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_rotation_has_the_bits_of_megatrons_unfused_path(
-    rope_utils: ModuleType,
-    dtype: torch.dtype,
-    mscale: float,
-    interleaved: bool,
-    head_dim: int,
-    rotary_dim: int,
-    cp_size: int,
-) -> None:
-    """Through its public function, forward and backward, on every rank."""
-    config = SimpleNamespace(
-        apply_rope_fusion=False, rotary_interleaved=interleaved, multi_latent_attention=False
-    )
-    tables, freqs, layout = RotaryTables(), frequencies(64, rotary_dim), LAYOUTS[interleaved]
-    cu_seqlens = offsets([2 * cp_size, 6 * cp_size])
-    for rank in range(cp_size):
-        group = mock.Mock(size=lambda: cp_size, rank=lambda rank=rank: rank)
-        ours = torch.randn(8, 4, head_dim).to(dtype).requires_grad_()
-        theirs = ours.detach().clone().requires_grad_()
-        expected = rope_utils.apply_rotary_pos_emb(
-            theirs, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=group
-        )
-        actual = tables.rotate(
-            ours, freqs, cu_seqlens, cp_size=cp_size, cp_rank=rank, layout=layout, mscale=mscale
-        )
-        grad = torch.randn_like(ours)
-        expected.backward(grad)
-        actual.backward(grad)
-        assert_same_bits([actual, ours.grad], [expected, theirs.grad])
 
 
 @pytest.mark.megatron

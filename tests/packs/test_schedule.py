@@ -70,7 +70,7 @@ def check(schedule: PackSchedule, lengths: list[int], limits: ScheduleLimits) ->
 
 
 @given(steps())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) -> None:
     lengths, limits = step
     try:
@@ -84,7 +84,7 @@ def test_a_schedule_keeps_to_its_limits(step: tuple[list[int], ScheduleLimits]) 
 
 
 @given(steps(sizes_up_to_ranks=True))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_there_is_always_one_where_all_ranks_may_share_a_document(
     step: tuple[list[int], ScheduleLimits],
 ) -> None:

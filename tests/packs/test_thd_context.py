@@ -1,14 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index maps of packs that context-parallel ranks share, against plain Python."""
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offsets import offsets
-from test_thd_partition_indices import zigzag
 
-from megagraph.packs.ops import thd_context_keys, thd_gathered_rows
+from megagraph.packs.ops import thd_context_keys, thd_gathered_rows, thd_partition_indices
+
+
+def zigzag(document_lengths: list[int], tail: int, cp_size: int, cp_rank: int) -> list[int]:
+    """The layout in plain Python: deal chunks r and 2 * cp_size - 1 - r of each document to rank r."""
+    rows: list[int] = []
+    start = 0
+    for length in document_lengths:
+        document = list(range(start, start + length))
+        chunk = length // (2 * cp_size)
+        chunks = [document[i * chunk : (i + 1) * chunk] for i in range(2 * cp_size)]
+        rows += document if cp_size == 1 else chunks[cp_rank] + chunks[2 * cp_size - 1 - cp_rank]
+        start += length
+    piece = tail // cp_size
+    return rows + list(range(start + cp_rank * piece, start + (cp_rank + 1) * piece))
+
+
+@settings(max_examples=60)
+@given(
+    cp_size=st.sampled_from([1, 2, 3, 4, 8]),
+    units=st.lists(st.sampled_from([0, 0, 1, 2, 5, 300]), max_size=7),
+    tail_units=st.sampled_from([0, 1, 40]),
+    empty_slots=st.integers(0, 4),
+)
+@example(cp_size=2, units=[], tail_units=0, empty_slots=0)
+def test_rows_are_dealt_out_in_zigzag_and_each_exactly_once(
+    device: str, cp_size: int, units: list[int], tail_units: int, empty_slots: int
+) -> None:
+    multiple = 1 if cp_size == 1 else 2 * cp_size
+    lengths = [unit * multiple for unit in units] + [0] * empty_slots
+    tail = tail_units * cp_size
+    total = sum(lengths) + tail
+    found = [thd_partition_indices(offsets(lengths, device), total, cp_size, rank) for rank in range(cp_size)]
+    assert all(rows.dtype is torch.int32 for rows in found)
+    ranks = [rows.tolist() for rows in found]
+    assert ranks == [zigzag(lengths, tail, cp_size, rank) for rank in range(cp_size)]
+    assert sorted(row for rows in ranks for row in rows) == list(range(total))
+
 
 PACKS = {
     "cp_size": st.sampled_from([2, 3, 4, 8]),
@@ -63,58 +98,3 @@ def test_each_chunk_sees_its_document_up_to_its_end(
             assert all(keys[place] == row for place in found if place < len(keys))
         used = [place for of_chunk in places for place in of_chunk if place < len(keys)]
         assert sorted(used) == list(range(len(expected)))
-
-
-@settings(max_examples=30)
-@given(cp_size=PACKS["cp_size"], units=PACKS["units"])
-def test_every_rank_multiplies_as_much(cp_size: int, units: list[int]) -> None:
-    """Pairs of a query and a key that it sees, and keys that are laid out; and no pair twice."""
-    lengths = [unit * 2 * cp_size for unit in units]
-    work = []
-    for rank in range(cp_size):
-        queries, seen, *_ = thd_context_keys(offsets(lengths, "cpu"), sum(lengths), cp_size, rank)
-        rows, keys = queries.long().diff(), seen.long().diff()
-        pairs = rows * keys - rows * (rows - 1) // 2  # the last query sees all keys, others one less each
-        work.append((int(pairs.sum()), int(keys.sum())))
-    assert len(set(work)) == 1
-    assert sum(pairs for pairs, _ in work) == sum(length * (length + 1) // 2 for length in lengths)
-
-
-@pytest.mark.gpu
-def test_neither_waits_for_the_device(request: pytest.FixtureRequest) -> None:
-    cu_seqlens = offsets([8, 0, 16], "cuda")
-    request.getfixturevalue("host_waits_for_nothing")
-    thd_gathered_rows(cu_seqlens, 32, 4)
-    thd_context_keys(cu_seqlens, 32, 4, 3)
-
-
-def test_opcheck(device: str) -> None:
-    cu_seqlens = offsets([8, 0, 16], device)
-    for op, arguments in (("thd_gathered_rows", (32, 4)), ("thd_context_keys", (32, 4, 1))):
-        torch.library.opcheck(getattr(torch.ops.megagraph, op).default, (cu_seqlens, *arguments))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "total", "cp_size", "message"),
-    [
-        ([8], 8, 1, "expected several ranks, got cp_size 1"),
-        ([8], 9, 2, "total_tokens 9 is not a multiple of"),
-        ([8], 8, 0, "got cp_rank 0 and cp_size 0"),
-    ],
-)
-def test_bad_sizes_are_named(device: str, lengths: list[int], total: int, cp_size: int, message: str) -> None:
-    for call in (thd_gathered_rows, lambda *given: thd_context_keys(*given, 0)):
-        with pytest.raises(ValueError, match=message):
-            call(offsets(lengths, device), total, cp_size)
-
-
-def test_offsets_that_cannot_be_cut_are_named() -> None:
-    """On a GPU they stay on the device, unread."""
-    for call in (thd_gathered_rows, lambda *given: thd_context_keys(*given, 1)):
-        with pytest.raises(ValueError, match="length 6, not a multiple of 2 \\* cp_size = 4"):
-            call(offsets([6], "cpu"), 8, 2)
-
-
-def test_a_rank_that_is_none_is_named(device: str) -> None:
-    with pytest.raises(ValueError, match="got cp_rank 2 and cp_size 2"):
-        thd_context_keys(offsets([8], device), 8, 2, 2)

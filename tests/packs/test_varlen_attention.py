@@ -118,7 +118,7 @@ def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device
         assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.sampled_from([0, 0, 1, 2, 17, 64]), max_size=6),
     tail=st.sampled_from([0, 1, 130]),
@@ -129,6 +129,10 @@ def assert_close_to_float64(actual: list[Tensor], expected: list[Tensor], device
 )
 # FlashAttention took this for decoding, and refused the tail.
 @example(lengths=[1], tail=1, slack=0, heads=(4, 2), causal=False, scale=None)
+@example(lengths=[], tail=0, slack=0, heads=(4, 2), causal=True, scale=None)
+@example(lengths=[], tail=130, slack=100, heads=(4, 2), causal=True, scale=None)
+@example(lengths=[0, 0], tail=0, slack=3, heads=(4, 2), causal=True, scale=None)
+@example(lengths=[0, 0], tail=1, slack=0, heads=(4, 2), causal=True, scale=None)
 def test_each_document_attends_alone_and_poison_in_the_tail_changes_no_bit(
     device: str,
     lengths: list[int],
@@ -190,16 +194,7 @@ def test_views_of_a_fused_projection_attend_like_their_copies(device: str) -> No
         assert_same_bits(attend(*views, grad, [9, 10], 10), attend(*copies, grad.contiguous(), [9, 10], 10))
 
 
-@pytest.mark.parametrize("rows", [0, 5])
-@pytest.mark.parametrize("lengths", [[], [0, 0]])
-@pytest.mark.parametrize("max_seqlen", [0, 8])
-def test_no_rows_no_documents(device: str, rows: int, lengths: list[int], max_seqlen: int) -> None:
-    for result in attend(*inputs(rows, 2, 1, 16, device), lengths, max_seqlen):
-        assert result.size(0) == rows
-        assert torch.equal(result, torch.zeros_like(result))
-
-
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     documents=st.lists(
         st.tuples(st.sampled_from([0, 1, 2, 17, 64]), st.sampled_from([0, 1, 130])), min_size=1
@@ -269,14 +264,6 @@ def test_runs_repeat_bit_for_bit_in_deterministic_mode() -> None:
         assert_same_bits(attend_to_keys(to_keys, queries, keys), first_to_keys)
 
 
-@pytest.mark.gpu
-def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
-    q, k, v, grad = (t.requires_grad_() for t in inputs(64, 4, 2, 64, "cuda"))
-    cu_seqlens = offsets([20, 30], "cuda")
-    request.getfixturevalue("host_waits_for_nothing")
-    torch.autograd.grad(varlen_attention(q, k, v, cu_seqlens, 32), (q, k, v), grad)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gradcheck_of_the_cpu_reference(causal: bool, groups: int) -> None:
@@ -286,95 +273,3 @@ def test_gradcheck_of_the_cpu_reference(causal: bool, groups: int) -> None:
         return varlen_attention(q, k, v, offsets([1, 0, 4], "cpu"), 4, causal=causal)
 
     assert torch.autograd.gradcheck(run, (q, k, v))
-
-
-def test_a_second_derivative_is_an_error(device: str) -> None:
-    q, k, v = (t.requires_grad_() for t in inputs(6, 2, 2, 16, device)[:3])
-    out = varlen_attention(q, k, v, offsets([5], device), 5)
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="megagraph::varlen_attention_backward is not implemented"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ([(6, 16), (6, 2, 16), (6, 2, 16)], r"expected \[tokens, heads, head_dim\], got shape \[6, 16\]"),
-        ([(6, 2, 16), (5, 2, 16), (6, 2, 16)], "need the same number of tokens, got 6, 5 and 6"),
-        ([(6, 2, 16), (6, 2, 8), (6, 2, 16)], "need one head_dim, got 16, 8 and 16"),
-        ([(6, 2, 16), (6, 2, 16), (6, 1, 16)], "k and v need as many heads, got 2 and 1"),
-        ([(6, 3, 16), (6, 2, 16), (6, 2, 16)], "3 query heads are no multiple of 2 key heads"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(device: str, shapes: list[tuple[int, ...]], message: str) -> None:
-    q, k, v = (torch.zeros(shape, device=device, dtype=DTYPE[device]) for shape in shapes)
-    with pytest.raises(ValueError, match=message):
-        varlen_attention(q, k, v, offsets([4], device), 4)
-
-
-def test_other_arguments_that_do_not_fit_are_refused(device: str) -> None:
-    q = torch.zeros(6, 2, 16, device=device, dtype=DTYPE[device])
-    cu_seqlens = offsets([4], device)
-    with pytest.raises(ValueError, match=r"q, k and v need one dtype, got \w+ and Double"):
-        varlen_attention(q, q.double(), q, cu_seqlens, 4)
-    with pytest.raises(ValueError, match="cu_seqlens must be int32, got Long"):
-        varlen_attention(q, q, q, cu_seqlens.long(), 4)
-    with pytest.raises(ValueError, match="max_seqlen must not be negative, got -1"):
-        varlen_attention(q, q, q, cu_seqlens, -1)
-    with pytest.raises(ValueError, match="as many documents for queries and keys, got 1 and 2"):
-        varlen_attention(q, q, q, (cu_seqlens, offsets([2, 2], device)), 4)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        ([0, 5], "document 0 has length 5, more than max_seqlen 4"),
-        ([0, 4, 7], "the last offset 7 is past the 6 physical tokens"),
-        ([0, 4, 2], "document 1 has length -2; offsets must not decrease"),
-        ([1, 4], "the first offset must be 0, got 1"),
-    ],
-)
-def test_offsets_that_do_not_fit_are_refused_on_the_cpu(cu_seqlens: list[int], message: str) -> None:
-    q = torch.zeros(6, 2, 16)
-    with pytest.raises(ValueError, match=message):
-        varlen_attention(q, q, q, torch.tensor(cu_seqlens, dtype=torch.int32), 4)
-
-
-@pytest.mark.gpu
-def test_what_flash_attention_cannot_do_is_refused() -> None:
-    cu_seqlens = offsets([4], "cuda")
-    single = torch.zeros(6, 2, 16, device="cuda")
-    with pytest.raises(ValueError, match="must be float16 or bfloat16, got Float"):
-        varlen_attention(single, single, single, cu_seqlens, 4)
-    odd = torch.zeros(6, 2, 12, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="must be a multiple of 8, at most 256, got 12"):
-        varlen_attention(odd, odd, odd, cu_seqlens, 4)
-
-
-def test_opcheck(device: str) -> None:
-    *qkv, grad = inputs(12, 4, 2, 16, device)
-    leaves = [t.requires_grad_() for t in qkv]
-    cu_seqlens = offsets([5, 0, 7], device)  # no tail, where softmax_lse is undefined on a GPU
-    fewer = offsets([2, 0, 5], device)
-    for rows, packed in ((12, (cu_seqlens, cu_seqlens, 8, 8)), (7, (fewer, cu_seqlens, 5, 8))):
-        leaves[0] = qkv[0][:rows].detach().requires_grad_()
-        torch.library.opcheck(torch.ops.megagraph.varlen_attention.default, (*leaves, *packed))
-        out, lse = torch.ops.megagraph.varlen_attention(*leaves, *packed)
-        saved = [t.detach() for t in (grad[:rows], *leaves, out, lse)]
-        torch.library.opcheck(torch.ops.megagraph.varlen_attention_backward.default, (*saved, *packed))
-
-
-def test_compiles_without_a_graph_break(device: str) -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return varlen_attention(q * 2, k, v, cu_seqlens, 16).square()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for rows, lengths in ((20, [4, 0, 13]), (31, [16, 2])):
-        q, k, v, grad = inputs(rows, 4, 2, 16, device)
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        results = []
-        for run in (step, compiled):
-            out = run(*leaves, offsets(lengths, device))
-            results.append((out, *torch.autograd.grad(out, leaves, grad)))
-        for expected, actual in zip(*results, strict=True):
-            assert torch.equal(actual, expected)

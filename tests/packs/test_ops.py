@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every op over packs promises: refusals by name, a sound registration, no graph break, no waiting."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offsets import offsets
+from rope_cases import LAYOUTS, frequencies, tables
+from same_bits import assert_same_bits
+from torch import Tensor, zeros
+
+from megagraph.packs import ops
+from megagraph.packs.rope import Rotation, rope_mla
+
+CORE = torch.ops.megagraph
+ATTENTION = {"cpu": torch.float32, "cuda": torch.bfloat16}  # what there is attention for
+int32 = torch.int32
+
+
+def some(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape)).view(shape)
+
+
+def both_tables(*shape: int) -> dict[str, Tensor]:
+    return {"cos": some(*shape), "sin": some(*shape)}
+
+
+Q, KV, K_PE, QKV = some(9, 2, 12), some(9, 2, 10), some(9, 1, 8), some(9, 2, 16)
+OFFSETS = offsets([4, 0, 3])
+ROPE = {**both_tables(8, 8), "cu_seqlens_padded": OFFSETS}
+WHOLE, SHARED = {"cu_seqlens_padded": offsets([8]), "total_tokens": 8, "cp_size": 2}, offsets([8, 0, 16])
+# Of every op, arguments that fit.
+FITTING: dict[str, dict[str, Any]] = {
+    "pad_cu_seqlens": {"cu_seqlens": OFFSETS, "capacity": 8},
+    "thd_partition_indices": {**WHOLE, "cp_rank": 0},
+    "thd_gathered_rows": WHOLE,
+    "thd_context_keys": {**WHOLE, "cp_rank": 0},
+    "zero_tail": {"x": some(9, 2), "cu_seqlens": OFFSETS, "tokens": 3},
+    "zero_tail_": {"xs": [some(9, 2), some(8)], "cu_seqlens": OFFSETS},
+    "rope_thd": {"tensors": [Q, K_PE], **ROPE},
+    "rope_thd_backward": {"grads": [Q, K_PE], **ROPE},
+    "rope_mla_": {"q": Q, "kv": KV, "k_pe": K_PE, "v_dim": 6, **ROPE},
+    "rope_mla_backward": {"dq": Q, "dk": Q, "dv": some(9, 2, 6), **ROPE},
+    "varlen_attention": {
+        **{"q": QKV, "k": QKV, "v": QKV, "cu_seqlens_q": offsets([4, 0, 5]), "max_seqlen_q": 8},
+        **{"cu_seqlens_k": offsets([4, 0, 5]), "max_seqlen_k": 8},  # no tail: softmax_lse is undefined there
+    },
+}
+MORE: list[tuple[str, dict[str, Any]]] = [
+    *((op, {}) for op in FITTING),
+    ("pad_cu_seqlens", {"end": 9}),
+    ("thd_partition_indices", {"cp_size": 1}),
+    ("thd_gathered_rows", {"cu_seqlens_padded": SHARED, "total_tokens": 32, "cp_size": 4}),
+    ("thd_context_keys", {"cu_seqlens_padded": SHARED, "total_tokens": 32, "cp_size": 4, "cp_rank": 3}),
+    ("zero_tail", {"tokens": 12}),
+    *((op, LAYOUTS[layout]) for op in ("rope_thd", "rope_thd_backward") for layout in list(LAYOUTS)[1:]),
+    ("varlen_attention", {"q": some(7, 4, 16), "cu_seqlens_q": offsets([2, 0, 5]), "max_seqlen_q": 5}),
+]
+LEAVES = {"zero_tail": ["x"], "rope_thd": ["tensors"], "varlen_attention": ["q", "k", "v"]}
+
+
+def moved(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """With its strides; float32 becomes of the type."""
+    if isinstance(value, list):
+        return [moved(item, device, dtype) for item in value]
+    if not isinstance(value, Tensor) or value.is_meta:
+        return value
+    dtype = dtype if value.dtype is torch.float32 else value.dtype
+    kept = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
+    return kept.copy_(value)  # `to()` would make a dense one of it
+
+
+def arguments(op: str, change: dict[str, Any], device: str) -> dict[str, Any]:
+    """What fits but for a change."""
+    dtype = ATTENTION[device] if op.startswith("varlen_attention") else torch.float32
+    return {name: moved(it, device, dtype) for name, it in {**FITTING[op], **change}.items()}
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("pad_cu_seqlens", {"capacity": 2}, "the pack holds 3 documents, more than the capacity of 2"),
+    ("pad_cu_seqlens", {"cu_seqlens": zeros(2, 3, dtype=int32)}, r"must be 1-D with .* shape \[2, 3\]"),
+    ("pad_cu_seqlens", {"cu_seqlens": zeros(0, dtype=int32)}, r"with at least one entry, got shape \[0\]"),
+    ("pad_cu_seqlens", {"cu_seqlens": OFFSETS.long()}, "must be int32, got Long"),
+    ("pad_cu_seqlens", {"cu_seqlens": OFFSETS[::2]}, "must be contiguous"),
+    ("thd_partition_indices", {"cp_rank": 2}, "need 0 <= cp_rank < cp_size, got cp_rank 2 and cp_size 2"),
+    ("thd_partition_indices", {"cp_rank": -1}, "need 0 <= cp_rank < cp_size, got cp_rank -1 and cp_size 2"),
+    ("thd_partition_indices", {"cp_size": 0}, "need 0 <= cp_rank < cp_size, got cp_rank 0 and cp_size 0"),
+    ("thd_partition_indices", {"total_tokens": 9}, "total_tokens 9 is not a multiple of cp_size 2"),
+    ("thd_partition_indices", {"total_tokens": 2**31}, "total_tokens 2147483648 does not fit int32"),
+    *(
+        (op, change, message)
+        for op in ("thd_gathered_rows", "thd_context_keys")
+        for change, message in (
+            ({"cp_size": 1}, "expected several ranks, got cp_size 1"),
+            ({"total_tokens": 9}, "total_tokens 9 is not a multiple of"),
+            ({"cp_size": 0}, "got cp_rank 0 and cp_size 0"),
+        )
+    ),
+    ("thd_context_keys", {"cp_rank": 2}, "got cp_rank 2 and cp_size 2"),
+    ("zero_tail", {"x": zeros(())}, "x must have a token dimension"),
+    ("zero_tail", {"tokens": -1}, "tokens must not be negative, got -1"),
+    ("zero_tail", {"cu_seqlens": OFFSETS.long()}, "cu_seqlens must be int32, got Long"),
+    ("zero_tail_", {"xs": [zeros(2, device="meta")]}, "all tensors must be on one device, got meta and"),
+    ("zero_tail_", {"xs": [some(4, 4).t()]}, "zero_tail_: tensors must be contiguous"),
+    ("rope_thd", {"tensors": []}, "between 1 and 4 tensors a call, got 0"),
+    ("rope_thd", {"tensors": [Q] * 5}, "between 1 and 4 tensors a call, got 5"),
+    ("rope_thd", {"interleaved": True, "mla_interleaved": True}, "mla_interleaved exclude each other"),
+    ("rope_thd", both_tables(8, 3), "rotary_dim must be even, got 3"),
+    ("rope_thd", {"tensors": [Q[0]]}, r"expected \[tokens, heads, head_dim\], got shape \[2, 12\]"),
+    ("rope_thd", {"tensors": [Q, Q[1:]]}, "all tensors need the same number of tokens, got 8 and 9"),
+    ("rope_thd", both_tables(8, 10), "rotary_dim 10 is larger than head_dim 8"),
+    ("rope_thd", {"tensors": [Q.bfloat16()]}, "the tensors' dtype BFloat16, got Float and Float"),
+    *(
+        (op, change, message)
+        for op in ("rope_thd", "rope_mla_")
+        for change, message in (
+            ({"cos": zeros(8)}, r"must both be \[positions, rotary_dim\], got \[8\] and \[8, 8\]"),
+            ({"cos": some(8, 8).t()}, "cos and sin must be contiguous"),
+            ({"cp_rank": 1}, "need 0 <= cp_rank < cp_size, got cp_rank 1 and cp_size 1"),
+            ({"cu_seqlens_padded": zeros(2)}, "cu_seqlens must be int32, got Float"),
+            ({"sin": zeros(8, 8, device="meta")}, "all tensors must be on one device"),
+        )
+    ),
+    ("rope_mla_", dict.fromkeys(("q", "kv", "k_pe")), "expected queries, or keys and values, or both"),
+    ("rope_mla_", {"k_pe": None}, "kv and k_pe belong together"),
+    ("rope_mla_", both_tables(8, 3), "rotary_dim must be even, positive and at most 256, got 3"),
+    ("rope_mla_", both_tables(8, 258), "rotary_dim must be even, positive and at most 256, got 258"),
+    ("rope_mla_", {"q": Q[0]}, r"expected \[tokens, heads, dim\], got shape \[2, 12\]"),
+    ("rope_mla_", {"q": Q[1:]}, "all tensors need the same number of tokens, got 8 and 9"),
+    ("rope_mla_", {"q": some(9, 2, 6)}, "rotary_dim 8 is larger than the queries' dimension 6"),
+    ("rope_mla_", {"q": some(9, 2, 24)[..., ::2]}, "written in place and must be dense"),
+    ("rope_mla_", {"q": some(12, 2, 9).permute(2, 1, 0)}, "last dimension must be contiguous"),
+    ("rope_mla_", {"k_pe": some(9, 2, 8)}, r"k_pe must be \[tokens, 1, 8\]"),
+    ("rope_mla_", {"v_dim": 11}, "v_dim must lie within kv's 10 dimensions, got 11"),
+    ("rope_mla_", {"q": Q.bfloat16()}, "must have the tensors' dtype BFloat16, got Float and Float"),
+    ("varlen_attention", {"q": QKV[:, 0]}, r"expected \[tokens, heads, head_dim\], got shape \[9, 16\]"),
+    ("varlen_attention", {"k": QKV[1:]}, "need the same number of tokens, got 9, 8 and 9"),
+    ("varlen_attention", {"k": some(9, 2, 8)}, "need one head_dim, got 16, 8 and 16"),
+    ("varlen_attention", {"v": some(9, 1, 16)}, "k and v need as many heads, got 2 and 1"),
+    ("varlen_attention", {"q": some(9, 3, 16)}, "3 query heads are no multiple of 2 key heads"),
+    ("varlen_attention", {"k": QKV.double()}, r"q, k and v need one dtype, got \w+ and Double"),
+    ("varlen_attention", {"cu_seqlens_q": OFFSETS.long()}, "cu_seqlens must be int32, got Long"),
+    ("varlen_attention", {"max_seqlen_q": -1}, "max_seqlen must not be negative, got -1"),
+    ("varlen_attention", {"cu_seqlens_k": offsets([9])}, "as many documents for .*, got 3 and 1"),
+]
+
+
+@pytest.mark.parametrize(("op", "change", "message"), REFUSED, ids=[str(at) for at in range(len(REFUSED))])
+def test_arguments_that_do_not_fit_are_refused(
+    device: str, op: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(CORE, op)(**arguments(op, change, device))
+
+
+def test_what_has_no_backward_is_refused(device: str) -> None:
+    with pytest.raises(RuntimeError, match="has no backward: use zero_tail"):
+        CORE.zero_tail_([zeros(4, device=device, requires_grad=True)], offsets([2], device))
+
+
+UNCUT = r"document 0 has length 6, not a multiple of 2 \* cp_size = 4"
+BACKWARDS, NO_START = (
+    "document 1 has length -2; offsets must not decrease",
+    "the first offset must be 0, got 1",
+)
+LONG = "row 4 has position 4, past the 4 positions of the tables"
+
+
+@pytest.mark.parametrize(
+    ("op", "ends", "change", "message"),
+    [
+        ("thd_partition_indices", [0, 6, 8], {}, UNCUT),
+        ("thd_partition_indices", [0, 4, 2], {}, BACKWARDS),
+        ("thd_partition_indices", [1, 8], {}, NO_START),
+        ("thd_partition_indices", [0, 12], {}, "the last offset 12 is past the 8 physical tokens"),
+        ("thd_gathered_rows", [0, 6], {}, UNCUT),
+        ("thd_context_keys", [0, 6], {"cp_rank": 1}, UNCUT),
+        ("rope_thd", [0, 11], {}, "the last offset 11 is past the 9 physical tokens"),
+        ("rope_thd", [0, 4, 2], {}, BACKWARDS),
+        ("rope_thd", [1, 4], {}, NO_START),
+        ("rope_thd", [0, 6], {"cp_size": 2}, UNCUT),
+        ("rope_thd", [0, 5], both_tables(4, 8), LONG),
+        ("rope_mla_", [0, 5], both_tables(4, 8), LONG),
+        ("varlen_attention", [0, 9], {}, "document 0 has length 9, more than max_seqlen 8"),
+        ("varlen_attention", [0, 4, 11], {}, "the last offset 11 is past the 9 physical tokens"),
+        ("varlen_attention", [0, 4, 2], {}, BACKWARDS),
+        ("varlen_attention", [1, 4], {}, NO_START),
+    ],
+)
+def test_offsets_that_do_not_fit_are_refused_on_the_cpu(
+    op: str, ends: list[int], change: dict[str, Any], message: str
+) -> None:
+    """On a GPU they stay on the device, unread."""
+    names = [name for name in FITTING[op] if name.startswith("cu_seqlens")]
+    packed = dict.fromkeys(names, torch.tensor(ends, dtype=int32))
+    with pytest.raises(IndexError if message is LONG else ValueError, match=message):
+        getattr(CORE, op)(**arguments(op, {**packed, **change}, "cpu"))
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layout: expected one of neox, interleaved, .*got 'gptj'"):
+        ops.rope_thd([Q], ROPE["cos"], ROPE["sin"], OFFSETS, layout="gptj")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_what_flash_attention_cannot_do_is_refused() -> None:
+    cu_seqlens = offsets([4], "cuda")
+    single = zeros(6, 2, 16, device="cuda")
+    with pytest.raises(ValueError, match="must be float16 or bfloat16, got Float"):
+        ops.varlen_attention(single, single, single, cu_seqlens, 4)
+    odd = zeros(6, 2, 12, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="must be a multiple of 8, at most 256, got 12"):
+        ops.varlen_attention(odd, odd, odd, cu_seqlens, 4)
+
+
+# -- registration --------------------------------------------------------------------------------
+
+
+# Of torch 2.15: it reads .grad of the copies that it makes of our tensors, and is told off by torch.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("op", "change"), MORE, ids=[f"{op}{at}" for at, (op, _) in enumerate(MORE)])
+def test_opcheck(device: str, op: str, change: dict[str, Any]) -> None:
+    given = arguments(op, change, device)
+    for leaf in (given[name] for name in LEAVES.get(op, [])):
+        for tensor in leaf if isinstance(leaf, list) else [leaf]:
+            tensor.requires_grad_()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks = checks[:3] if op == "rope_mla_" else checks  # what both writes and returns a list is not traced
+    torch.library.opcheck(getattr(CORE, op).default, (), given, test_utils=checks)
+    if op == "varlen_attention":
+        out, lse = (made.detach() for made in CORE.varlen_attention(**given))
+        saved = {name: it.detach() if isinstance(it, Tensor) else it for name, it in given.items()}
+        saved |= {"grad": torch.ones_like(out), "out": out, "softmax_lse": lse}
+        torch.library.opcheck(CORE.varlen_attention_backward.default, (), saved)
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "pad_cu_seqlens": lambda cu, x: (ops.pad_cu_seqlens(cu, 6, 9), ops.pad_cu_seqlens_for_cuda_graph(cu, 2)),
+    "thd_partition_indices": lambda cu, x: ops.thd_partition_indices(cu, x.size(0), 2, 1),
+    "rope_thd": lambda cu, x: torch.cat(
+        ops.rope_thd([x * 2, x[:, :1]], *(table.contiguous() for table in x.detach()[..., :8].unbind(1)), cu),
+        1,
+    ),
+    "varlen_attention": lambda cu, x: ops.varlen_attention(x * 2, x, x, cu, 16).square(),
+    "zero_tail": lambda cu, x: ops.zero_tail(x * 2, cu, 14).square(),
+}
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_compiles_without_a_graph_break(device: str, op: str) -> None:
+    compiled = torch.compile(STEPS[op], fullgraph=True, backend="aot_eager")
+    for lengths in ([4, 0, 8], [12], [4] * 5):
+        x = torch.randn(sum(lengths) + 2, 2, 16, device=device).to(ATTENTION[device]).requires_grad_()
+        outs = [step(offsets(lengths, device), x) for step in (STEPS[op], compiled)]
+        assert_same_bits(*outs)
+        if isinstance(outs[0], Tensor) and outs[0].requires_grad:
+            assert_same_bits(*(torch.autograd.grad(out.sum(), x) for out in outs))
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        ("rope_thd", "megagraph::rope_thd_backward is not implemented"),
+        ("rope_mla", "once_differentiable"),
+        ("varlen_attention", "megagraph::varlen_attention_backward is not implemented"),
+    ],
+)
+def test_a_second_derivative_is_an_error(device: str, op: str, message: str) -> None:
+    x, packed = (
+        torch.randn(6, 2, 16, device=device).to(ATTENTION[device]).requires_grad_(),
+        offsets([5], device),
+    )
+    cos, sin = tables(frequencies(8, 8, "mla_interleaved", device), x.dtype)
+    if op == "rope_thd":
+        (out,) = ops.rope_thd([x], cos, sin, packed)
+    elif op == "rope_mla":
+        (out,) = rope_mla(x * 1, None, None, Rotation(cos=cos, sin=sin, cu_seqlens_padded=packed))
+    else:
+        out = ops.varlen_attention(x, x, x, packed, 5)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        grad.sum().backward()
+
+
+@pytest.fixture
+def host_waits_for_nothing() -> Iterator[None]:
+    """Inside the test, a call that waits for the device is an error."""
+
+    def set_mode(mode: str) -> None:
+        with warnings.catch_warnings():  # the first call says that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(mode)
+
+    set_mode("error")
+    yield
+    set_mode("default")
+
+
+@pytest.mark.gpu
+def test_host_waits_for_nothing(request: pytest.FixtureRequest) -> None:
+    few, shared, packed = (offsets(it, "cuda") for it in ([3, 0, 4], [8, 0, 16], [20, 30]))
+    q, k, v = (
+        torch.randn(64, heads, 64, device="cuda").to(torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+    )
+    grad = torch.randn_like(q)
+    request.getfixturevalue("host_waits_for_nothing")
+    ops.pad_cu_seqlens(few, 5, 9)
+    ops.pad_cu_seqlens_for_cuda_graph(few, 5)
+    ops.thd_gathered_rows(shared, 32, 4)
+    ops.thd_context_keys(shared, 32, 4, 3)
+    torch.autograd.grad(ops.varlen_attention(q, k, v, packed, 32), (q, k, v), grad)
