@@ -131,23 +131,12 @@ class Capture:
             graphs.gradient[site] = mask([grad_input])
 
 
-def captured_in_plan_order(num_sites: int, seed: int, *, has_gaps: bool = False) -> Graphs:
+def captured(num_sites: int, seed: int, *, has_gaps: bool = False) -> Graphs:
+    """In the order of a bank's plan."""
     capture = Capture(num_sites, seed, has_gaps=has_gaps)
     for site in range(num_sites):
         capture.forward(site)
     for site in reversed(range(num_sites)):
-        capture.backward(site)
-    return capture.graphs
-
-
-def captured_with_gaps(num_sites: int, seed: int) -> Graphs:
-    return captured_in_plan_order(num_sites, seed, has_gaps=True)
-
-
-def captured_layer_by_layer(num_sites: int, seed: int) -> Graphs:
-    capture = Capture(num_sites, seed)
-    for site in range(num_sites):
-        capture.forward(site)
         capture.backward(site)
     return capture.graphs
 

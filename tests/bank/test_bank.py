@@ -11,17 +11,15 @@ from bank_pair import ROWS, WIDTH, Applies, Block, Pair, blocks, new_bank, varia
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
-from megagraph.decide.reasons import EagerReason
-
 
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 def test_many_steps_with_changing_inputs_and_weights_have_the_same_bits(device: str, main_grad: bool) -> None:
     pair = Pair(device, blocks(), main_grad=main_grad).capture()
-    for step in range(30):
+    for step in range(9):
         assert pair.step() is None
         if step % 3 == 2:  # otherwise gradients accumulate
             pair.update_weights()
-    assert pair.bank.counters()["replays"] == 30 * 3
+    assert pair.bank.counters()["replays"] == 9 * 3
     assert pair.eager_calls() == {}
     for param in pair.layers[0].parameters():
         assert (param.grad is None) == main_grad
@@ -65,7 +63,7 @@ def test_several_variants_share_a_slot_and_keep_their_bits(device: str) -> None:
     pair = Pair(device, blocks(), main_grad=True).capture(
         *(variant(key, training=key[1], rows=sizes[key[0]]) for key in keys)
     )
-    for step in range(30):
+    for step in range(12):
         name, training = key = keys[step % len(keys)]
         with torch.set_grad_enabled(training):
             micro_batch = pair.forward(pair.input(sizes[name]), key, requires_grad=training)
@@ -124,37 +122,27 @@ def test_variants_captured_later_leave_the_earlier_ones_as_they_are(device: str)
 
 def test_micro_batches_in_flight_do_not_disturb_each_other(device: str) -> None:
     pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
-    for _ in range(5):  # F0 F1 B0 B1, as a pipeline stage interleaves them
+    for _ in range(3):  # F0 F1 B0 B1, as a pipeline stage interleaves them
         first, second = pair.forward(), pair.forward()
         assert first.reason is None and second.reason is None
         first.check_outputs()
         first.backward()
         second.check_outputs()
         second.backward()
+        first.check_outputs()
         pair.check_state()
         del first, second
-    for _ in range(5):  # F0 F1 B1 F2 B0 B2
+    for _ in range(3):  # F0 F1 B1 F2 B0 B2
         first, second = pair.forward(), pair.forward()
         second.backward()
         del second
         third = pair.forward()
+        first.check_outputs()
         first.backward()
         third.backward()
         del first, third
         pair.check_state()
     assert pair.eager_calls() == {}
-
-
-@pytest.mark.parametrize("skipped", [(1,), (0,), (2,), (0, 1), (1, 2)])
-def test_a_site_left_eager_in_between_changes_no_bit(device: str, skipped: tuple[int, ...]) -> None:
-    pair = Pair(device, blocks(), main_grad=True)
-    for index in skipped:
-        pair.bank.keep_eager(index, EagerReason.SCOPE_UNSUPPORTED)
-    pair.capture()
-    for _ in range(4):
-        assert pair.step() is None
-    assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 4 * len(skipped)}
-    assert pair.bank.counters()["replays"] == 4 * (3 - len(skipped))
 
 
 def test_a_captured_site_that_a_micro_batch_leaves_out_changes_no_bit(device: str) -> None:

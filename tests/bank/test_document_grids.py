@@ -49,22 +49,8 @@ class Attention(nn.Module):
 
 def attention(device: str, num_slots: int = 1) -> PackPair:
     layers = [Attention() for _ in range(LAYERS)]
-    return PackPair(
-        device,
-        layers,
-        tokens=TOKENS,
-        num_seqs=NUM_SEQS,
-        width=WIDTH,
-        dtype=torch.bfloat16,
-        num_slots=num_slots,
-    )
-
-
-def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot(device: str) -> None:
-    pair = attention(device).capture()
-    for lengths in PACKS * 2:
-        pair.pack(lengths).backward()
-        pair.check_state()
+    sizes = {"tokens": TOKENS, "num_seqs": NUM_SEQS, "width": WIDTH}
+    return PackPair(device, layers, **sizes, dtype=torch.bfloat16, num_slots=num_slots)
 
 
 def test_slots_in_flight_keep_their_own_grids(device: str) -> None:
@@ -77,7 +63,8 @@ def test_slots_in_flight_keep_their_own_grids(device: str) -> None:
         del running
 
 
-def test_a_variant_without_gradients_has_its_grids_too(device: str) -> None:
+def test_packs_of_all_kinds_have_the_bits_of_attention_over_every_slot(device: str) -> None:
+    """With gradients and without: each variant has its own grids."""
     pair = attention(device)
     pair.capture(pair.variant(), pair.variant("eval", training=False))
     for lengths in PACKS:

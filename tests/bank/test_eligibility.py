@@ -25,27 +25,41 @@ def keep(*_: object) -> None:
     """A hook that changes nothing."""
 
 
-MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
-    "forward": lambda module: module.register_forward_hook(keep),
-    "forward pre": lambda module: module.register_forward_pre_hook(keep),
-    "forward with keywords": lambda module: module.register_forward_hook(keep, with_kwargs=True),
-    "full backward": lambda module: module.register_full_backward_hook(keep),
-    "full backward pre": lambda module: module.register_full_backward_pre_hook(keep),
-}
-
-
 def accumulator_of(param: Tensor) -> Any:
     return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("register", MODULE_HOOKS.values(), ids=MODULE_HOOKS.keys())
-@pytest.mark.parametrize("where", ["", "up"], ids=["outer", "inner"])
-def test_a_hook_of_a_module_is_found_and_named(register: Callable[[nn.Module], Any], where: str) -> None:
+ON_ACCUMULATOR = "hook on the gradient accumulator of parameter up.weight"
+# What registers a hook, on what of a block, and what is said of it.
+HOOKS: list[tuple[str, Callable[[Any], Any], str]] = [
+    *(
+        (
+            f"register_{kind}_hook",
+            lambda block, where=where: block.get_submodule(where),
+            f"hook keep of module {name}",
+        )
+        for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+        for where, name in (("", "Block"), ("up", "up"))
+    ),
+    ("register_hook", lambda block: block.up.weight, "gradient hook of parameter up.weight"),
+    (
+        "register_post_accumulate_grad_hook",
+        lambda block: block.up.weight,
+        "gradient hook of parameter up.weight",
+    ),
+    *(
+        (f"register_{kind}", lambda block: accumulator_of(block.up.weight), ON_ACCUMULATOR)
+        for kind in ("hook", "prehook")
+    ),
+]
+
+
+@pytest.mark.parametrize(("register", "of", "what"), HOOKS)
+def test_a_hook_is_found_and_named(register: str, of: Callable[[Any], Any], what: str) -> None:
     modules = [Block(), Block()]
-    handle = register(modules[1].get_submodule(where))
-    ((index, (reason, what)),) = found(modules).items()
-    assert (index, reason) == (1, EagerReason.FOREIGN_HOOK)
-    assert what == f"hook keep of module {where or 'Block'}"
+    it = of(modules[1])
+    handle = getattr(it, register)(keep)
+    assert found(modules) == {1: (EagerReason.FOREIGN_HOOK, what)}
     handle.remove()
     assert found(modules) == {}
 
@@ -56,26 +70,6 @@ def test_hooks_that_the_caller_answers_for_are_no_obstacle() -> None:
     assert found([module], is_expected_hook=lambda hook: hook is keep) == {}
     module.up.register_forward_hook(lambda *_: None)
     assert found([module], is_expected_hook=lambda hook: hook is keep)[0][0] is EagerReason.FOREIGN_HOOK
-
-
-@pytest.mark.parametrize(
-    ("method", "hooked", "what"),
-    [
-        ("register_hook", lambda param: param, "gradient hook of"),
-        ("register_post_accumulate_grad_hook", lambda param: param, "gradient hook of"),
-        ("register_hook", accumulator_of, "hook on the gradient accumulator of"),
-        ("register_prehook", accumulator_of, "hook on the gradient accumulator of"),
-    ],
-)
-def test_a_hook_of_a_parameter_or_its_accumulator_is_found_and_named(
-    method: str, hooked: Callable[[Tensor], Any], what: str
-) -> None:
-    module = Block()
-    it = hooked(module.up.weight)
-    handle = getattr(it, method)(keep)
-    assert found([module]) == {0: (EagerReason.FOREIGN_HOOK, f"{what} parameter up.weight")}
-    handle.remove()
-    assert found([module]) == {}
 
 
 def test_the_callers_own_accumulator_hooks_are_counted_out() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a bank, its counters, and every way in which a call may be refused."""
+"""The life of a bank and of its variants, its counters, and every way in which a call may be refused."""
 
 import gc
 import threading
@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from bank_pair import Pair, blocks, variant
+from bank_pair import ROWS, Block, Pair, blocks, new_bank, variant
 from torch import Tensor
 
 from megagraph import _C
 from megagraph.bank.bank import Bank
+from megagraph.bank.sites import EagerPart
 from megagraph.decide.reasons import EagerReason
 
 State = _C.BankState
@@ -63,6 +64,9 @@ def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
         Bank(blocks(1), device, num_slots=0)
     with pytest.raises(ValueError, match=r"at least one site, got 0"):
         bank_of(num_sites=0)
+    part = EagerPart(name="part", module=Block(), forward=lambda _module, hidden: hidden)
+    with pytest.raises(ValueError, match="expected at least one module, got 1 parts that stay eager"):
+        Bank([part], device)
 
 
 def test_before_capture_everything_runs_eager(device: str) -> None:
@@ -86,20 +90,17 @@ def test_release_runs_everything_eager_and_may_come_twice(device: str) -> None:
         pair.capture()
 
 
-def test_a_backward_that_release_left_pending_raises(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
-    micro_batch = pair.forward()
-    pair.bank.release()
-    with pytest.raises(RuntimeError, match=r"released between the forward and the backward of site 2"):
-        micro_batch.output.sum().backward()
-
-
-def test_a_bank_that_nobody_holds_goes_quietly(device: str) -> None:
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_backward_after_the_end_of_its_bank_raises(device: str, is_held: bool) -> None:
+    """Also of one that nobody holds any more, which goes quietly."""
     pair = Pair(device, blocks()).capture()
     pending = pair.forward()
-    del pair.bank
-    gc.collect()
-    with pytest.raises(RuntimeError, match=r"released"):
+    if is_held:
+        pair.bank.release()
+    else:
+        del pair.bank
+        gc.collect()
+    with pytest.raises(RuntimeError, match=r"released between the forward and the backward of site 2"):
         pending.backward()
 
 
@@ -146,16 +147,21 @@ def test_graphs_with_collectives_wait_a_moment_for_a_tensor_of_another_thread(de
     other.join()
 
 
-def test_capture_needs_free_slots_and_names_who_holds_them(device: str) -> None:
+def test_who_captures_or_drops_needs_free_slots_and_is_told_who_holds_them(device: str) -> None:
     pair = Pair(device, blocks()).capture()
     micro_batch = pair.forward()
     with pytest.raises(RuntimeError, match=r"every slot to be free; still held: slot 0: 1 pending backward"):
         pair.capture(variant("more"))
+    with pytest.raises(RuntimeError, match="still held: "):
+        pair.bank.drop(["train"])
     assert pair.bank.state == State.SEALED
     micro_batch.backward()
     del micro_batch
     pair.capture(variant("more"))
-    assert pair.step(key="more") is None
+    assert pair.step() is None and pair.step(key="more") is None
+    pair.bank.drop(["train", "more"])
+    pair.bank.drop(["train", "never captured"])
+    assert pair.bank.num_graphs == 0
 
 
 def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) -> None:
@@ -259,15 +265,53 @@ def test_the_dtype_of_autocast_belongs_to_the_numeric_settings(device: str) -> N
     assert pair.eager_calls() == {"NUMERICS_CHANGED": 2 * 3}
 
 
-def test_a_forward_that_would_break_the_nesting_runs_eager_and_is_counted(device: str) -> None:
+# -- variants that go, between steps; the others go on --------------------------------------------
+
+
+def _forward_only(pair: Pair) -> EagerReason | None:
+    with torch.no_grad():
+        return pair.forward(key="eval", requires_grad=False).reason
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, main_grad: bool) -> None:
+    pair = Pair(device, blocks(), main_grad=main_grad)
+    both = variant(), variant("eval", training=False)
+    pair.capture(*both)
+    for _ in range(3):
+        assert pair.step() is None and _forward_only(pair) is None
+        pair.bank.drop(["train"])
+        assert pair.bank.num_graphs == 3
+        assert pair.forward().reason is EagerReason.WARMING_UP
+        assert _forward_only(pair) is None
+        pair.update_weights()
+        pair.capture(both[0])
+        assert pair.bank.num_graphs == 9
+    assert pair.step() is None and _forward_only(pair) is None
+    assert pair.eager_calls() == {"WARMING_UP": 9}
+
+
+def test_a_variant_that_is_captured_again_has_the_later_graphs(device: str) -> None:
     pair = Pair(device, blocks()).capture()
-    first, second, _ = pair.bank.sites
-    with pair.bank.micro_batch("train"):
-        hidden = second(first(pair.input()))
-        held = pair.bank.holders()
-        assert first(pair.input()) is NotImplemented
-        assert second(pair.input()) is NotImplemented
-        assert pair.bank.holders() == held
-        assert pair.eager_calls() == {"NESTING": 2}
-        pair.check_counters()
-    hidden.sum().backward()
+    torch.use_deterministic_algorithms(False)
+    assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
+    pair.capture()
+    assert pair.bank.num_graphs == 6
+    assert pair.forward().reason is None
+
+
+@pytest.mark.gpu
+def test_the_next_capture_takes_the_memory_of_what_was_dropped() -> None:
+    rows = 1 << 14
+    layers = [Block(256).to("cuda") for _ in range()]
+    bank = new_bank(layers, "cuda")
+    train, evaluate = (
+        variant(key, training=key == "train", rows=rows, row_shape=(256,)) for key in ("train", "eval")
+    )
+    bank.capture([train, evaluate])
+    held = bank.pool_bytes()
+    assert held > ROWS
+    for _ in range(5):
+        bank.drop(["train"])
+        bank.capture([train])
+    assert bank.pool_bytes() <= 1.1 * held

@@ -2,22 +2,15 @@
 """The nesting rule of csrc/bank/replay/slot_ring.h against a model of the pool that a slot's graphs share."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from pool_model import (
-    Graphs,
-    Kind,
-    Replay,
-    captured_in_plan_order,
-    captured_layer_by_layer,
-    captured_with_gaps,
-)
+from pool_model import Graphs, Kind, Replay, captured
 
 from megagraph import _C
 
-NUM_POOLS = 400
-SEQUENCES_PER_POOL = 300
+NUM_POOLS = 200
+SEQUENCES_PER_POOL = 125
 
 
 def is_corrupt(graphs: Graphs, passes: str) -> bool:
@@ -38,13 +31,6 @@ def is_allowed(num_sites: int, passes: str) -> bool:
     return all(
         slot.enter(int(step[1:])) if step[0] == "F" else slot.leave(int(step[1:])) for step in passes.split()
     )
-
-
-def share_of_corrupt_pools(
-    passes: str, capture: Callable[[int, int], Graphs] = captured_in_plan_order
-) -> float:
-    num_sites = 1 + max(int(step[1:]) for step in passes.split())
-    return sum(is_corrupt(capture(num_sites, seed), passes) for seed in range(NUM_POOLS)) / NUM_POOLS
 
 
 def wishes(num_sites: int, rng: random.Random) -> Iterator[tuple[str, int]]:
@@ -123,113 +109,40 @@ def run_what_the_slot_allows(graphs: Graphs, slot: _C.Slot, rng: random.Random) 
     return reads, refused
 
 
-@pytest.mark.parametrize("capture", [captured_in_plan_order, captured_with_gaps])
-def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact(
-    capture: Callable[[int, int], Graphs],
-) -> None:
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_every_replay_order_that_the_rule_allows_keeps_saved_and_held_tensors_intact(has_gaps: bool) -> None:
     rng = random.Random(0)
     sequences = reads = refused = 0
     for seed in range(NUM_POOLS):
-        graphs = capture(2 + seed % 5, seed)
+        graphs = captured(2 + seed % 5, seed, has_gaps=has_gaps)
         slot = _C.Slot(0, graphs.num_sites)
         for _ in range(SEQUENCES_PER_POOL):
             more_reads, more_refused = run_what_the_slot_allows(graphs, slot, rng)
             sequences += more_reads > 0
             reads += more_reads
             refused += more_refused
-    assert sequences >= 100_000
+    assert sequences >= 20_000
     assert reads > sequences  # most of them have several backwards,
     assert refused > sequences  # and most had to be told no
 
 
-@pytest.mark.parametrize(
-    "passes",
-    [
-        pytest.param("F0 F1 F2 F3 B3 B2 B1 B0", id="as captured"),
-        pytest.param("F0 F2 F3 B3 B2 B0", id="a site skipped"),
-        pytest.param("F0 F1 F2 F3 B3 F3 B3 B2 B1 F1 B1 B0", id="forwards run again"),
-        pytest.param("F3 B3 F2 B2 F1 B1 F0 B0", id="recomputed one by one"),
-        pytest.param("F0 F1 F2 F3 B3 B2 F2 F3 B3 B2 B1 B0", id="recomputed in blocks"),
-    ],
-)
-def test_sound_orders_are_allowed(passes: str) -> None:
-    assert is_allowed(4, passes)
-    assert share_of_corrupt_pools(passes) == 0
+ORDERS = {  # of passes, and the share of pools that they corrupt at least
+    "as captured": ("F0 F1 F2 F3 B3 B2 B1 B0", 0.0),
+    "a site skipped": ("F0 F2 F3 B3 B2 B0", 0.0),
+    "forwards run again": ("F0 F1 F2 F3 B3 F3 B3 B2 B1 F1 B1 B0", 0.0),
+    "recomputed one by one": ("F3 B3 F2 B2 F1 B1 F0 B0", 0.0),
+    "recomputed in blocks": ("F0 F1 F2 F3 B3 B2 F2 F3 B3 B2 B1 B0", 0.0),
+    "B1 before B3": ("F0 F1 F2 F3 B1 B3 B2 B0", 0.3),
+    "B0 before B3": ("F0 F1 F2 F3 B0 B3 B2 B1", 0.3),
+    "F0 again while later sites are live": ("F0 F1 F2 F3 F0 B3 B2 B1 B0", 0.5),
+    "an earlier site after a later one": ("F3 F0 B0 B3", 0.3),
+    "forwards swapped": ("F1 F0 B1 B0", 0.3),
+}
 
 
-@pytest.mark.parametrize(
-    ("passes", "corrupt_at_least"),
-    [
-        pytest.param("F0 F1 F2 F3 B1 B3 B2 B0", 0.3, id="B1 before B3"),
-        pytest.param("F0 F1 F2 F3 B0 B3 B2 B1", 0.3, id="B0 before B3"),
-        pytest.param("F0 F1 F2 F3 F0 B3 B2 B1 B0", 0.5, id="F0 again while later sites are live"),
-        pytest.param("F3 F0 B0 B3", 0.3, id="an earlier site after a later one"),
-        pytest.param("F1 F0 B1 B0", 0.3, id="forwards swapped"),
-    ],
-)
-def test_what_the_rule_refuses_would_corrupt(passes: str, corrupt_at_least: float) -> None:
-    assert not is_allowed(4, passes)
-    assert share_of_corrupt_pools(passes) >= corrupt_at_least
-
-
-@pytest.mark.parametrize(
-    ("passes", "held"),
-    [
-        pytest.param("F2 F3 B3", (Kind.GRADIENT, 3), id="a gradient"),
-        pytest.param("F2 F3 B3 B2", (Kind.OUTPUT, 3), id="the output of a later site"),
-    ],
-)
-def test_a_forward_would_overwrite_what_later_passes_left_for_somebody(
-    passes: str, held: tuple[Kind, int]
-) -> None:
-    kind, site = held
-    slot = _C.Slot(0, 4)
-    assert slot.lease(0, True)
-    slot.retain_tensor(site, kind)
-    assert not slot.enter(1)
-    slot.release_tensor(site, kind)
-    assert slot.enter(1)
-
-    overwritten = 0
-    for seed in range(NUM_POOLS):
-        replay = Replay(captured_in_plan_order(4, seed))
-        for step in passes.split():
-            (replay.forward if step[0] == "F" else replay.backward)(int(step[1:]))
-        replay.hold(kind, site)
-        replay.forward(1)
-        overwritten += bool(replay.hit_held)
-    assert overwritten / NUM_POOLS > 0.2
-
-
-def test_capture_layer_by_layer_corrupts_even_the_plain_order() -> None:
-    plain = "F0 F1 F2 F3 B3 B2 B1 B0"
-    assert share_of_corrupt_pools(plain, captured_layer_by_layer) > 0.95
-    assert share_of_corrupt_pools(plain, captured_in_plan_order) == 0
-
-
-def _share_overwritten(passes: str, held_after: str) -> float:
-    """How often a transient output of the first site, held from then on, is overwritten."""
-    overwritten = tried = 0
-    for seed in range(NUM_POOLS):
-        replay = Replay(captured_with_gaps(4, seed))
-        if 0 not in replay.graphs.gaps:
-            continue
-        tried += 1
-        for step in passes.split():
-            (replay.forward if step[0] == "F" else replay.backward)(int(step[1:]))
-            if step == held_after:
-                replay.hold(Kind.TRANSIENT, 0)
-        overwritten += bool(replay.hit_held)
-    assert tried > NUM_POOLS / 4
-    return overwritten / tried
-
-
-@pytest.mark.parametrize("passes", ["F0 F1", "F0 B0", "F0 F1 F2 F3 B3 B2 B1 B0"])
-def test_later_passes_would_overwrite_a_transient_output(passes: str) -> None:
-    slot = _C.Slot(0, 4)
-    assert slot.lease(0, True) and slot.enter(0)
-    slot.retain_tensor(0, Kind.TRANSIENT)
-    assert not slot.enter(1) and not slot.await_transients(0)
-    slot.release_tensor(0, Kind.TRANSIENT)
-    assert slot.enter(1) and slot.await_transients(0)
-    assert _share_overwritten(passes, "F0") > 0.4
+@pytest.mark.parametrize(("passes", "share"), ORDERS.values(), ids=ORDERS)
+def test_the_rule_allows_just_those_orders_that_corrupt_no_pool(passes: str, share: float) -> None:
+    assert is_allowed(4, passes) == (share == 0)
+    num_sites = 1 + max(int(step[1:]) for step in passes.split())
+    corrupt = sum(is_corrupt(captured(num_sites, seed), passes) for seed in range(NUM_POOLS)) / NUM_POOLS
+    assert corrupt >= share if share else corrupt == 0

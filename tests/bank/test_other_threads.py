@@ -130,6 +130,7 @@ def test_a_backward_waits_again_after_a_wait_in_vain(sender: Sender) -> None:
     sender.lets_go = False
     with pytest.raises(RuntimeError, match="while somebody holds an output"):
         run(sender, bank, training=True).sum().backward()
+    assert not sender.kept[0].isnan().any(), "what somebody reads is not written"
     sender.kept.clear()
     sender.lets_go = True
     for _ in range(3):

@@ -18,8 +18,8 @@ def play(slot: _C.Slot, script: str) -> None:
     """Words, each with a site or a range of them, or `end`, of the micro-batch.
 
     `F` forward, `B` backward begins, `D` it is done, `X` its node is dropped, `+` and `-` a tensor over its
-    output. What begins with `!` is refused and changes nothing; `free` and `held` say whether somebody holds
-    the slot.
+    output, or with `g` at the end over its gradient, with `t` over what only an eager part reads. What begins
+    with `!` is refused and changes nothing; `free` and `held` say whether somebody holds the slot.
     """
     passes = {"F": slot.enter, "B": slot.leave}
     others = {"D": slot.node_done, "X": slot.drop, "+": slot.retain_tensor, "-": slot.release_tensor}
@@ -31,12 +31,13 @@ def play(slot: _C.Slot, script: str) -> None:
             slot.end_micro_batch()
             continue
         name = word.lstrip("!")
-        sites = [int(site) for site in name[1:].split("..")]
+        sites = [int(site) for site in name[1:].rstrip("gt").split("..")]
+        kind = {"g": (_C.LeaseKind.GRADIENT,), "t": (_C.LeaseKind.TRANSIENT,)}.get(name[-1], ())
         before = slot.describe_holders()
         if name[0] in passes:
             assert passes[name[0]](*sites) == (word == name), f"{word} of {script}"
         else:
-            others[name[0]](*sites)
+            others[name[0]](*sites, *kind)
         assert word == name or slot.describe_holders() == before
 
 
@@ -52,6 +53,9 @@ def play(slot: _C.Slot, script: str) -> None:
         ),
         pytest.param("F0 +0 +0 B0 D0 end -0 held -0 free", id="a tensor over a boundary holds the slot"),
         pytest.param("F1 !F1 !F0 !B0 !B2 B1", id="a refused pass changes nothing"),
+        pytest.param("+3 !F1 -3 F1", id="a forward waits for the outputs of later sites"),
+        pytest.param("+3g !F1 -3g F1", id="and for their gradients"),
+        pytest.param("F0 +0t !F1 -0t F1", id="and for what an eager part before it reads"),
         pytest.param(
             "F0..2 end held !F2..3 !B0..1 B0..2 held D0..2 free", id="a run of sites enters and leaves as one"
         ),
@@ -62,6 +66,14 @@ def play(slot: _C.Slot, script: str) -> None:
 )
 def test_training_leases(script: str) -> None:
     play(leased(), script)
+
+
+def test_a_backward_waits_for_what_an_eager_part_reads() -> None:
+    slot = leased()
+    play(slot, "F0 +0t")
+    assert not slot.await_transients(0)
+    play(slot, "-0t")
+    assert slot.await_transients(0)
 
 
 @pytest.mark.parametrize(

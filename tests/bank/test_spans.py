@@ -38,7 +38,7 @@ def test_site_by_site_has_the_same_bits(device: str) -> None:
 
 @pytest.mark.parametrize("eager", [0, 1, SITES - 1])
 def test_a_bank_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
-    pair = Pair(device, blocks(SITES))
+    pair = Pair(device, blocks(SITES), main_grad=True)
     pair.bank.keep_eager(eager, EagerReason.SCOPE_UNSUPPORTED)
     pair.capture()
     with pair.bank.micro_batch("train") as reason:
@@ -67,33 +67,27 @@ def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) 
 
 
 @pytest.mark.parametrize(
-    ("noticed", "told"),
+    ("noticed", "eager", "told"),
     [
-        ([], [(0, 3)]),
-        ([0], [(0, 3)]),
-        ([2], [(2, 3), (0, 1)]),
-        ([2, 3], [(3, 3), (2, 2), (0, 1)]),
-        (range(SITES), [(3, 3), (2, 2), (1, 1), (0, 0)]),
+        ([], [], [(0, 3)]),
+        ([0], [], [(0, 3)]),
+        ([2], [], [(2, 3), (0, 1)]),
+        ([2, 3], [], [(3, 3), (2, 2), (0, 1)]),
+        (range(SITES), [], [(3, 3), (2, 2), (1, 1), (0, 0)]),
+        ([1], [2], [(3, 3), (1, 1), (0, 0)]),  # one by one
     ],
 )
 def test_finished_backwards_are_told_where_asked_for_and_at_the_end(
-    device: str, noticed: Sequence[int], told: list[tuple[int, int]]
+    device: str, noticed: Sequence[int], eager: list[int], told: list[tuple[int, int]]
 ) -> None:
-    pair = Pair(device, blocks(SITES), main_grad=True).capture()
+    pair = Pair(device, blocks(SITES), main_grad=True)
+    for site in eager:
+        pair.bank.keep_eager(site, EagerReason.FOREIGN_HOOK)
+    pair.capture()
     heard: list[tuple[int, int]] = []
     pair.bank.set_listener(lambda: True, lambda *sites: heard.append(sites), noticed)
     pair.step()
     assert heard == told
-
-
-def test_sites_that_run_one_by_one_are_told_one_by_one(device: str) -> None:
-    pair = Pair(device, blocks(SITES), main_grad=True)
-    pair.bank.keep_eager(2, EagerReason.FOREIGN_HOOK)
-    pair.capture()
-    heard: list[tuple[int, int]] = []
-    pair.bank.set_listener(lambda: True, lambda *sites: heard.append(sites), [1])
-    pair.step()
-    assert heard == [(3, 3), (1, 1), (0, 0)]
 
 
 def test_nobody_is_told_who_does_not_want_to_know(device: str) -> None:

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that waits for a place in the launch queue lets other threads of Python run."""
+"""Launches from several streams, on another device, and while the launch queue is full."""
 
+import dataclasses
 import sys
 import threading
 import time
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, blocks, variant
+from bank_pair import ROWS, WIDTH, Block, Pair, blocks, new_bank, run_eager, variant
+from same_bits import assert_same_bits
 
 from megagraph.bank.bank import Bank
 
@@ -73,3 +75,46 @@ def test_a_thread_goes_on_while_a_forward_waits_for_the_launch_queue(loader: Loa
     assert waited > WAITED_SECONDS, "the launch queue was never full"
     assert counted > 0.2 * pace * waited
     bank.release()
+
+
+def test_micro_batches_on_two_streams_do_not_meet() -> None:
+    layers = [Block(1024) for _ in range(4)]
+    for param in (param for layer in layers for param in layer.parameters()):
+        param.requires_grad_(False)  # gradients of parameters are for the caller to order
+    rows = 256
+    banks = []
+    for _ in range(2):
+        bank = new_bank([layer.cuda() for layer in layers], "cuda")
+        shape = variant(rows=rows)
+        bank.capture([dataclasses.replace(shape, row_shape=(1024,))])
+        banks.append(bank)
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
+    inputs = [torch.randn(rows, 1024, device="cuda") for _ in range(12)]
+    want = []
+    for given in inputs:
+        leaf = given.clone().requires_grad_()
+        run_eager(layers, leaf).square().sum().backward()
+        want.append(leaf.grad)
+    leaves = [given.clone().requires_grad_() for given in inputs]
+    torch.cuda.synchronize()
+    for turn, leaf in enumerate(leaves):
+        bank = banks[turn // 2 % 2]
+        with torch.cuda.stream(streams[turn % 3]):
+            torch.cuda._sleep(3_000_000)  # what was launched before is still running then
+            with bank.micro_batch("train") as reason:
+                assert reason is None
+                out = bank(leaf)
+            out.square().sum().backward()
+            del out
+    torch.cuda.synchronize()
+    for turn, (leaf, grad) in enumerate(zip(leaves, want, strict=True)):
+        assert_same_bits(leaf.grad, grad, f"gradient of input {turn}")
+
+
+@pytest.mark.multi_gpu
+def test_a_bank_replays_on_its_own_device_whichever_is_current() -> None:
+    pair = Pair("cuda:1", blocks()).capture()
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            assert pair.step() is None
+            assert torch.cuda.current_device() == current
