@@ -79,7 +79,7 @@ def second_trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Train
 # -- what it trains on ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["default", "text", "tokens", "length"])
+@pytest.mark.parametrize("kind", ["default", "tokens", "length"])
 def test_documents_of_every_kind_train_bit_equal_through_replays(
     compare: Compare, tmp_path: Path, kind: str
 ) -> None:
@@ -151,17 +151,16 @@ def test_what_it_prints_and_what_its_file_says(
 # -- when nothing is replayed --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "warm_up"), [("3", "3"), ("4", "100")])
 def test_a_run_that_ends_in_its_warm_up_ends_with_3_and_says_what_to_change(
-    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warm_up: str
+    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It printed 'bit-equal' and ended with 0, although no graph had run."""
     assert ExitCode.NOTHING_REPLAYED == 3
-    assert compare(*source("text", tmp_path), code=3, steps=steps, warmup_steps=warm_up).replays == 0
+    assert compare(*source("text", tmp_path), code=3, steps="3", warmup_steps="3").replays == 0
     out = capsys.readouterr().out
     assert (
         "Nothing was replayed: the run ended in its warm-up. "
-        f"Give more --steps ({steps}) than --warmup-steps ({warm_up})." in out
+        "Give more --steps (3) than --warmup-steps (3)." in out
     )
     assert "bit-equal" not in out
 
@@ -242,8 +241,7 @@ def test_one_bit_of_one_gradient_is_found_and_named_alone(
 # -- what it leaves behind -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("end", ["well", "by an error"])
+@pytest.mark.parametrize(("outer", "end"), [(False, "well"), (True, "by an error")])
 def test_it_leaves_no_plugin_no_process_group_and_the_flag_as_it_was(
     demo: Callable[..., int],
     second_trainer: Callable[..., None],
