@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bank_pair import release_banks
+from bank_pair import Pair, blocks, release_banks
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS, read at its start
 
@@ -19,3 +19,9 @@ def surroundings(poisoned_memory: None) -> Iterator[None]:
     yield
     release_banks()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pair(device: str) -> Pair:
+    """Blocks under a bank, captured for training, and eager beside it."""
+    return Pair(device, blocks()).capture()

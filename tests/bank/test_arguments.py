@@ -11,14 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import ROWS, WIDTH, Block, RunningBank, new_bank, variant
+from bank_pair import (
+    PACKS,
+    TOKENS,
+    WIDTH,
+    Kind,
+    PackPair,
+    RunningBank,
+    canonical,
+    new_bank,
+    variant,
+)
 from offsets import offsets
-from pack_pair import PACKS, TOKENS, Kind, PackPair, canonical
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 
 from megagraph import _C
-from megagraph.bank.sites import EagerPart
 from megagraph.decide.reasons import EagerReason
 
 Arguments = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
@@ -195,22 +203,3 @@ def test_a_variant_in_flight_is_not_held_by_the_bank(device: str) -> None:
     assert source() is None
     bank.release()
     assert not bank.captured
-
-
-def test_what_is_eager_asks_for_its_arguments_once(device: str) -> None:
-    asked: list[Any] = []
-
-    def arguments(buffers: Any) -> dict[str, Any]:
-        asked.append(buffers)
-        return {}
-
-    layers = [Block().to(device) for _ in range(2)]
-    part = EagerPart(name="part", module=layers[0], forward=lambda _module, hidden: hidden)
-    bank = new_bank([part, layers[0], part, layers[1], part], device)
-    bank.capture([variant(arguments=arguments)])
-    asked.clear()
-    with bank.micro_batch("train"):
-        out = bank(torch.randn(ROWS, WIDTH, device=device, requires_grad=True))
-    out.sum().backward()
-    del out
-    assert len(asked) == 1 and bank.counters()["replays"] == 2

@@ -111,15 +111,6 @@ def test_smaller_variants_take_no_memory_beside_the_largest() -> None:
     assert pool_bytes(1 << 14, 1 << 15, 1 << 16) <= 1.1 * alone
 
 
-def test_variants_captured_later_leave_the_earlier_ones_as_they_are(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
-    pair.step()
-    pair.capture(variant("small", rows=2), variant("large", rows=20))
-    for key, rows in [("train", ROWS), ("small", 2), ("large", 20), ("train", ROWS)]:
-        assert pair.step(pair.input(rows), key) is None
-    assert pair.bank.num_graphs == 3 * 3 * 2
-
-
 def test_micro_batches_in_flight_do_not_disturb_each_other(device: str) -> None:
     pair = Pair(device, blocks(), num_slots=2, main_grad=True).capture()
     for _ in range(3):  # F0 F1 B0 B1, as a pipeline stage interleaves them

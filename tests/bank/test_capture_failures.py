@@ -122,8 +122,8 @@ def check_goes_on(pair: Pair) -> None:
     counters = pair.bank.counters()
     assert counters["CAPTURE_FAILED"] - counted["CAPTURE_FAILED"] == 3
     assert counters["replays"] - counted["replays"] == 9
-    pair.capture(variant("more", rows=4))  # a later capture in the same process
-    assert pair.step(pair.input(4), "more") is None
+    pair.capture(variant("more", rows=20))  # a later capture, of more rows, in the same process
+    assert pair.step(pair.input(20), "more") is None
     assert pair.step() is None
     other = Pair(pair.device, [Block()]).capture()
     assert other.step() is None and not other.bank.failures

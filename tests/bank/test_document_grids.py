@@ -7,8 +7,8 @@ over all of the capacity's document slots.
 
 import pytest
 import torch
+from bank_pair import PackPair
 from offsets import offsets
-from pack_pair import PackPair
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 

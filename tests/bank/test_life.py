@@ -69,18 +69,7 @@ def test_a_bank_needs_a_module_and_a_slot(device: str) -> None:
         Bank([part], device)
 
 
-def test_before_capture_everything_runs_eager(device: str) -> None:
-    pair = Pair(device, blocks())
-    assert pair.step() is EagerReason.WARMING_UP
-    assert pair.eager_calls() == {"WARMING_UP": 3}
-    assert pair.bank.state == State.WARM_UP
-    pair.capture()
-    assert pair.step() is None
-    assert pair.step(pair.input(3), "unknown variant") is EagerReason.WARMING_UP
-
-
-def test_release_runs_everything_eager_and_may_come_twice(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_release_runs_everything_eager_and_may_come_twice(pair: Pair) -> None:
     pair.step()
     pair.bank.release()
     pair.bank.release()
@@ -91,9 +80,8 @@ def test_release_runs_everything_eager_and_may_come_twice(device: str) -> None:
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_backward_after_the_end_of_its_bank_raises(device: str, is_held: bool) -> None:
+def test_a_backward_after_the_end_of_its_bank_raises(pair: Pair, is_held: bool) -> None:
     """Also of one that nobody holds any more, which goes quietly."""
-    pair = Pair(device, blocks()).capture()
     pending = pair.forward()
     if is_held:
         pair.bank.release()
@@ -147,8 +135,7 @@ def test_graphs_with_collectives_wait_a_moment_for_a_tensor_of_another_thread(de
     other.join()
 
 
-def test_who_captures_or_drops_needs_free_slots_and_is_told_who_holds_them(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_who_captures_or_drops_needs_free_slots_and_is_told_who_holds_them(pair: Pair) -> None:
     micro_batch = pair.forward()
     with pytest.raises(RuntimeError, match=r"every slot to be free; still held: slot 0: 1 pending backward"):
         pair.capture(variant("more"))
@@ -180,15 +167,6 @@ def test_a_micro_batch_cannot_begin_within_another_nor_end_twice(device: str) ->
     assert bank.all_free()
 
 
-def test_a_micro_batch_ends_also_where_its_body_raises(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
-    with pytest.raises(KeyError), pair.bank.micro_batch("train"):
-        pair.bank(pair.input())
-        raise KeyError("of the caller")
-    assert pair.bank.all_free()
-    assert pair.step() is None
-
-
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     # No wider than the buffer: staged in spite of its dtype, it would overrun nothing, and show here.
     "dtype": lambda x: x.half(),
@@ -204,9 +182,8 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
 def test_an_input_of_another_signature_is_refused_before_any_state_changes(
-    device: str, change: Callable[[Tensor], Tensor]
+    pair: Pair, change: Callable[[Tensor], Tensor]
 ) -> None:
-    pair = Pair(device, blocks()).capture()
     with pair.bank.micro_batch("train") as reason:
         assert reason is None
         held = pair.bank.holders()
@@ -291,8 +268,7 @@ def test_the_others_replay_and_the_dropped_one_is_captured_again(device: str, ma
     assert pair.eager_calls() == {"WARMING_UP": 9}
 
 
-def test_a_variant_that_is_captured_again_has_the_later_graphs(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_a_variant_that_is_captured_again_has_the_later_graphs(pair: Pair) -> None:
     torch.use_deterministic_algorithms(False)
     assert pair.forward().reason is EagerReason.NUMERICS_CHANGED
     pair.capture()

@@ -1,16 +1,201 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nesting rule of csrc/bank/replay/slot_ring.h against a model of the pool that a slot's graphs share."""
+"""The nesting rule of csrc/bank/replay/slot_ring.h against a model of the pool that a slot's graphs share.
+
+The model captures as megagraph/bank/capture.py does: forwards in order, then backwards in reverse, each pass
+allocating from one pool. A graph replays with the addresses that its capture was given, so the
+capture fixes which units of memory each pass writes and reads; memory is a bit mask of units.
+
+Behind a site there may be a gap, in which something eager runs: then the next site has an input of its own,
+gradients on both sides go back to the pool with the pass that is captured, and so may an output.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
-from pool_model import Graphs, Kind, Replay, captured
 
 from megagraph import _C
 
 NUM_POOLS = 200
 SEQUENCES_PER_POOL = 125
+Kind = _C.LeaseKind
+Block = tuple[int, int]  # first unit, number of units
+Pick = Callable[[list[Block], random.Random], Block]
+
+PICKS: dict[str, Pick] = {
+    "best fit": lambda fitting, _: min(fitting, key=lambda block: (block[1], block[0])),
+    "first fit": lambda fitting, _: min(fitting),
+    "last freed": lambda fitting, _: fitting[-1],
+    "any": lambda fitting, rng: rng.choice(fitting),
+}
+
+
+@dataclass
+class Pool:
+    """Memory that grows at its end; freed blocks are split, merged and handed out again."""
+
+    pick: Pick
+    rng: random.Random
+    end: int = 0
+    free_blocks: list[Block] = field(default_factory=list)  # the last freed one last
+
+    def allocate(self) -> Block:
+        size = self.rng.choice((1, 1, 2, 3, 4, 6, 8))
+        fitting = [block for block in self.free_blocks if block[1] >= size]
+        if not fitting:
+            self.end += size
+            return self.end - size, size
+        start, available = chosen = self.pick(fitting, self.rng)
+        self.free_blocks.remove(chosen)
+        if available > size:
+            self.free_blocks.append((start + size, available - size))
+        return start, size
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        for start, size in blocks:
+            for neighbour in [b for b in self.free_blocks if b[0] + b[1] == start or start + size == b[0]]:
+                self.free_blocks.remove(neighbour)
+                start, size = min(start, neighbour[0]), size + neighbour[1]
+            self.free_blocks.append((start, size))
+
+
+def mask(blocks: Sequence[Block]) -> int:
+    return sum(((1 << size) - 1) << start for start, size in blocks)
+
+
+@dataclass
+class Graphs:
+    """What the captured passes of each site touch, as masks; `saved` is what its backward reads.
+
+    `output_gradient` is what is staged before a backward whose gradient comes from elsewhere.
+    """
+
+    forward_writes: list[int]
+    backward_writes: list[int]
+    saved: list[int]
+    input: list[int]
+    output: list[int]
+    transient: list[int]
+    gradient: list[int]
+    output_gradient: list[int]
+    gaps: frozenset[int]
+
+    @property
+    def num_sites(self) -> int:
+        return len(self.saved)
+
+
+class Capture:
+    """One capture into a fresh pool, pass by pass."""
+
+    def __init__(self, num_sites: int, seed: int, *, has_gaps: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.pool = Pool(self.rng.choice(list(PICKS.values())), self.rng)
+        gaps = frozenset(site for site in range(num_sites) if has_gaps and self.rng.random() < 0.6)
+        self.graphs = Graphs(*([0] * num_sites for _ in range(8)), gaps=gaps)
+        # Boundaries stay allocated until the last capture: a site's output is the next one's input.
+        self.outputs: list[Block] = []
+        self.grad_inputs: dict[int, Block] = {}
+        self.kept: list[list[Block]] = [[] for _ in range(num_sites)]
+
+    def _some(self, most: int) -> list[Block]:
+        return [self.pool.allocate() for _ in range(self.rng.randint(1, most))]
+
+    def forward(self, site: int) -> None:
+        graphs = self.graphs
+        is_chained = site > 0 and site - 1 not in graphs.gaps
+        given = self.outputs[site - 1] if is_chained else self.pool.allocate()
+        temporaries, self.kept[site], later = self._some(3), self._some(3), self._some(2)
+        self.outputs.append(self.pool.allocate())
+        transient = self._some(2) if site in graphs.gaps else []
+        self.pool.free(self.rng.sample(temporaries + later, len(temporaries + later)))
+        self.pool.free(transient)
+        written = [*temporaries, *self.kept[site], *later, self.outputs[site], *transient]
+        graphs.forward_writes[site] = mask(written)
+        graphs.input[site] = mask([given])
+        graphs.output[site] = mask([self.outputs[site]])
+        graphs.transient[site] = mask(transient)
+        graphs.saved[site] = mask([*self.kept[site], given, self.outputs[site]])
+
+    def backward(self, site: int) -> None:
+        graphs = self.graphs
+        after = self.grad_inputs.get(site + 1) if site not in graphs.gaps else None
+        grad_output = self.pool.allocate() if after is None else after
+        temporaries, grad_input = self._some(4), self.pool.allocate()  # the gradient is a boundary too
+        self.pool.free(self.rng.sample(temporaries + self.kept[site], len(temporaries + self.kept[site])))
+        graphs.backward_writes[site] = mask([*temporaries, grad_input])
+        graphs.output_gradient[site] = mask([grad_output])
+        if after is None:
+            self.pool.free([grad_output])
+        if site > 0 and site - 1 in graphs.gaps:
+            self.pool.free([grad_input])  # handed out as a copy
+        else:
+            self.grad_inputs[site] = grad_input
+            graphs.gradient[site] = mask([grad_input])
+
+
+def captured(num_sites: int, seed: int, *, has_gaps: bool = False) -> Graphs:
+    """In the order of a bank's plan."""
+    capture = Capture(num_sites, seed, has_gaps=has_gaps)
+    for site in range(num_sites):
+        capture.forward(site)
+    for site in reversed(range(num_sites)):
+        capture.backward(site)
+    return capture.graphs
+
+
+class Replay:
+    """Replays passes; remembers which sites wait for a backward and whose saved tensors were hit.
+
+    `held` are outputs and gradients that somebody may still read, and `hit_held` those of them that
+    were overwritten.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self.live: set[int] = set()
+        self.hit: set[int] = set()
+        self.held: dict[tuple[Kind, int], int] = {}
+        self.hit_held: set[tuple[Kind, int]] = set()
+
+    def _write(self, units: int) -> None:
+        saved = self.graphs.saved
+        for site in self.live:
+            if saved[site] & units:
+                self.hit.add(site)
+        for tensor, where in self.held.items():
+            if where & units:
+                self.hit_held.add(tensor)
+
+    def hold(self, kind: Kind, site: int) -> None:
+        graphs = self.graphs
+        of = {Kind.OUTPUT: graphs.output, Kind.TRANSIENT: graphs.transient, Kind.GRADIENT: graphs.gradient}
+        self.held[kind, site] = of[kind][site]
+
+    def forward(self, site: int) -> None:
+        # What came before ran eager: its result is staged.
+        if site - 1 not in self.live or site - 1 in self.graphs.gaps:
+            self._write(self.graphs.input[site])
+        self._write(self.graphs.forward_writes[site])
+        self.live.add(site)
+        self.hit.discard(site)
+
+    def backward(self, site: int) -> bool:
+        """Whether the saved tensors were intact."""
+        intact = site not in self.hit
+        self.drop(site)
+        if site in self.graphs.gaps or (Kind.GRADIENT, site + 1) not in self.held:
+            self._write(self.graphs.output_gradient[site])  # it comes from elsewhere and is staged
+        self._write(self.graphs.backward_writes[site])
+        return intact
+
+    def drop(self, site: int) -> None:
+        self.live.discard(site)
+        self.hit.discard(site)
+
+
+# -- the rule --------------------------------------------------------------------------------------
 
 
 def is_corrupt(graphs: Graphs, passes: str) -> bool:

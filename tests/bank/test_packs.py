@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from bank_pair import WIDTH, new_bank, variant
+from bank_pair import PACKS, TOKENS, WIDTH, Kind, PackPair, new_bank, variant
 from offsets import offsets
-from pack_pair import PACKS, TOKENS, Kind, PackPair
 from torch import Tensor, nn
 
 from megagraph._C import MetadataSpec

@@ -33,9 +33,8 @@ def test_outputs_and_kept_gradients_outlive_the_bank() -> None:
     assert torch.equal(kept[0], before)
 
 
-def test_autograd_grad_of_parameters_is_not_overwritten_by_the_next_backward(device: str) -> None:
+def test_autograd_grad_of_parameters_is_not_overwritten_by_the_next_backward(pair: Pair) -> None:
     """The graph's own buffer was handed out."""
-    pair = Pair(device, blocks()).capture()
     grads = torch.autograd.grad(pair.forward().output.sum(), pair.params())
     before = [grad.clone() for grad in grads]
     pair.forward().backward()
@@ -79,9 +78,8 @@ def test_a_second_pass_in_a_micro_batch_leaves_the_output_of_the_first_alone(
         assert pair.eager_calls() == {"NESTING": 1}
 
 
-def test_a_gradient_of_a_gradient_is_refused(device: str) -> None:
+def test_a_gradient_of_a_gradient_is_refused(pair: Pair) -> None:
     """It came back without a history: a penalty on it silently trained nothing."""
-    pair = Pair(device, blocks()).capture()
     micro_batch = pair.forward()
     with pytest.raises(RuntimeError, match=r"create_graph=True"):
         torch.autograd.grad(micro_batch.output.sum(), micro_batch.input, create_graph=True)

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 from bank_pair import Applies, Block, Pair, blocks
 from torch import Tensor
 
@@ -47,16 +46,6 @@ def test_a_bank_with_an_eager_site_is_no_run(device: str, eager: int) -> None:
     assert pair.eager_calls() == {}  # a run that cannot be is not counted, its sites are
     pair.step()
     assert pair.eager_calls() == {"SCOPE_UNSUPPORTED": 1}
-
-
-def test_a_run_that_does_not_fit_is_counted_once(device: str) -> None:
-    pair = Pair(device, blocks(SITES)).capture()
-    with pair.bank.micro_batch("train"), torch.no_grad():
-        assert pair.bank.replay_all(pair.input()) is NotImplemented
-        out = pair.bank(pair.input())
-    assert pair.eager_calls() == {"SIGNATURE_CHANGED": SITES}
-    del out
-    assert pair.step() is None
 
 
 def test_a_run_outside_of_a_micro_batch_is_for_its_sites_to_refuse(device: str) -> None:

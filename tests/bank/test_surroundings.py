@@ -51,36 +51,7 @@ def test_a_fake_tensor_runs_eager(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 1}
 
 
-def test_a_dtensor_fares_as_in_eager() -> None:
-    """Of a mesh of one rank, whose layers are its own tensors: with others eager refuses it."""
-    from torch import distributed
-    from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
-
-    is_first = not distributed.is_initialized()  # Megatron's tests leave a group of one rank
-    if is_first:
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        pair = Pair("cpu", blocks()).capture(variant(training=False))
-        hidden = DTensor.from_local(pair.input(), mesh)
-        with torch.no_grad(), pair.bank.micro_batch("train") as reason:
-            assert reason is None
-            assert pair.bank.replay_all(hidden) is NotImplemented
-            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-                pair.bank(hidden)
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-            run_eager(pair.eager_layers, hidden)
-        layer = distribute_module(Block(), mesh)
-        of_dtensors = Pair("cpu", [layer]).capture(variant(training=False))
-        with of_dtensors.bank.micro_batch("train") as reason:
-            assert reason is EagerReason.CAPTURE_FAILED  # static inputs are plain tensors
-    finally:
-        if is_first:
-            distributed.destroy_process_group()
-
-
-def test_a_forward_mode_tangent_is_kept(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_a_forward_mode_tangent_is_kept(pair: Pair) -> None:
     hidden = pair.input()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(hidden, torch.ones_like(hidden))
@@ -93,8 +64,7 @@ def test_a_forward_mode_tangent_is_kept(device: str) -> None:
     assert pair.eager_calls() == {"SIGNATURE_CHANGED": 3}
 
 
-def test_inside_a_transform_calls_run_eager(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_inside_a_transform_calls_run_eager(pair: Pair) -> None:
     hidden = pair.input()
 
     def under_the_bank(given: Tensor) -> Tensor:
@@ -121,8 +91,7 @@ class _Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_every_op(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_a_dispatch_mode_sees_every_op(pair: Pair) -> None:
     with _Mode() as ours:
         assert pair.forward().reason is EagerReason.SIGNATURE_CHANGED
     assert ours.ops > 3 * len(pair.layers)
@@ -165,8 +134,7 @@ def test_a_checkpoint_without_reentrance_around_a_micro_batch_runs_eager(device:
     assert reasons == [EagerReason.RECOMPUTING] * 2
 
 
-def test_hooks_inside_a_micro_batch_are_seen_by_each_site(device: str) -> None:
-    pair = Pair(device, blocks()).capture()
+def test_hooks_inside_a_micro_batch_are_seen_by_each_site(pair: Pair) -> None:
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

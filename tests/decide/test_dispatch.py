@@ -28,14 +28,16 @@ shapes = st.builds(
 banks = st.dictionaries(st.sampled_from([1, 2, 4]), st.lists(capacities, max_size=5).map(tuple))
 
 
-def dispatcher(bank: Mapping[int, Sequence[Capacity]] = {}, **options: Any) -> _C.Dispatcher:
-    """Of a model without layers, which is in one state, and whose graphs are `GRAPHS`."""
+def dispatcher(
+    bank: Mapping[int, Sequence[Capacity]] = {}, *, eager: Mapping[Any, EagerReason] = {}, **options: Any
+) -> _C.Dispatcher:
+    """Of a model without layers, which is in one state, and of which some variants stay `eager`."""
     made = _C.Dispatcher(**options)
     made.set_capacities(bank)
     watch = _C.ModuleWatch(list, list, ())
     watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
     core = _C.GraphBank(torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False)
-    made.use(core, {}, {}, watch)
+    made.use(core, {}, eager, watch)
     made.states.agree(made.states.local_state(0, watch.state(True), 0))
     return made
 
@@ -274,13 +276,8 @@ def test_a_variant_that_stays_eager_runs_as_given_unless_it_is_the_reference() -
         ({"needs_equal_rows": True}, {}, None, False),
     ):
         for depends_on_longest in (False, True):
-            made = dispatcher(BANK, depends_on_longest=depends_on_longest, **options)
-            core = _C.GraphBank(
-                torch.device("cpu"), 1, num_slots=1, pools=[], poison=False, holds_collectives=False
-            )
-            watch = _C.ModuleWatch(list, list, ())
-            watch.set_state(_C.StateWatch([], weakref.ref(nn.Module()), (), bool, []))
-            made.use(core, {}, {key.replace(state=-1): failed, key: failed}, watch)
+            kept = {key.replace(state=-1): failed, key: failed}
+            made = dispatcher(BANK, eager=kept, depends_on_longest=depends_on_longest, **options)
             found = enter(made, PACK, 6, **flags)
             if is_as_given and not depends_on_longest:
                 assert found is reason

@@ -175,11 +175,6 @@ def test_a_pack_without_documents_starts_at_row_0(tail: TailConvention) -> None:
         assert staged([(offsets([]), padded)], tail, 16, 3) == [expected]
 
 
-def test_one_document_too_many_is_refused() -> None:
-    with pytest.raises(ValueError, match="the pack holds 3 documents, more than the capacity of 2"):
-        canonical(offsets([1, 2, 3]), None, HIDDEN, 8, 2)
-
-
 # -- the same in staging -------------------------------------------------------------------------
 
 

@@ -26,5 +26,3 @@ def test_added_offsets_repeat_the_last_one_or_the_physical_end(
 def test_more_documents_than_one_block_of_threads(device: str) -> None:
     cu_seqlens = torch.arange(1001, dtype=torch.int32, device=device)
     assert pad_cu_seqlens(cu_seqlens, 3000).tolist() == list(range(1001)) + [1000] * 2000
-
-
