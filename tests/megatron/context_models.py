@@ -7,7 +7,7 @@ from typing import Any
 
 import megatron_rig as rig
 import moe_rig
-from host_calls_rig import AdaptedLinear, adapt
+from host_rig import AdaptedLinear, adapt
 from mla_rig import OPTIONS, MlaTrainer, mla_config
 from moe_rig import ExpertTrainer
 from streams import seed_streams

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and blocks as hosts of Megatron write them: forwards of their own, on a class or on an instance."""
+"""How hosts of Megatron write models, packs, calls and loops, in our words.
 
-from collections.abc import Callable
+Read in verl 0.9.1, megatron-bridge 0.3.1, ms-swift 4.6.0 with mcore-bridge 1.6.5.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron_rig import ONE, OPTIONS, OTHER, TWO, Micro, Pair
+from megatron_rig import ON_GPU, ONE, OPTIONS, OTHER, TWO, Micro, Pair, grads, run_schedule
+from offsets import offsets
 from torch import Tensor, nn
 
 from megagraph.demo.trainer import Trainer, in_half_precision, transformer_config
@@ -15,7 +23,14 @@ from megagraph.megatron.specs import get_gpt_block_varlen_spec
 
 # As many rows and documents as the capacity: the backward of attention sums by their number.
 FULL = Micro(lengths=(40, 9, 7, 5, 3), seed=3)
-TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
+BUDGET = 64  # tokens of a pack of rollouts
+TEMPERATURE = 0.7
+NAN = float("nan")
+
+# -- models and blocks whose forwards are their own ------------------------------------------------
+
+_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
+_OF_LAYERS = (*_TABLES[1:], "context", "attention_bias", "inference_context")
 
 
 class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
@@ -30,42 +45,26 @@ class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         labels: Tensor | None = None,
         inference_context: Any = None,
         packed_seq_params: Any = None,
-        extra_block_kwargs: dict[str, Any] | None = None,
-        runtime_gather_output: bool | None = None,
-        *,
-        inference_params: Any = None,
-        loss_mask: Tensor | None = None,
     ) -> Any:
         """Megatron's arguments."""
-        del inference_context, runtime_gather_output, inference_params, extra_block_kwargs
         return self.run(input_ids, position_ids, attention_mask, decoder_input, labels, packed_seq_params)
 
-    def run(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        decoder_input: Tensor | None,
-        labels: Tensor | None,
-        packed_seq_params: Any,
-    ) -> Any:
+    def run(self, tokens: Any, positions: Any, mask: Any, given: Any, labels: Any, pack: Any) -> Any:
         """From the tokens to the losses, or logits."""
-        hidden, tables = self.tables(input_ids, position_ids, decoder_input, packed_seq_params)
-        out = self.decoder(
-            hidden_states=hidden, attention_mask=attention_mask, packed_seq_params=packed_seq_params, **tables
-        )
+        hidden, tables = self.tables(tokens, positions, given, pack)
+        out = self.decoder(hidden_states=hidden, attention_mask=mask, packed_seq_params=pack, **tables)
         return self._postprocess(
             hidden_states=out,
-            input_ids=input_ids,
-            position_ids=position_ids,
+            input_ids=tokens,
+            position_ids=positions,
             labels=labels,
             rotary_pos_emb=tables["rotary_pos_emb"],
             rotary_pos_cos=None,
             rotary_pos_sin=None,
             mtp_in_postprocess=False,
             decoder_input=hidden,
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
+            attention_mask=mask,
+            packed_seq_params=pack,
         )
 
     def tables(self, input_ids: Any, position_ids: Any, given: Any, pack: Any) -> Any:
@@ -73,7 +72,7 @@ class OwnModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         hidden, *tables = self._preprocess(
             input_ids=input_ids, position_ids=position_ids, decoder_input=given, packed_seq_params=pack
         )
-        return hidden, dict(zip(TABLES, tables, strict=False))
+        return hidden, dict(zip(_TABLES, tables, strict=False))
 
 
 class PerTokenModel(OwnModel):
@@ -92,48 +91,35 @@ class OwnBlock(TransformerBlock):  # type: ignore[misc]
         self,
         hidden_states: Any,
         attention_mask: Tensor | None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
         rotary_pos_emb: Tensor | None = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        inference_context: Any = None,
         packed_seq_params: Any = None,
-        sequence_len_offset: Tensor | None = None,
-        *,
-        features: tuple[Tensor, Tensor] | None = None,
         **further: Any,
     ) -> Any:
+        given = {
+            "attention_mask": attention_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "packed_seq_params": packed_seq_params,
+            **{name: further.get(name) for name in _OF_LAYERS},
+        }
         for index, layer in enumerate(self.layers):
             assert layer.layer_number == index + 1
-            hidden_states, context = layer(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                context=context,
-                rotary_pos_emb=rotary_pos_emb,
-                rotary_pos_cos=rotary_pos_cos,
-                rotary_pos_sin=rotary_pos_sin,
-                attention_bias=attention_bias,
-                inference_context=inference_context,
-                packed_seq_params=packed_seq_params,
-                sequence_len_offset=sequence_len_offset,
-                **self.further_arguments(index),
+            hidden_states, _context = layer(
+                hidden_states=hidden_states, **given, **self.further_arguments(index)
             )
-            hidden_states = self.between(index, hidden_states, features)
+            hidden_states = self.between(index, hidden_states)
         return self.final_layernorm(hidden_states)
 
     def further_arguments(self, index: int) -> dict[str, Any]:
         """Further arguments of one layer."""
         return {}
 
-    def between(self, index: int, hidden_states: Tensor, features: tuple[Tensor, Tensor] | None) -> Tensor:
+    def between(self, index: int, hidden_states: Tensor) -> Tensor:
         """What becomes of a layer's output."""
         return hidden_states
 
 
-def host_model(
-    model_class: type, block_class: type | None, options: Any, config: Any, spec: Any
+def _host_model(
+    model_class: type, block_class: type | None, options: Any, config: Any, spec: Any = None
 ) -> nn.Module:
     """A model of these classes; of Megatron's block where no other is given."""
     spec = get_gpt_block_varlen_spec(config) if spec is None else spec
@@ -149,10 +135,13 @@ def host_model(
     return model
 
 
-def bare_model(model_class: type, block_class: type | None = None) -> tuple[nn.Module, nn.Module]:
-    """A model that no DDP has seen, in evaluation mode, and what is called in its place."""
-    model = host_model(model_class, block_class, OPTIONS, transformer_config(OPTIONS), None)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+def frozen_model(
+    seed: int, model_class: type = GPTModel, block_class: type | None = None
+) -> tuple[nn.Module, nn.Module]:
+    """A model that is never trained and that no DDP has seen, and what is called in its place."""
+    torch.manual_seed(seed)
+    model = _host_model(model_class, block_class, OPTIONS, transformer_config(OPTIONS))
+    model.to("cuda" if ON_GPU else "cpu").eval().requires_grad_(False)
     return model, in_half_precision(model)
 
 
@@ -163,7 +152,7 @@ class HostTrainer(Trainer):
         self,
         model_class: type = GPTModel,  # the model's
         block_class: type | None = None,  # of its layers' block; Megatron's own by default
-        prepare: Callable[[Any], None] | None = None,  # called with the model before anything wraps it
+        prepare: Callable[[Any], None] = lambda model: None,  # called with the model before anything wraps it
         options: Any = OPTIONS,  # of the model
         **further: Any,  # of `Trainer`
     ) -> None:
@@ -171,25 +160,385 @@ class HostTrainer(Trainer):
         super().__init__(options, **further)
 
     def make_chunk(self, config: Any, spec: Any) -> nn.Module:
-        model = host_model(*self._classes, self.options, config, spec)
-        if self._prepare is not None:
-            self._prepare(model)
+        model = _host_model(*self._classes, self.options, config, spec)
+        self._prepare(model)
         return model
 
 
-def host_pair(model_class: type, block_class: type | None = None) -> Pair:
-    """Two models of these classes and of the same weights."""
-    return Pair(HostTrainer, model_class=model_class, block_class=block_class)
-
-
-def trained(pair: Pair, times: int = 5) -> dict[str, Any]:
-    """Steps whose packs change; evaluations too. The report of the graphed one."""
+def host_pair(
+    model_class: type = GPTModel, block_class: type | None = None, times: int = 0, **given: Any
+) -> Pair:
+    """Two models of these classes and of the same weights, after steps of both whose packs change."""
+    pair = Pair(HostTrainer, model_class=model_class, block_class=block_class, **given)
     for index in range(times):
         pair.step(ONE if index % 2 else TWO, OTHER, FULL)
         pair.evaluate(TWO)
-    return pair.report()
+    return pair
 
 
 def only(report: dict[str, Any], *reasons: str) -> bool:
     """Whether it replayed, and ran eager for these reasons alone."""
     return report["replays"] > 0 and {*report["eager"]} <= {*reasons}
+
+
+# -- a linear with an adapter ----------------------------------------------------------------------
+
+
+class AdaptedLinear(nn.Module):
+    """Megatron-Bridge's way: the frozen linear and a low-rank path beside it, as one module."""
+
+    def __init__(self, linear: Any, rank: int) -> None:
+        super().__init__()
+        self.to_wrap = linear.requires_grad_(False)
+        rows, columns = linear.weight.shape
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.down = nn.Parameter(torch.randn(rank, columns, **like) / columns)
+        self.up = nn.Parameter(torch.randn(rows, rank, **like) / rows)
+        self._adapter_enabled = True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        out, bias = self.to_wrap(x, *args, **kwargs)
+        if not self._adapter_enabled:
+            return out, bias
+        return out + x @ self.down.T @ self.up.T, bias
+
+
+def adapt(model: Any, names: Sequence[str] = ("linear_fc1",), first: int = 0) -> None:
+    """Freezes a model and gives linears of its layers, from the `first` one on, an adapter each."""
+    torch.manual_seed(5)
+    model.requires_grad_(False)
+    for layer in model.decoder.layers[first:]:
+        for owner in (layer.self_attention, layer.mlp):
+            for name in set(names) & {*owner._modules}:
+                setattr(owner, name, AdaptedLinear(getattr(owner, name), rank=4))
+
+
+# -- packs -----------------------------------------------------------------------------------------
+
+
+def rollouts(index: int, *, mini_batches: int) -> list[list[Micro]]:
+    """The packs of each mini-batch of round `index`: answers get longer, the token budget does not."""
+    rng = random.Random(index)
+    longest = 12 + min(index, 36)
+    found: list[list[Micro]] = []
+    for _ in range(mini_batches):
+        packs: list[list[int]] = [[]]
+        for _ in range(rng.randint(4, 12)):
+            length = rng.randint(2, longest)
+            if sum(packs[-1]) + length > BUDGET:
+                packs.append([])
+            packs[-1].append(length)
+        found.append([Micro(lengths=tuple(pack), seed=rng.randrange(1 << 30)) for pack in packs])
+    return found
+
+
+def _pack(actual: Tensor, longest: Any, padded: Tensor | None = None, **further: Any) -> Any:
+    """The same for queries and keys."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), actual),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), padded),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        **further,
+    )
+
+
+def verl_pack(micro: Micro, device: Any) -> Any:
+    """One tensor in all four places, the offsets of padded documents; a mark of its own on the pack."""
+    actual = offsets(micro.rows, device)
+    params = _pack(actual, micro.longest, actual, local_cp_size=1)
+    params._verl_mtp_loss_normalization_factor = 0.5
+    return params
+
+
+def bridge_pack(micro: Micro, device: Any) -> Any:
+    """A tensor on the host for the longest document; without padding no padded offsets."""
+    return _pack(offsets(micro.rows, device), torch.tensor(micro.longest))
+
+
+def bridge_padded_pack(micro: Micro, device: Any, longest: int | None = None) -> Any:
+    """As many documents in each pack: offsets are repeated, and the tail is a document without tokens."""
+    tail = OPTIONS.max_tokens - micro.physical
+    entries = len(micro.rows) + 2 + 3 - len(micro.rows)
+    actual = offsets([*micro.lengths, 0], device, entries)
+    padded = offsets([*micro.rows, tail], device, entries)
+    return _pack(actual, torch.tensor(longest or max(*micro.rows, tail)), padded)
+
+
+# As Bridge declares it: a document may be as long as the pack.
+bridge_whole_pack = partial(bridge_padded_pack, longest=OPTIONS.max_tokens)
+
+
+def swift_pack(micro: Micro, device: Any) -> Any:
+    """Offsets from the positions that are zero; set on the pack afterwards: its tokens and more."""
+    _tokens, _labels, _mask, positions = micro.row_lists()
+    starts = [*torch.nonzero(positions == 0).flatten().tolist(), micro.physical]
+    params = _pack(torch.tensor(starts, dtype=torch.int32, device=device), micro.longest)
+    params.total_tokens = micro.physical
+    params.seq_lens, params.num_samples = list(micro.rows), len(micro.rows)
+    return params
+
+
+# -- calls: from a pack to a value for each token --------------------------------------------------
+
+Call = Callable[[Any, Micro, Any], Tensor]  # of a model, a micro-batch and its pack
+
+
+def _asked(
+    model: Any, micro: Micro, params: Any, *names: str, rows: int | None = None, **given: Any
+) -> tuple[Any, Tensor]:
+    """What a model answers, and the labels, [T]; of labels and positions it is given what is named."""
+    more = 0 if rows is None else rows - micro.physical
+    tokens, labels, _mask, positions = (
+        nn.functional.pad(row[None], (0, more)).to(params.cu_seqlens_q.device) for row in micro.row_lists()
+    )
+    own = {"labels": labels, "position_ids": positions}
+    arguments = {"position_ids": None, "attention_mask": None, "packed_seq_params": params, **given}
+    return model(input_ids=tokens, **{**arguments, **{name: own[name] for name in names}}), labels[0]
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return -logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+
+def verl_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Logits, edited in place, without positions, mask or labels."""
+    logits, labels = _asked(model, micro, params)
+    return _losses(logits.div_(TEMPERATURE)[0], labels)
+
+
+def labels_call(model: Any, micro: Micro, params: Any, rows: int | None = None) -> Tensor:
+    """Losses for labels, with positions."""
+    losses, _labels = _asked(model, micro, params, "labels", "position_ids", rows=rows)
+    found: Tensor = losses[0, : micro.physical].float()
+    return found
+
+
+# If the tail is a document of the pack.
+full_rows_call = partial(labels_call, rows=OPTIONS.max_tokens)
+
+
+def _fused_output(*, hidden_states: Tensor, output_layer: Any, labels: Tensor, context: Any, **_: Any) -> Any:
+    """What stands for verl's fused kernel: from hidden states to losses, in one go."""
+    return {"losses": _losses(output_layer(hidden_states)[0][:, 0] / context["temperature"], labels[0])}
+
+
+def _fused_hook(*, packed_seq_params: Any, context: Any, **given: Any) -> Any:
+    """The same as an output processor, which sees the pack that was given."""
+    assert packed_seq_params is context["pack"]
+    return _fused_output(context=context, **given)
+
+
+def fused_hook_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Through the output processor, if the release has it."""
+    context = {"temperature": TEMPERATURE, "pack": params}
+    hook = {"output_processor": _fused_hook, "output_processor_context": context}
+    found: Tensor = _asked(model, micro, params, "labels", **hook)[0]["losses"]
+    return found
+
+
+def fused_forward(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    decoder_input: Tensor | None = None,
+    labels: Tensor | None = None,
+    packed_seq_params: Any = None,
+    *,
+    temperature: float = 1.0,
+) -> Any:
+    """What verl sets on an instance if the release has no output processor."""
+    hidden, tables = OwnModel.tables(model, input_ids, position_ids, decoder_input, packed_seq_params)
+    out = model.decoder(hidden, attention_mask, packed_seq_params=packed_seq_params, **tables)
+    assert labels is not None
+    context = {"temperature": temperature}
+    return _fused_output(hidden_states=out, output_layer=model.output_layer, labels=labels, context=context)
+
+
+def fused_instance_call(model: Any, micro: Micro, params: Any) -> Tensor:
+    """Through that forward."""
+    found: Tensor = _asked(model, micro, params, "labels", temperature=TEMPERATURE)[0]["losses"]
+    return found
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def _mean(values: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    masked = values.where(mask > 0, 0.0)
+    return masked.sum() / mask.sum().clamp(min=1), {"values": masked.detach().clone()}
+
+
+def run_phase(
+    model: Any,
+    items: Sequence[Any],
+    values: Callable[[Any, Any], Tensor],
+    *,
+    forward_only: bool = False,
+    **schedule: Any,
+) -> list[Tensor]:
+    """Megatron's schedule over micro-batches, or tuples that begin with one. Returns their values, [T] each.
+
+    The loss is the mean of `values(model, item)` over the rows that have a label.
+    """
+
+    def forward_step(data: Any, chunk: Any) -> tuple[Tensor, Any]:
+        item = next(data)
+        micro = item if isinstance(item, Micro) else item[0]
+        found = values(chunk, item)
+        return found, partial(_mean, mask=micro.row_lists()[2].to(found.device))
+
+    results = run_schedule(model, forward_step, items, len(items), forward_only=forward_only, **schedule)
+    return [result["values"] for result in results]
+
+
+def values_of(model: Any, micro: Micro) -> Tensor:
+    """Of each token, from a plain pack."""
+    return verl_call(model, micro, micro.params(next(model.parameters()).device))
+
+
+def log_probs(
+    model: Any, micros: Sequence[Micro], values: Callable[[Any, Any], Tensor] = values_of, **schedule: Any
+) -> list[Tensor]:
+    """Through the schedule, forward only, in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = run_phase(model, micros, values, forward_only=True, **schedule)
+    model.train(was_training)
+    return found
+
+
+@dataclass(kw_only=True)
+class Offload:
+    """Moves what models own to the host and back to other addresses.
+
+    The old memory stays alive and holds NaN, so that whatever reads it shows.
+    """
+
+    megatrons_own: bool = False  # gradients go through Megatron's `offload_grad_buffers()`
+    _held: list[Tensor] = field(default_factory=list)
+    _copies: dict[Tensor, Tensor] = field(default_factory=dict)
+    _sizes: list[int] = field(default_factory=list)  # bytes of the gradient buffers
+
+    def weights(self, model: nn.Module) -> None:
+        """Every parameter to the host; of those that train, the memory alone.
+
+        A parameter that moves to another device loses its gradient accumulator, and Megatron's DDP with it
+        its hook.
+        """
+        for param in model.parameters():
+            copy = param.data.to("cpu", copy=True)
+            if param.requires_grad:
+                self._copies[param] = copy
+                size = param.data.untyped_storage().nbytes()
+                param.data.untyped_storage().resize_(0)
+                self._held.append(torch.full((size // param.element_size(),), NAN).to(param))
+            else:
+                old, param.data = param.data, copy
+                self._held.append(old.fill_(NAN))
+
+    def weights_back(self, model: nn.Module, device: torch.device) -> None:
+        """Every parameter to the device."""
+        for param in model.parameters():
+            copy = self._copies.pop(param, None)
+            if copy is None:
+                param.data = param.data.to(device, copy=True)
+            else:
+                param.data.untyped_storage().resize_(copy.untyped_storage().nbytes())
+                param.data.copy_(copy)
+
+    def gradients(self, ddp: Any) -> None:
+        """Frees the gradient buffers; something else takes their place."""
+        self._sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers]
+        if self.megatrons_own:
+            ddp.offload_grad_buffers()
+        else:
+            for buffer in ddp.buffers:
+                buffer.grad_data.untyped_storage().resize_(0)
+        device = ddp.buffers[0].grad_data.device
+        self._held += [torch.full((size // 4,), NAN, device=device) for size in self._sizes]
+
+    def gradients_back(self, ddp: Any) -> None:
+        """Allocates the gradient buffers again, zeroed."""
+        if self.megatrons_own:
+            ddp.restore_grad_buffers()
+            return
+        for buffer, size in zip(ddp.buffers, self._sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(size)
+            buffer.grad_data.zero_()
+
+    def move_gradients(self, ddp: Any) -> None:
+        """Frees and allocates the gradient buffers until they lie elsewhere."""
+        before = [buffer.grad_data.data_ptr() for buffer in ddp.buffers]
+        while before == [buffer.grad_data.data_ptr() for buffer in ddp.buffers]:
+            self.gradients(ddp)
+            self.gradients_back(ddp)
+
+    def optimizer(self, optimizer: Any, device: torch.device | str) -> None:
+        """The optimizer's state to a device."""
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for state in part.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        state[name] = value.to(device, copy=True)
+
+
+@dataclass(kw_only=True)
+class Host:
+    """A trainer's loop as a host runs it; what each phase left is kept."""
+
+    trainer: Trainer  # of the policy
+    pack: Callable[[Micro, Any], Any]  # makes the pack of a micro-batch
+    call: Call  # calls the model on it
+    schedule: dict[str, Any] = field(default_factory=dict)  # further arguments of the schedule
+    reference: Any = None  # is asked for every micro-batch of a step, too
+    offload: Offload | None = None  # weights and gradients are away between the phases, and nobody says so
+    left: list[Tensor] = field(default_factory=list)
+    _is_away: bool = False
+
+    def _values(self, model: Any, micro: Micro) -> Tensor:
+        return self.call(model, micro, self.pack(micro, self.trainer.device))
+
+    def _values_beside_reference(self, model: Any, micro: Micro) -> Tensor:
+        values = self._values(model, micro)
+        if self.reference is None:
+            return values
+        with torch.no_grad():
+            return values + self._values(self.reference, micro).exp()
+
+    def run(self, phase: str, micros: Sequence[Micro]) -> None:
+        """Everything comes back before a phase and goes away after it."""
+        model = self.trainer.model
+        if self.offload is not None and self._is_away:
+            self.offload.weights_back(model, self.trainer.device)
+            self.offload.gradients_back(model)
+        getattr(self, phase)(micros)
+        if self.offload is not None:
+            self.offload.weights(model)
+            self.offload.gradients(model)
+            self._is_away = True
+
+    def train(self, micros: Sequence[Micro]) -> None:
+        """A step."""
+        self.trainer.zero_grad()
+        self.left += run_phase(
+            self.trainer.model, micros, self._values_beside_reference, **{"seq_length": 1, **self.schedule}
+        )
+        self.left += grads(self.trainer.chunk).values()
+        self.trainer.update()
+
+    def log_probs(self, micros: Sequence[Micro]) -> None:
+        """Of the wrapped model, through the schedule."""
+        given = {"seq_length": 1, **self.schedule}
+        self.left += log_probs(self.trainer.model, micros, self._values, **given)
+
+    def bare_log_probs(self, micros: Sequence[Micro]) -> None:
+        """Of the unwrapped model, outside of any schedule, as GRPO of ms-swift asks for them."""
+        model = self.trainer.chunk
+        for micro in micros:
+            model.eval()
+            with torch.no_grad():
+                self.left.append(self._values(model, micro).clone())
+            model.train()

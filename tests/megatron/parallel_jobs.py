@@ -13,7 +13,7 @@ import moe_rig
 import torch
 from megatron.core import parallel_state
 from moe_rig import ExpertTrainer
-from rl_rig import Offload
+from host_rig import Offload
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
 from torch import distributed, nn

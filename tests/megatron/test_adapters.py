@@ -17,7 +17,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from rl_rig import rollouts
+from host_rig import rollouts
 from same_bits import assert_same_bits
 from state_changes import Probe
 from torch import nn

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, step
-from rl_rig import frozen_model
+from host_rig import frozen_model
 from torch import Tensor
 
 import megagraph

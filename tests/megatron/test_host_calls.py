@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import host_calls_rig as hosts
+import host_rig as hosts
 import pytest
 import torch
-from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel, bare_model
+from host_rig import HostTrainer, OwnBlock, OwnModel, PerTokenModel
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, Micro, graph_config
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron_rig import LAYERS, OPTIONS, Micro, graph_config
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -31,6 +32,7 @@ PACKS = (
     Micro(lengths=(5, 7), seed=3, padded=(8, 8)),
     Micro(lengths=(40, 20), seed=4),
 )
+MICRO_BATCHES = sum(1 + index % 3 for index in range(ROUNDS))  # of each phase
 HAS_OUTPUT_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 TRAIN, LOG_PROBS, BARE = "train", "log_probs", "bare_log_probs"
 
@@ -47,33 +49,28 @@ class Case:
     call: hosts.Call  # of the model
     phases: tuple[str, ...] = (LOG_PROBS, TRAIN)  # of each round
     classes: tuple[type, type | None] = (GPTModel, None)  # of the model and its block
-    prepare: Callable[[Any], None] | None = None  # what the host does to the model before anything wraps it
-    reasons: tuple[str, ...] = ()  # why calls may run eager beside the warm-up
-    failure: str | None = None  # part of the sentence with which the model is refused; then nothing replays
+    prepare: Callable[[Any], None] = lambda model: None  # done to the model before anything wraps it
+    reasons: tuple[str, ...] = ("WARMING_UP",)  # why calls may run eager
+    failure: str | None = None  # part of the sentence with which the model is refused
     offloads: bool = False  # memory moves between the phases
+    reference: str | None = None  # whom the policy's forward step asks beside it
+
+    @property
+    def replays(self) -> bool:
+        """Whether anything is to."""
+        return "WARMING_UP" in self.reasons and self.failure is None
 
 
 class DeepModel(OwnModel):
     """Hands features of some tokens to its block, beside Megatron's arguments, as Bridge's Qwen3-VL does."""
 
-    features: tuple[Tensor, Tensor] | None = None
-
-    def run(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        decoder_input: Tensor | None,
-        labels: Tensor | None,
-        packed_seq_params: Any,
-    ) -> Any:
-        features = None
-        if input_ids is not None:  # an image in each pack that begins with an even token
-            chosen = (input_ids[0] % 5 == 0) & (input_ids[0, 0] % 2 == 0)
-            table = torch.linspace(-1, 1, self.config.hidden_size, device=input_ids.device)
-            features = chosen, table.to(self.config.params_dtype)
-        self.decoder.features = features
-        return super().run(input_ids, position_ids, attention_mask, decoder_input, labels, packed_seq_params)
+    def run(self, tokens: Any, *given: Any) -> Any:
+        self.decoder.features = None
+        if tokens is not None:  # an image in each pack that begins with an even token
+            chosen = (tokens[0] % 5 == 0) & (tokens[0, 0] % 2 == 0)
+            table = torch.linspace(-1, 1, self.config.hidden_size, device=tokens.device)
+            self.decoder.features = chosen, table.to(self.config.params_dtype)
+        return super().run(tokens, *given)
 
 
 class DeepBlock(OwnBlock):
@@ -81,7 +78,7 @@ class DeepBlock(OwnBlock):
 
     features: tuple[Tensor, Tensor] | None = None
 
-    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
+    def between(self, index: int, hidden_states: Tensor) -> Tensor:
         if index > 0 or self.features is None:
             return hidden_states
         chosen, added = self.features
@@ -90,39 +87,60 @@ class DeepBlock(OwnBlock):
         return rows.transpose(0, 1).contiguous()
 
 
+VERL: dict[str, Any] = {"pack": hosts.verl_pack, "call": hosts.verl_call}
+BRIDGE: dict[str, Any] = {"pack": hosts.bridge_pack, "call": hosts.labels_call}
+SWIFT: dict[str, Any] = {
+    **{"pack": hosts.swift_pack, "call": hosts.labels_call},
+    "classes": (OwnModel, OwnBlock),
+}
+# As DPO of ms-swift: without gradients, in training mode, in the same micro-batch.
+DPO: dict[str, Any] = {**SWIFT, "phases": (TRAIN,), "reasons": ("WARMING_UP", "NESTING", "NO_FREE_SLOT")}
 CASES = {
-    "verl": Case(pack=hosts.verl_pack, call=hosts.verl_call),
-    "verl, log-probabilities alone": Case(pack=hosts.verl_pack, call=hosts.verl_call, phases=(LOG_PROBS,)),
+    "verl": Case(**VERL),
+    "verl, log-probabilities alone": Case(**VERL, phases=(LOG_PROBS,)),
     "verl, everything away between phases": Case(
-        pack=hosts.verl_pack, call=hosts.verl_call, offloads=True, reasons=("ADDRESS_MOVED",)
+        **VERL, offloads=True, reasons=("WARMING_UP", "ADDRESS_MOVED")
     ),
-    "verl, fused by the instance": Case(
-        pack=hosts.verl_pack, call=hosts.fused_instance_call, prepare=_patched
-    ),
-    "verl, fused by the output processor": Case(pack=hosts.verl_pack, call=hosts.fused_hook_call),
-    "Bridge": Case(pack=hosts.bridge_pack, call=hosts.labels_call, phases=(TRAIN, TRAIN, LOG_PROBS)),
+    "verl, fused by the instance": Case(**{**VERL, "call": hosts.fused_instance_call}, prepare=_patched),
+    "verl, fused by the output processor": Case(**{**VERL, "call": hosts.fused_hook_call}),
+    "Bridge": Case(**BRIDGE, phases=(TRAIN, TRAIN, LOG_PROBS)),
     "Bridge, padded to one count": Case(pack=hosts.bridge_padded_pack, call=hosts.full_rows_call),
-    "Bridge, LoRA": Case(pack=hosts.bridge_pack, call=hosts.labels_call, prepare=hosts.adapt),
+    # Positions of unfused RoPE go on from document to document in packs that declare all their tokens.
+    "Bridge, padded to all tokens": Case(
+        pack=hosts.bridge_whole_pack, call=hosts.full_rows_call, reasons=("SIGNATURE_CHANGED",)
+    ),
+    "Bridge, LoRA": Case(**BRIDGE, prepare=hosts.adapt),
     "Bridge, features between layers": Case(
-        pack=hosts.bridge_pack, call=hosts.labels_call, classes=(DeepModel, DeepBlock), reasons=("NESTING",)
+        **BRIDGE, classes=(DeepModel, DeepBlock), reasons=("WARMING_UP", "NESTING")
     ),
-    "ms-swift": Case(pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock)),
-    "ms-swift, logits": Case(pack=hosts.swift_pack, call=hosts.verl_call, classes=(OwnModel, OwnBlock)),
-    "ms-swift, GRPO": Case(
-        pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock), phases=(BARE, TRAIN)
-    ),
+    "ms-swift": Case(**SWIFT),
+    "ms-swift, logits": Case(**{**SWIFT, "call": hosts.verl_call}),
+    "ms-swift, GRPO": Case(**SWIFT, phases=(BARE, TRAIN)),
+    "ms-swift, DPO": Case(**DPO, reference="another model"),
+    "ms-swift, DPO with its own policy": Case(**DPO, reference="the policy itself"),
     "ms-swift, RoPE unfused": Case(
-        pack=hosts.swift_pack,
-        call=hosts.labels_call,
-        classes=(PerTokenModel, OwnBlock),
+        **{**SWIFT, "classes": (PerTokenModel, OwnBlock)},
+        reasons=("WARMING_UP", "SCOPE_UNSUPPORTED"),
         failure="what its forward hands to the layers depends on more than the pack's capacity",
     ),
 }
 
 
-def _loop(
-    case: Case, mode: str, reference: Callable[[hosts.Host], Any] | None = None
-) -> tuple[list[Tensor], Any]:
+def _bridge_schedule() -> dict[str, Any]:
+    """What Megatron-Bridge gives to the schedule beside what verl does."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return {"seq_length": OPTIONS.max_tokens, "p2p_communicator": None, "pg_collection": groups}
+
+
+def _reference(case: Case, trainer: HostTrainer) -> Any:
+    if case.reference != "another model":
+        return trainer.chunk if case.reference else None
+    model, called = hosts.frozen_model(3, *case.classes)
+    model.train()
+    return called
+
+
+def _loop(case: Case, mode: str) -> tuple[list[Tensor], Any]:
     """What each phase of each round left, and the reports."""
     megagraph.install(graph_config(mode=mode))
     try:
@@ -131,17 +149,14 @@ def _loop(
             trainer=trainer,
             pack=case.pack,
             call=case.call,
-            schedule=hosts.bridge_schedule()
-            if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack)
-            else {},
-            offloads=case.offloads,
+            schedule=_bridge_schedule() if case.pack in (hosts.bridge_pack, hosts.bridge_padded_pack) else {},
+            reference=_reference(case, trainer),
+            offload=hosts.Offload() if case.offloads else None,
         )
-        if reference is not None:
-            host.reference = reference(host)
         for index in range(ROUNDS):
             micros = [PACKS[(index + place) % len(PACKS)] for place in range(1 + index % 3)]
             for phase in case.phases:
-                getattr(host, phase)(micros)
+                host.run(phase, micros)
         reports = megagraph.reports()
     finally:
         megagraph.uninstall()
@@ -155,53 +170,20 @@ def test_a_hosts_calls_replay_with_the_bits_of_eager_or_are_refused_by_a_sentenc
     case = CASES[name]
     if case.call is hosts.fused_hook_call and not HAS_OUTPUT_PROCESSOR:
         pytest.skip("this release of megatron-core has no output processor")
-    graphed, (report,) = _loop(case, "graph")
-    eager, (eager_report,) = _loop(case, "eager")
+    graphed, reports = _loop(case, "graph")
+    eager, eager_reports = _loop(case, "eager")
     assert_same_bits(graphed, eager)
-    calls = sum(1 + index % 3 for index in range(ROUNDS)) * len(case.phases) * LAYERS
-    assert report["calls"] == eager_report["calls"] == calls
-    assert eager_report["replays"] == 0
-    allowed = {"WARMING_UP", *case.reasons, *(() if case.failure is None else ("SCOPE_UNSUPPORTED",))}
-    assert {*report["eager"]} <= allowed, report
+    calls = MICRO_BATCHES * len(case.phases) * LAYERS
+    of_each = {None: [calls], "another model": [calls, calls], "the policy itself": [2 * calls]}
+    for found in (reports, eager_reports):
+        assert [report["calls"] for report in found] == of_each[case.reference]
+    assert all(report["replays"] == 0 for report in eager_reports)
+    assert all({*report["eager"]} <= {*case.reasons} for report in reports), reports
+    report = reports[0]
     if case.failure is not None:
-        assert report["replays"] == 0 and case.failure in report["failures"][-1]
-        return
-    assert report["failures"] == []
-    assert report["replays"] >= calls // 3, report
+        assert case.failure in report["failures"][-1]
+    else:
+        assert report["failures"] == []
+    assert report["replays"] >= calls // 3 if case.replays else report["replays"] == 0, report
     if case.offloads:  # the first move alone costs a step, of training, which it meets in the second round
         assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "ADDRESS_MOVED": 2 * LAYERS}
-
-
-def test_packs_that_declare_all_their_tokens_run_as_given() -> None:
-    """Positions of unfused RoPE go on from document to document in them."""
-    case = Case(pack=hosts.bridge_whole_pack, call=hosts.full_rows_call)
-    graphed, (report,) = _loop(case, "graph")
-    eager, _reports = _loop(case, "eager")
-    assert_same_bits(graphed, eager)
-    assert {*report["eager"]} == {"SIGNATURE_CHANGED"} and report["replays"] == 0
-
-
-@pytest.mark.parametrize("of", ["another model", "the policy itself"])
-def test_a_reference_that_is_asked_inside_the_policys_forward_step(of: str) -> None:
-    """As DPO of ms-swift: without gradients, in training mode, in the same micro-batch."""
-    case = Case(pack=hosts.swift_pack, call=hosts.labels_call, classes=(OwnModel, OwnBlock), phases=(TRAIN,))
-
-    def reference(host: hosts.Host) -> Any:
-        if of == "the policy itself":
-            return host.trainer.chunk
-        torch.manual_seed(3)
-        model, called = bare_model(OwnModel, OwnBlock)
-        model.requires_grad_(False).train()
-        return called
-
-    graphed, reports = _loop(case, "graph", reference)
-    eager, _reports = _loop(case, "eager", reference)
-    assert_same_bits(graphed, eager)
-    calls = sum(1 + index % 3 for index in range(ROUNDS)) * LAYERS
-    for report in reports:
-        assert {*report["eager"]} <= {"WARMING_UP", "NESTING", "NO_FREE_SLOT"}
-    if of == "the policy itself":
-        assert [report["calls"] for report in reports] == [2 * calls]
-    else:
-        assert [report["calls"] for report in reports] == [calls, calls]
-    assert reports[0]["replays"] >= calls // 3

@@ -7,7 +7,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from rl_rig import frozen_model
+from host_rig import frozen_model
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 

@@ -8,8 +8,7 @@ from typing import Any
 import megatron_rig as rig
 import pytest
 import torch
-from host_calls_rig import adapt
-from rl_rig import Offload
+from host_rig import Offload, adapt
 from same_bits import assert_same_bits
 from torch import Tensor, nn
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_rig import FULL, ONE, OTHER, TWO, HostTrainer, OwnBlock, OwnModel, host_pair, only
+from host_rig import FULL, ONE, OTHER, TWO, OwnBlock, OwnModel, host_pair, only
 from megatron.core.models.gpt import GPTModel
-from megatron_rig import LAYERS, OPTIONS, Pair, step
+from megatron_rig import LAYERS, OPTIONS, step
 from same_bits import assert_same_bits
 from torch import Tensor
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.both
 class ScaledBlock(OwnBlock):
     """Between layers it works on every row; autograd keeps the rows for that."""
 
-    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
+    def between(self, index: int, hidden_states: Tensor) -> Tensor:
         return hidden_states * hidden_states.tanh() if index % 2 == 0 else hidden_states
 
 
@@ -29,9 +29,8 @@ FOUR = dataclasses.replace(OPTIONS, layers=4)
 
 def test_work_between_layers_is_done_and_no_layer_is_replayed_over_what_it_needs() -> None:
     """A layer that would be staged into the former one's output runs eager; without gradients none is."""
-    pair = Pair(HostTrainer, model_class=GPTModel, block_class=ScaledBlock, options=FOUR)
-    for _ in range(5):
-        pair.step(ONE, TWO)
+    pair = host_pair(GPTModel, ScaledBlock, options=FOUR)
+    pair.step(ONE, TWO, times=5)
     trained = pair.report()
     assert only(trained, "WARMING_UP", "NESTING") and trained["eager"]["NESTING"] > 0
     for _ in range(4):
@@ -46,7 +45,7 @@ class InPlaceBlock(OwnBlock):
 
     chosen: Tensor  # rows of the pack as it was given
 
-    def between(self, index: int, hidden_states: Tensor, features: Any) -> Tensor:
+    def between(self, index: int, hidden_states: Tensor) -> Tensor:
         if index == 0:
             hidden_states[self.chosen] = hidden_states[self.chosen] + 1.5
         return hidden_states

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from megatron_rig import Micro, Pair, graph_config, schedule
-from rl_rig import Offload
+from host_rig import Offload
 from state_changes import CHANGES, Undo, probes_in_place_of_mlps
 
 import megagraph

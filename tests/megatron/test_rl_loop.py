@@ -1,63 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement-learning loops: log-probabilities, training, and weights that move between rounds."""
+"""Reinforcement-learning loops: log-probabilities, training, and weights that move between rounds.
 
-from contextlib import nullcontext
+The rollouts are drawn, not generated; everything else goes through Megatron's own schedule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, ON_GPU, OPTIONS, Micro, Pair, Step, forward, grads, graph_config
-from rl_rig import BANK, Loop, Offload, Round, fits, frozen_model, log_probs, rollouts, train
+from host_rig import BUDGET, Offload, frozen_model, log_probs, rollouts, run_phase, values_of
+from megatron_rig import (
+    LAYERS,
+    ON_GPU,
+    ONE,
+    OPTIONS,
+    Install,
+    Micro,
+    Pair,
+    Step,
+    forward,
+    grads,
+    graph_config,
+)
 from same_bits import assert_same_bits
+from torch import Tensor
 
 import megagraph
+from megagraph.decide.dispatch import Capacity
 from megagraph.demo.trainer import Trainer
 
 ROUNDS = 50 if ON_GPU else 6
+BANK = (
+    Capacity(tokens=32, num_seqs=6, max_seqlen=32),
+    Capacity(tokens=BUDGET, num_seqs=12, max_seqlen=BUDGET),
+)
 
 
 def _fitting(batches: list[list[Micro]]) -> int:
-    return sum(fits(micro) for packs in batches for micro in packs)
+    """By hand: how many packs a capacity of `BANK` holds."""
+    return sum(len(micro.lengths) <= 12 for packs in batches for micro in packs)
 
 
-def _expected(loop: Loop, *, trains: bool) -> dict[str, int]:
-    """By hand: the calls of a model by what becomes of them, over a whole loop."""
-    batches = [loop.batches(index) for index in range(loop.rounds)]
-    passes = 2 if trains else 1
-    costs = loop.moves and not loop.announces
-    moved = _fitting(batches[1][:1]) if costs else 0  # the first time only
-    warming_up = passes * _fitting(batches[0][:1])
-    calls = passes * sum(len(packs) for found in batches for packs in found)
-    misfits = calls - passes * sum(map(_fitting, batches))
-    counts = {
-        "calls": calls,
-        "replays": calls - misfits - moved - warming_up,
-        "WARMING_UP": warming_up,
-        "ADDRESS_MOVED": moved,
-        "TOO_MANY_SEQUENCES": misfits,
-    }
-    return {name: count * LAYERS for name, count in counts.items() if count}
+def _objective(model: Any, item: tuple[Micro, Tensor, Tensor]) -> Tensor:
+    """A clipped policy gradient with a penalty towards the reference."""
+    micro, before, other = item
+    now = values_of(model, micro)
+    advantage = torch.randn(now.numel(), generator=torch.Generator().manual_seed(micro.seed)).to(now.device)
+    ratio, drift = (before - now).exp(), now - other
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return 0.1 * (drift.exp() - drift - 1) - gain
 
 
-def _compare(loop: Loop) -> None:
-    """The loop with graphs has the bits of the eager loop, and every call is accounted for."""
-    graphed, policy, reference = loop.run("graph")
-    eager, eager_policy, _ = loop.run("eager")
-    assert eager_policy[-1]["replays"] == 0
-    assert_same_bits(graphed, eager)
-    for reports, trains in ((policy, True), (reference, False)):
-        last = reports[-1]
-        found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
-        assert found == _expected(loop, trains=trains)
-        if loop.moves:  # captured anew in each round
-            seconds = [report["capture_seconds"] for report in reports]
-            assert all(before < after for before, after in pairwise(seconds))
-        # As many graphs in each round: nothing piles up, nothing is left out.
-        per_layer = len(BANK) * (3 if trains else 1)
-        begun = reports[1:] if loop.mini_batches == 1 else reports  # one call a phase warms up in a round
-        assert {report["graphs"] for report in begun} == {per_layer * LAYERS}
-        assert last["failures"] == []
+def train(
+    trainer: Trainer, packs: Sequence[Micro], old: Sequence[Tensor], reference: Sequence[Tensor]
+) -> Step:
+    """The passes of one step, without its update."""
+    trainer.zero_grad()
+    losses = run_phase(trainer.model, list(zip(packs, old, reference, strict=True)), _objective)
+    return Step(losses=losses, grads=grads(trainer.chunk))
+
+
+@dataclass(kw_only=True)
+class Round:
+    """What one round left, mini-batch by mini-batch."""
+
+    old: list[Tensor] = field(default_factory=list)
+    reference: list[Tensor] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A whole run."""
+
+    rounds: int  # how many
+    mini_batches: int = 2  # schedule calls of each phase
+    late_gradients: bool = False  # gradient buffers come back after the log-probability passes only
+    megatrons_own: bool = False  # see `Offload`
+    moves: bool = True  # whether anything is offloaded between rounds
+    announces: bool = True  # whether the plugin is told so, by `suspend()` and `resume()`
+
+    def batches(self, index: int) -> list[list[Micro]]:
+        """The packs of round `index`."""
+        return rollouts(index, mini_batches=self.mini_batches)
+
+    def run(self, mode: str) -> tuple[list[Round], list[list[dict[str, Any]]]]:
+        """Trains fresh models in a mode of the plugin. Returns their reports after each round, too."""
+        megagraph.install(graph_config(capacities=BANK, mode=mode))
+        try:
+            trainer = Trainer(OPTIONS)
+            frozen, reference = frozen_model(seed=99)
+            offload = Offload(megatrons_own=self.megatrons_own)
+            found, reports = [], []
+            for index in range(self.rounds):
+                found.append(self._round(index, trainer, reference, offload))
+                if self.moves:
+                    self._move_all_away(trainer, frozen, offload)
+                reports.append(megagraph.reports())
+        finally:
+            megagraph.uninstall()
+        return found, reports
+
+    def _round(self, index: int, trainer: Trainer, reference: Any, offload: Offload) -> Round:
+        left = Round()
+        batches = self.batches(index)
+        is_away = self.moves and index > 0
+        if is_away:
+            for model in (trainer.model, reference):
+                offload.weights_back(model, trainer.device)
+            if not self.late_gradients:
+                offload.gradients_back(trainer.model)
+            if self.announces:
+                megagraph.resume()
+        old = [log_probs(trainer.model, packs) for packs in batches]
+        others = [log_probs(reference, packs) for packs in batches]
+        if is_away and self.late_gradients:
+            offload.gradients_back(trainer.model)
+        if is_away:
+            offload.optimizer(trainer.optimizer, trainer.device)
+        for packs, before, other in zip(batches, old, others, strict=True):
+            left.old += before
+            left.reference += other
+            left.steps.append(train(trainer, packs, before, other))
+            trainer.update()
+        return left
+
+    def _move_all_away(self, trainer: Trainer, frozen: Any, offload: Offload) -> None:
+        if self.announces:
+            megagraph.suspend()
+        offload.weights(trainer.model)
+        offload.weights(frozen)
+        offload.gradients(trainer.model)
+        offload.optimizer(trainer.optimizer, "cpu")
+
+    def counts(self, *, trains: bool) -> dict[str, int]:
+        """By hand: the calls of a model by what becomes of them."""
+        batches = [self.batches(index) for index in range(self.rounds)]
+        passes = 2 if trains else 1
+        costs = self.moves and not self.announces
+        moved = _fitting(batches[1][:1]) if costs else 0  # the first time only
+        warming_up = passes * _fitting(batches[0][:1])
+        calls = passes * sum(len(packs) for found in batches for packs in found)
+        misfits = calls - passes * sum(map(_fitting, batches))
+        counts = {
+            "calls": calls,
+            "replays": calls - misfits - moved - warming_up,
+            "WARMING_UP": warming_up,
+            "ADDRESS_MOVED": moved,
+            "TOO_MANY_SEQUENCES": misfits,
+        }
+        return {name: count * LAYERS for name, count in counts.items() if count}
 
 
 LOOPS = {
@@ -68,22 +163,41 @@ LOOPS = {
     # Memory that a host has announced to move costs no eager step: there would be no other step.
     "one schedule call a phase": Loop(rounds=4, mini_batches=1, late_gradients=True),
     # Which cost one step in all.
-    "moves that nobody announces": Loop(rounds=4, announces=False),
+    "moves that nobody announces": Loop(rounds=3, announces=False),
+    "nothing moves": Loop(rounds=3, moves=False),
 }
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Megatron's
 @pytest.mark.parametrize("name", LOOPS)
 def test_weights_that_move_are_never_replayed_stale(name: str) -> None:
-    _compare(LOOPS[name])
+    """The loop with graphs has the bits of the eager loop, and every call is accounted for."""
+    loop = LOOPS[name]
+    graphed, reports = loop.run("graph")
+    eager, eager_reports = loop.run("eager")
+    assert eager_reports[-1][0]["replays"] == 0
+    assert_same_bits(graphed, eager)
+    for of_model, trains in zip(zip(*reports, strict=True), (True, False), strict=True):
+        last = of_model[-1]
+        found = {"calls": last["calls"], "replays": last["replays"], **last["eager"]}
+        assert found == loop.counts(trains=trains)
+        # Captured anew in each round, or once.
+        seconds = [report["capture_seconds"] for report in of_model]
+        assert all((before < after) is loop.moves for before, after in pairwise(seconds))
+        # As many graphs in each round: nothing piles up, nothing is left out.
+        per_layer = len(BANK) * (3 if trains else 1)
+        begun = of_model[1:] if loop.mini_batches == 1 else of_model  # one call a phase warms up in a round
+        assert {report["graphs"] for report in begun} == {per_layer * LAYERS}
+        assert last["failures"] == []
 
 
-def test_rounds_without_offload_capture_once() -> None:
-    loop = Loop(rounds=3, moves=False)
-    _compare(loop)
-    _, policy, reference = loop.run("graph")
-    for reports in (policy, reference):
-        assert len({report["capture_seconds"] for report in reports}) == 1
+PACKS = rollouts(0, mini_batches=1)[0]
+CALLS = _fitting([PACKS]) * LAYERS
+
+
+def _train_once(trainer: Trainer) -> Step:
+    nothing = [torch.zeros(micro.physical, device=trainer.device) for micro in PACKS]
+    return train(trainer, PACKS, nothing, nothing)
 
 
 def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None:
@@ -91,110 +205,89 @@ def test_gradients_that_are_away_cost_passes_without_gradients_nothing() -> None
 
     Their absence also counted as a moved address, so that log-probability passes lost their graphs.
     """
-    packs = rollouts(0, mini_batches=1)[0]
-    calls = _fitting([packs]) * LAYERS
+
+    def addresses(trainer: Trainer) -> list[int]:
+        return [grad.data_ptr() for _name, grad in trainer.named_main_grads()]
 
     def run(mode: str) -> tuple[Round, list[dict[str, Any]], bool]:
         """What all passes left, the reports, and whether the gradients came back to another address."""
         megagraph.install(graph_config(capacities=BANK, mode=mode))
         trainer, offload = Trainer(OPTIONS), Offload()
         left, reports = Round(), []
-        other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
-
-        def train_once() -> None:
-            left.losses.extend(train(trainer, packs, other, other))
-            left.grads.append(grads(trainer.chunk))
-
         for _ in range(2):
-            train_once()
-            left.old += log_probs(trainer.model, packs)
+            left.steps.append(_train_once(trainer))
+            left.old += log_probs(trainer.model, PACKS)
         reports += megagraph.reports()
-        before = _addresses(trainer)
+        before = addresses(trainer)
         offload.gradients(trainer.model)
         for _ in range(2):
-            left.old += log_probs(trainer.model, packs)
+            left.old += log_probs(trainer.model, PACKS)
         reports += megagraph.reports()
         offload.gradients_back(trainer.model)
-        has_moved = _addresses(trainer) != before
-        for _ in range(2):
-            train_once()
+        has_moved = addresses(trainer) != before
+        left.steps += [_train_once(trainer) for _ in range(2)]
         reports += megagraph.reports()
         megagraph.uninstall()
         return left, reports, has_moved
 
     graphed, (before, after, back), has_moved = run("graph")
-    assert_same_bits([graphed], [run("eager")[0]])
-    assert after["replays"] - before["replays"] == 2 * calls
+    assert_same_bits(graphed, run("eager")[0])
+    assert after["replays"] - before["replays"] == 2 * CALLS
     assert after["eager"] == before["eager"] and after["graphs"] == before["graphs"]
-    assert back["eager"].get("ADDRESS_MOVED", 0) == calls * has_moved
-    assert back["replays"] - after["replays"] == 2 * calls - calls * has_moved
+    assert back["eager"].get("ADDRESS_MOVED", 0) == CALLS * has_moved
+    assert back["replays"] - after["replays"] == 2 * CALLS - CALLS * has_moved
 
 
-def _addresses(trainer: Trainer) -> list[int]:
-    return [grad.data_ptr() for _name, grad in trainer.named_main_grads()]
-
-
-def test_a_training_forward_while_only_gradients_are_away_runs_eager() -> None:
+def test_a_training_forward_while_only_gradients_are_away_runs_eager(pair: Pair) -> None:
     """Its backward would add to where they were; they may come back elsewhere before it runs."""
-    megagraph.install(graph_config())
-    micro = Micro(lengths=(9, 20))
-    pair = Pair()
-    pair.step(micro, times=2)
-    found = []
-    for trainer in pair.both:
+
+    def work(trainer: Trainer) -> Step:
         offload = Offload()
-        with megagraph.disable_cuda_graphs_this_step() if trainer is pair.eager else nullcontext():
-            offload.gradients(trainer.model)
-            losses, _ = forward(trainer.model, micro, trainer.device)
-            offload.gradients_back(trainer.model)
-            losses.sum().backward()
-        found.append(Step(losses=[losses.detach()], grads=grads(trainer.chunk)))
-        del losses
-    assert_same_bits(*found)
+        offload.gradients(trainer.model)
+        losses, _ = forward(trainer.model, ONE, trainer.device)
+        offload.gradients_back(trainer.model)
+        losses.sum().backward()
+        return Step(losses=[losses.detach().clone()], grads=grads(trainer.chunk))
+
+    pair.step(ONE, times=2)
+    assert_same_bits(*pair.each(work))
     assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "ADDRESS_MOVED": LAYERS}
-    pair.step(micro, times=3)
+    pair.step(ONE, times=3)
     assert pair.report()["replays"] >= (1 + 2) * LAYERS
 
 
-def test_a_first_capture_while_gradients_are_away_leaves_training_for_later() -> None:
-    megagraph.install(graph_config(capacities=BANK))
+def test_a_first_capture_while_gradients_are_away_leaves_training_for_later(install: Install) -> None:
+    install(capacities=BANK)
     trainer, offload = Trainer(OPTIONS), Offload()
-    packs = rollouts(0, mini_batches=1)[0]
-    other = [torch.zeros(micro.physical, device=trainer.device) for micro in packs]
-    train(trainer, packs, other, other)
+    _train_once(trainer)
     offload.gradients(trainer.model)
     for _ in range(3):
-        log_probs(trainer.model, packs)
+        log_probs(trainer.model, PACKS)
     (report,) = megagraph.reports()
-    assert report["graphs"] == len(BANK) * LAYERS
-    assert report["replays"] == 2 * _fitting([packs]) * LAYERS
+    assert (report["graphs"], report["replays"]) == (len(BANK) * LAYERS, 2 * CALLS)
     offload.gradients_back(trainer.model)
-    train(trainer, packs, other, other)
+    _train_once(trainer)
     (report,) = megagraph.reports()
-    assert report["graphs"] == len(BANK) * 3 * LAYERS
-    assert report["replays"] == 3 * _fitting([packs]) * LAYERS
+    assert (report["graphs"], report["replays"]) == (len(BANK) * 3 * LAYERS, 3 * CALLS)
     assert set(report["eager"]) == {"WARMING_UP"}
 
 
-def test_a_frozen_model_that_gets_other_weights_replays_with_those() -> None:
+def test_a_frozen_model_that_gets_other_weights_replays_with_those(install: Install) -> None:
     """As a host updates its reference: in place, then by replacing every parameter."""
-    megagraph.install(graph_config(capacities=BANK))
+    install(capacities=BANK)
     frozen, called = frozen_model(seed=3)
     others = [frozen_model(seed=seed)[0].state_dict() for seed in (4, 5)]
-    packs = [micro for micro in rollouts(1, mini_batches=1)[0] if fits(micro)]
     for _ in range(2):
-        log_probs(called, packs)
+        log_probs(called, PACKS)
     found = []
     for weights, assign in zip(others, (False, True), strict=True):
         frozen.load_state_dict(weights, assign=assign)
         for _ in range(2):
-            graphed = log_probs(called, packs)
+            graphed = log_probs(called, PACKS)
             with megagraph.disable_cuda_graphs_this_step():
-                eager = log_probs(called, packs)
-            assert all(map(torch.equal, graphed, eager))
+                assert_same_bits(graphed, log_probs(called, PACKS))
         found.append(graphed)
     assert not any(map(torch.equal, *found))
     (report,) = megagraph.reports()
-    calls = len(packs) * LAYERS
-    assert report["eager"] == {"WARMING_UP": calls, "ADDRESS_MOVED": calls, "DISABLED": 4 * calls}
-    assert report["replays"] == (1 + 2 + 1) * calls
+    assert report["eager"] == {"WARMING_UP": CALLS, "ADDRESS_MOVED": CALLS, "DISABLED": 4 * CALLS}
+    assert report["replays"] == (1 + 2 + 1) * CALLS
