@@ -11,9 +11,9 @@ from unittest import mock
 import megatron_rig as rig
 import moe_rig
 import torch
+from host_rig import Offload
 from megatron.core import parallel_state
 from moe_rig import ExpertTrainer
-from host_rig import Offload
 from same_bits import assert_same_bits
 from streams import make_groups, makes_groups, seeded
 from torch import distributed, nn

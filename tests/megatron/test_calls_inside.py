@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, step
 from host_rig import frozen_model
+from megatron_rig import LAYERS, OPTIONS, Install, Micro, Pair, forward, step
 from torch import Tensor
 
 import megagraph

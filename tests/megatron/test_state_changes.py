@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever changes of what a captured layer reads: eager's bits at once, and graphs again where possible."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
 import pytest
 import torch
 from same_bits import assert_same_bits
-from state_changes import CHANGES, Undo, probes_in_place_of_mlps
+from state_changes import CHANGES, Probe, Undo, probe
 
 import megagraph
 from megagraph.decide.reasons import EagerReason
 from megagraph.demo.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    probes_in_place_of_mlps(monkeypatch)
-
-
 OURS, ENGINE = "our attention", "Transformer Engine"
+PROBED = {"prepare": rig.around_mlps(Probe)}
 # Who sees a change is the same in both kinds of layers: one change for each way in which it is seen.
 IN_ENGINE = (
     *("adapter off", "list in place", "another configuration", "mode of the model", "forward of a layer"),
     *("another norm", "a copy of a layer", "hook", "buffer in place", "normalised weight"),
 )
+
+
+@pytest.fixture
+def pair() -> rig.Pair:
+    return rig.Pair(**PROBED)
 
 
 def _table(names: Collection[str]) -> pytest.MarkDecorator:
@@ -40,9 +42,30 @@ def _table(names: Collection[str]) -> pytest.MarkDecorator:
 
 
 def _pair_of(layers: str) -> rig.Pair:
-    if layers == OURS:
-        return rig.Pair()
-    return rig.Pair(spec=rig.te_layer_spec(), config={"apply_rope_fusion": True})
+    of_engine = (
+        {"spec": rig.te_layer_spec(), "config": {"apply_rope_fusion": True}} if layers == ENGINE else {}
+    )
+    return rig.Pair(**PROBED, **of_engine)
+
+
+def _costs(pair: rig.Pair, *micros: rig.Micro, **options: Any) -> dict[str, int]:
+    """Calls that steps of both ran eager, by their reasons."""
+    before = pair.report()
+    pair.step(*micros, **options)
+    return rig.eager_since(pair.report(), before)
+
+
+@contextmanager
+def _changed(pair: rig.Pair, name: str) -> Iterator[None]:
+    undo = CHANGES[name].of_both(pair)
+    yield
+    undo()
+
+
+def _set_number(pair: rig.Pair, number: float) -> None:
+    """To what some schedule says."""
+    for trainer in pair.both:
+        probe(trainer).number = number
 
 
 @_table(CHANGES)
@@ -64,147 +87,93 @@ def test_a_change_between_steps(name: str, layers: str, install: rig.Install) ->
     assert rig.eager_since(pair.report(), before) == (
         {change.reason.name: rig.LAYERS} if change.reason is not None else {}
     )
-    before = pair.report()
-    pair.step(rig.ONE, times=2)
-    if change.stays_eager:
-        assert set(rig.eager_since(pair.report(), before)) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"}
-    else:
-        assert rig.eager_since(pair.report(), before) == {}
+    costs = _costs(pair, rig.ONE, times=2)
+    assert set(costs) <= {"FOREIGN_HOOK", "SHARED_PARAMETER"} if change.stays_eager else costs == {}
     if change.lasts:
         return
-
-    before = pair.report()
     undo()
-    pair.step(rig.TWO)
-    eager_back = sum(rig.eager_since(pair.report(), before).values())
-    assert eager_back == (rig.LAYERS if change.is_eager_back else 0), rig.eager_since(pair.report(), before)
-    before = pair.report()
-    pair.step(rig.ONE)
-    assert rig.eager_since(pair.report(), before) == {}
-
-
-def _changing_step(trainer: Trainer, do: Callable[[], None], undo: Callable[[], None]) -> rig.Step:
-    """A step whose second micro-batch runs changed."""
-
-    def micros() -> Iterator[rig.Micro]:
-        yield rig.ONE
-        do()
-        yield rig.TWO
-
-    trainer.zero_grad()
-    try:
-        losses = rig.schedule(trainer.model, micros(), 2, trainer.device)
-    finally:
-        undo()
-    return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
+    assert sum(_costs(pair, rig.TWO).values()) == (rig.LAYERS if change.is_eager_back else 0)
+    assert _costs(pair, rig.ONE) == {}
 
 
 # Every call asks what every boundary asks but for containers and memory: one change for each way of asking.
 IN_STEP = (
-    *(
-        "adapter off",
-        "merged adapter",
-        "float",
-        "text",
-        "another list",
-        "function",
-        "tensor",
-        "tensor in place",
-    ),
-    *("configuration of its own", "another configuration", "Megatron's configuration", "buffer in place"),
-    *(
-        "mode of one module",
-        "mode of the model",
-        "forward of a layer",
-        "forward of a class",
-        "value of a class",
-    ),
+    *("adapter off", "merged adapter", "tensor", "tensor in place", "configuration of its own"),
+    *("Megatron's configuration", "mode of the model", "forward of a layer", "forward of a class"),
     *("property of a class", "another norm", "a copy of a layer", "another list of layers"),
-    *("hook", "hook before a forward", "hook on all modules"),
+    *("hook", "hook on all modules"),
 )
 
 
 @_table(IN_STEP)
-def test_a_change_inside_a_step(name: str, layers: str, install: rig.Install) -> None:
+def test_a_change_inside_a_step(name: str, layers: str) -> None:
     change = CHANGES[name]
-    install()
     pair = _pair_of(layers)
     pair.step(rig.ONE, times=2)
     before = pair.report()
 
     def changing(trainer: Trainer) -> rig.Step:
+        """A step whose second micro-batch runs changed."""
         undos: list[Undo] = []
-        return _changing_step(
-            trainer, lambda: undos.append(change.do(trainer)), lambda: [it() for it in undos] and None
-        )
+
+        def micros() -> Iterator[rig.Micro]:
+            yield rig.ONE
+            undos.append(change.do(trainer))
+            yield rig.TWO
+
+        trainer.zero_grad()
+        losses = rig.schedule(trainer.model, micros(), 2, trainer.device)
+        undos.pop()()
+        return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
 
     assert_same_bits(*pair.each(changing))
     # Of the second micro-batch alone.
     assert rig.eager_since(pair.report(), before) == (
         {"STATE_CHANGED": rig.LAYERS} if change.reason is not None else {}
     )
-    before = pair.report()
-    pair.step(rig.ONE)
     expected = rig.LAYERS if change.is_eager_back and not change.stays_eager else 0
-    assert sum(rig.eager_since(pair.report(), before).values()) in (0, expected)
-    before = pair.report()
-    pair.step(rig.TWO)
-    assert rig.eager_since(pair.report(), before) == {}
+    assert sum(_costs(pair, rig.ONE).values()) in (0, expected)
+    assert _costs(pair, rig.TWO) == {}
 
 
 def test_states_that_have_graphs_replay_however_often_they_alternate(pair: rig.Pair) -> None:
     pair.step(rig.ONE, times=2)
-    changes = [CHANGES[name] for name in ("adapter off", "text", "mode of the model")]
-    for change in changes:
-        undo = change.of_both(pair)
-        pair.step(rig.ONE, times=2)
-        undo()
+    names = ("adapter off", "text", "mode of the model")
+    for name in names:
+        with _changed(pair, name):
+            pair.step(rig.ONE, times=2)
     before = pair.report()
     assert before["eager"] == {"WARMING_UP": rig.LAYERS, "STATE_CHANGED": 3 * rig.LAYERS}
-    for _ in range(2):
-        for change in changes:
-            undo = change.of_both(pair)
+    for name in names * 2:
+        with _changed(pair, name):
             pair.step(rig.ONE)
-            undo()
-            pair.step(rig.TWO)
+        pair.step(rig.TWO)
     assert rig.eager_since(pair.report(), before) == {}
     assert len(before["states"]) == 4 and before["states"][0] == "the first one"
     assert "_adapter_enabled True -> False" in before["states"][1]
 
 
-def test_of_more_states_than_may_have_graphs_the_oldest_go(install: rig.Install) -> None:
-    install(cuda_graph_max_states=2)
-    pair = rig.Pair()
-    pair.step(rig.ONE, times=2)
-    graphs = pair.report()["graphs"]
-    for name in ("text", "flag"):
-        undo = CHANGES[name].of_both(pair)
-        pair.step(rig.ONE, times=2)
-        undo()
-        assert pair.report()["graphs"] == 2 * graphs
-    before = pair.report()
-    undo = CHANGES["flag"].of_both(pair)
-    pair.step(rig.ONE)
-    undo()
-    assert rig.eager_since(pair.report(), before) == {}
-    pair.step(rig.ONE)  # the first state's graphs have gone
-    assert rig.eager_since(pair.report(), before) == {"STATE_CHANGED": rig.LAYERS}
-
-
-def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
+def test_of_more_states_than_may_have_graphs_the_oldest_go_but_not_for_ever(
     install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(cuda_graph_max_states=2)
-    pair = rig.Pair()
+    pair = rig.Pair(**PROBED)
     pair.step(rig.ONE, times=2)
-    names = ("text", "flag")
+    graphs = pair.report()["graphs"]
+    names = ("text", "float")
+    for name in names:
+        with _changed(pair, name):
+            pair.step(rig.ONE, times=2)
+        assert pair.report()["graphs"] == 2 * graphs
+    with _changed(pair, "float"):
+        assert _costs(pair, rig.ONE) == {}
+    assert _costs(pair, rig.ONE) == {"STATE_CHANGED": rig.LAYERS}  # the first state's graphs have gone
 
     def round_of_all() -> dict[str, int]:
         before = pair.report()
         for name in names:
-            undo = CHANGES[name].of_both(pair)
-            pair.step(rig.ONE)
-            undo()
+            with _changed(pair, name):
+                pair.step(rig.ONE)
         pair.step(rig.ONE)
         return rig.eager_since(pair.report(), before)
 
@@ -212,8 +181,7 @@ def test_more_states_than_may_have_graphs_do_not_drive_out_each_other_for_ever(
         round_of_all()
     captured = pair.report()["capture_seconds"]
     # Of the three, two replay and one is eager, and nothing is captured any more.
-    assert round_of_all() == {"STATE_CHANGED": rig.LAYERS}
-    assert round_of_all() == {"STATE_CHANGED": rig.LAYERS}
+    assert [round_of_all() for _ in range(2)] == 2 * [{"STATE_CHANGED": rig.LAYERS}]
     assert pair.report()["capture_seconds"] == captured
     assert sum("cuda_graph_max_states is 2" in text for text in caplog.messages) == 1  # of the graphed one
 
@@ -222,12 +190,11 @@ def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
     install: rig.Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(cuda_graph_max_states=3)
-    pair = rig.Pair()
+    pair = rig.Pair(**PROBED)
     pair.step(rig.ONE, times=2)
     before = pair.report()
     for index in range(8):
-        for trainer in pair.both:
-            trainer.chunk.decoder.layers[1].mlp.number = 1.0 + index
+        _set_number(pair, 1.0 + index)
         pair.step(rig.ONE)
     assert rig.eager_since(pair.report(), before) == {"STATE_CHANGED": 7 * rig.LAYERS}
     said = [text for text in caplog.messages if "before each of the last 3 steps" in text]
@@ -237,31 +204,26 @@ def test_a_value_that_is_new_in_every_step_ends_in_eager_and_one_warning(
 
 def test_a_schedule_from_the_first_step_on_is_never_replayed(install: rig.Install) -> None:
     install(cuda_graph_warmup_steps=2)
-    pair = rig.Pair()
-    for index in range(7):
-        for trainer in pair.both:
-            trainer.chunk.decoder.layers[1].mlp.number = 1.0 + index
+    pair = rig.Pair(**PROBED)
+    for index in range(5):
+        _set_number(pair, 1.0 + index)
         pair.step(rig.ONE)
     report = pair.report()
     assert report["replays"] == rig.LAYERS  # the state that was captured, in the step after
-    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "STATE_CHANGED": 4 * rig.LAYERS}
+    assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, "STATE_CHANGED": 2 * rig.LAYERS}
 
 
-def test_an_evaluation_does_not_capture_training_in_its_own_state(install: rig.Install) -> None:
+def test_an_evaluation_does_not_capture_training_in_its_own_state(pair: rig.Pair) -> None:
     """Bug: layers stayed eager whose backward pass does not run in evaluation mode, as some attention's."""
-    install(cuda_graph_warmup_steps=1)
-    pair = rig.Pair()
+
+    def trains_only(hidden: torch.Tensor, mlp: Any) -> torch.Tensor:
+        assert mlp.training or not hidden.requires_grad
+        return hidden
+
     for trainer in pair.both:
-        mlp = trainer.chunk.decoder.layers[1].mlp
-
-        def trains_only(hidden: torch.Tensor, mlp: Any = mlp) -> torch.Tensor:
-            assert mlp.training or not hidden.requires_grad
-            return hidden
-
-        mlp.function = trains_only
+        probe(trainer).function = partial(trains_only, mlp=probe(trainer))
     for number in (1.0, 2.0):  # as of modules that are in another state after their first call
-        for trainer in pair.both:
-            trainer.chunk.decoder.layers[1].mlp.number = number
+        _set_number(pair, number)
         pair.step(rig.ONE)
     pair.evaluate(rig.ONE)
     pair.step(rig.ONE, times=2)
@@ -269,47 +231,29 @@ def test_an_evaluation_does_not_capture_training_in_its_own_state(install: rig.I
     assert report["failures"] == [] and report["replays"] == 2 * rig.LAYERS
 
 
-SHARED = {"gain": 1.0}
-
-
 def test_what_nobody_can_see_is_part_of_the_state_once_it_is_watched(pair: rig.Pair) -> None:
-
-    def from_outside(hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * SHARED["gain"]
-
+    gain = [1.0]
     handles = []
     for trainer in pair.both:
-        trainer.chunk.decoder.layers[1].mlp.function = from_outside
-        handles.append(megagraph.watch(trainer.chunk.decoder.layers[1], key=lambda: SHARED["gain"]))
+        probe(trainer).function = lambda hidden: hidden * gain[0]
+        handles.append(megagraph.watch(trainer.chunk.decoder.layers[1], key=lambda: gain[0]))
     pair.step(rig.ONE, times=2)
-    for gain, reasons in ((0.5, {"STATE_CHANGED": rig.LAYERS}), (1.0, {}), (0.5, {})):
-        before = pair.report()
-        SHARED["gain"] = gain
-        pair.step(rig.ONE)
-        assert rig.eager_since(pair.report(), before) == reasons
-    SHARED["gain"] = 1.0
-    for handle in handles:
-        handle.remove()
+    for gain[0], reasons in ((0.5, {"STATE_CHANGED": rig.LAYERS}), (1.0, {}), (0.5, {})):
+        assert _costs(pair, rig.ONE) == reasons
+    for handle in 2 * handles:
         handle.remove()
 
 
 def test_what_is_watched_only_after_a_capture_counts_from_the_next_step_on(pair: rig.Pair) -> None:
     pair.step(rig.ONE, times=2)
-    gain = [1.0]
+    gain, changed = [1.0], {"STATE_CHANGED": rig.LAYERS}
     handles = [megagraph.watch(trainer.chunk, key=lambda: gain[0]) for trainer in pair.both]
-    for value, reasons in (
-        (1.0, {"STATE_CHANGED": rig.LAYERS}),
-        (0.5, {"STATE_CHANGED": rig.LAYERS}),
-        (1.0, {}),
-    ):
-        before, gain[0] = pair.report(), value
-        pair.step(rig.ONE)
-        assert rig.eager_since(pair.report(), before) == reasons
+    for gain[0], reasons in ((1.0, changed), (0.5, changed), (1.0, {})):
+        assert _costs(pair, rig.ONE) == reasons
     for handle in handles:
         handle.remove()
-    before, gain[0] = pair.report(), 0.25
-    pair.step(rig.ONE)  # as it was captured first
-    assert rig.eager_since(pair.report(), before) == {}
+    gain[0] = 0.25
+    assert _costs(pair, rig.ONE) == {}  # as it was captured first
 
 
 def test_watch_says_what_it_expects() -> None:

@@ -231,7 +231,7 @@ class Choice(enum.Enum):
     [
         *((1.0, 0.5), (1.0, 2.0**61), (1, 2), (-1, -2), (1, 1.0), (1, True), (1.0, "1.0")),
         *((None, 0.5), (None, False), ((1.0, (1.0,)), (1.0, (0.5,))), ((1, 2), (1, (2,)))),
-        *((Choice.PLAIN, Choice.NEGATED), (torch.float32, torch.float16)),
+        *((Choice.PLAIN, Choice.NEGATED), (torch.float32, torch.float16), ("a", "b"), (len, abs)),
     ],
     ids=repr,
 )
