@@ -16,22 +16,22 @@ import megagraph
 from megagraph.bank.bank import Bank
 from megagraph.demo.trainer import Trainer
 
+TOO_LARGE = rig.Micro(lengths=(60, 20), seed=3)
+
 
 def test_evaluation_is_graphed_when_it_comes_again(pair: rig.Pair) -> None:
     """At the first boundary in its modes after it was seen; training steps in between pass it over."""
-    pair.step(rig.ONE, times=2)
-    pair.evaluate(rig.ONE, rig.OTHER)
-    assert pair.report()["eager"] == {"WARMING_UP": 3 * rig.LAYERS}
-    pair.step(rig.TWO)
-    assert pair.report()["graphs"] == 2 * rig.LAYERS
-    pair.evaluate(rig.TWO, rig.OTHER)
-    graphs = pair.report()["graphs"]
-    pair.step(rig.OTHER)
-    pair.evaluate(rig.ONE)
+    counts = (3, 1, 5, 2)
+    for index, count in enumerate(counts):
+        pair.step(*[rig.Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
+        if index == 1:
+            assert pair.report()["graphs"] == 2 * rig.LAYERS
+        pair.evaluate(*[rig.Micro(lengths=(7 + i, 20 - index), seed=index) for i in range(count)])
+    pair.evaluate(TOO_LARGE, rig.ONE)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 3 * rig.LAYERS}
-    assert report["replays"] == (1 + 1 + 2 + 1 + 1) * rig.LAYERS
-    assert graphs == report["graphs"] == (2 + 1) * rig.LAYERS
+    assert report["eager"] == {"WARMING_UP": (1 + counts[0]) * rig.LAYERS, "TOO_MANY_TOKENS": rig.LAYERS}
+    assert report["replays"] == (2 + 3 + 1 + sum(counts[1:]) + 1) * rig.LAYERS
+    assert report["graphs"] == (2 + 1) * rig.LAYERS
 
 
 def test_evaluation_leaves_gradients_and_the_models_mode_alone(trainer: Trainer) -> None:
@@ -51,28 +51,17 @@ def _freeze(pattern: str) -> Callable[[torch.nn.Module], None]:
     return change
 
 
-FROZEN = ("layers.0.", "layers.1.", "embedding|layers.0.", "decoder.layers", "embedding|decoder.layers")
+FROZEN = ("layers.0.", "embedding|layers.0.", "decoder.layers", "embedding|decoder.layers")
 
 
 @pytest.mark.parametrize("pattern", [*FROZEN, "(?<!bias)$", "linear_qkv|linear_fc1.weight"])
 def test_frozen_parameters_are_graphed_with_eager_bits(pattern: str) -> None:
     pair = rig.Pair(prepare=_freeze(pattern))
-    pair.step(rig.ONE, rig.TWO, times=4)
+    pair.step(rig.ONE, rig.TWO, times=3)
     frozen = [name for name, param in pair.graphed.chunk.named_parameters() if not param.requires_grad]
     assert frozen and not any(hasattr(pair.graphed.chunk.get_parameter(name), "main_grad") for name in frozen)
     report = pair.report()
-    assert report["replays"] == 3 * 2 * rig.LAYERS and report["failures"] == []
-
-
-def test_parameters_frozen_or_thawed_later_cost_one_eager_step(pair: rig.Pair) -> None:
-    pair.step(rig.ONE, times=2)
-    for requires_grad in (False, True):
-        for trainer in pair.both:
-            trainer.chunk.decoder.layers[1].mlp.linear_fc1.weight.requires_grad_(requires_grad)
-        pair.step(rig.TWO, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": rig.LAYERS, "PARAMETERS_CHANGED": 2 * rig.LAYERS}
-    assert report["replays"] == (1 + 2 + 2) * rig.LAYERS
+    assert report["replays"] == 2 * 2 * rig.LAYERS and report["failures"] == []
 
 
 def test_a_list_that_stands_before_the_blocks_own_layers_is_noticed(pair: rig.Pair) -> None:
@@ -106,8 +95,16 @@ def _move_main_grads(trainer: Trainer, *, in_place: bool = False) -> list[torch.
     return old
 
 
-@pytest.mark.parametrize("move", [_move_weights, _move_main_grads, partial(_move_main_grads, in_place=True)])
-@pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
+@pytest.mark.parametrize(
+    ("move", "is_suspended"),
+    [
+        (_move_weights, False),
+        (_move_weights, True),
+        (_move_main_grads, False),
+        (_move_main_grads, True),
+        (partial(_move_main_grads, in_place=True), False),
+    ],
+)
 def test_moved_memory_is_never_replayed_and_is_captured_again(
     move: Callable[[Trainer], list[torch.Tensor]], is_suspended: bool, pair: rig.Pair
 ) -> None:
@@ -119,13 +116,10 @@ def test_moved_memory_is_never_replayed_and_is_captured_again(
     if is_suspended:
         megagraph.resume()
 
-    def zero() -> None:
+    for _ in range(3):
         for trainer in pair.both:
             for param in trainer.chunk.parameters():
                 param.main_grad.zero_()
-
-    for _ in range(3):
-        zero()
         pair.step(rig.TWO, rig.OTHER)
     report = pair.report()
     moved = {} if is_suspended else {"ADDRESS_MOVED": 2 * rig.LAYERS}
@@ -212,27 +206,11 @@ def test_two_models_in_one_process_each_have_their_own_graphs_and_bits(install: 
 # -- loops that are not one schedule call a step ---------------------------------------------------
 
 
-TOO_LARGE = rig.Micro(lengths=(60, 20), seed=3)
-
-
 @pytest.fixture(autouse=True)
 def same_settings() -> Iterator[None]:
     """Numeric settings that a test changes are put back."""
     yield
     torch.set_float32_matmul_precision("highest")
-
-
-def test_evaluations_of_other_lengths_between_steps_replay(pair: rig.Pair) -> None:
-    counts = (3, 1, 5, 2, 4)
-    for index, count in enumerate(counts):
-        pair.step(*[rig.Micro(lengths=(5 + i, 11 + index), seed=i) for i in range(1 + index % 3)])
-        pair.evaluate(*[rig.Micro(lengths=(7 + i, 20 - index), seed=index) for i in range(count)])
-        if index == 2:
-            pair.evaluate(TOO_LARGE, rig.ONE)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": (1 + counts[0]) * rig.LAYERS, "TOO_MANY_TOKENS": rig.LAYERS}
-    assert report["replays"] == (2 + 3 + 1 + 2 + sum(counts[1:]) + 1) * rig.LAYERS
-    assert report["graphs"] == (2 + 1) * rig.LAYERS
 
 
 @contextmanager
@@ -274,17 +252,16 @@ def test_gradients_of_several_schedule_calls_add_up_as_in_eager(
 ) -> None:
     pair = rig.Pair(ddp=ddp)
     calls = [[rig.ONE, rig.TWO], [rig.OTHER], [rig.TWO, rig.OTHER, rig.ONE]]
-    for index in range(4):
+    for index in range(3):
         both = pair.each(lambda trainer: _accumulate(trainer, calls, reduces_once=reduces_once))
         assert_same_bits(*both, f"step {index}")
-    alone = rig.step(
-        pair.eager, calls[-1], update=False, eager=True
-    ).grads  # or the last call's alone would do
+    # Or the last call's alone would do.
+    alone = rig.step(pair.eager, calls[-1], update=False, eager=True).grads
     assert not any(torch.equal(grad, alone[name]) for name, grad in both[1].grads.items())
     report = pair.report()
     # The first schedule call is the warm-up; each is a boundary.
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-    assert report["replays"] == (4 * 6 - 2) * rig.LAYERS
+    assert report["replays"] == (3 * 6 - 2) * rig.LAYERS
 
 
 def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(pair: rig.Pair) -> None:
@@ -297,13 +274,13 @@ def test_a_loop_that_never_calls_zero_grad_of_the_optimizer_trains_as_in_eager(p
         trainer.update()
         return left
 
-    for index in range(4):
+    for index in range(3):
         assert_same_bits(*pair.each(work), f"step {index}")
         pair.evaluate(rig.ONE, rig.TWO)
     report = pair.report()
-    first_of_steps = {} if rig.OPTIONS.bf16 else {"PARAMETERS_CHANGED": 3 * rig.LAYERS}
+    first_of_steps = {} if rig.OPTIONS.bf16 else {"PARAMETERS_CHANGED": 2 * rig.LAYERS}
     assert report["eager"] == {"WARMING_UP": (3 + 2) * rig.LAYERS, **first_of_steps}
-    assert report["replays"] == (3 * (3 + 2) - (0 if rig.OPTIONS.bf16 else 3)) * rig.LAYERS
+    assert report["replays"] == (2 * (3 + 2) - (0 if rig.OPTIONS.bf16 else 2)) * rig.LAYERS
 
 
 def test_deterministic_mode_switched_on_later_costs_one_eager_step(pair: rig.Pair) -> None:
@@ -341,10 +318,8 @@ def test_what_cannot_be_captured_under_other_settings_is_tried_once(
         layer.forward = refusing
     rig.step(trainer, [rig.ONE], times=2)
     torch.set_float32_matmul_precision("high")
-    try:
-        rig.step(trainer, [rig.ONE], times=4)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    rig.step(trainer, [rig.ONE], times=4)
+    torch.set_float32_matmul_precision("highest")
     rig.step(trainer, [rig.ONE])
     report = rig.report_of(trainer)
     assert len(captures) == 2  # under the first settings, and once under the others
@@ -368,27 +343,27 @@ def test_a_precision_that_nobody_has_set_is_the_highest(pair: rig.Pair) -> None:
 
 def test_settings_that_come_back_find_their_graphs_again(pair: rig.Pair) -> None:
     pair.step(rig.ONE, times=2)
-    for _ in range(3):
+    for _ in range(2):
         torch.set_float32_matmul_precision("high")
         pair.step(rig.TWO, times=2)
         torch.set_float32_matmul_precision("highest")
         pair.step(rig.OTHER, times=2)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": rig.LAYERS, "NUMERICS_CHANGED": rig.LAYERS}
-    assert report["replays"] == (1 + 3 * 4 - 1) * rig.LAYERS
+    assert report["replays"] == (1 + 2 * 4 - 1) * rig.LAYERS
     assert report["graphs"] == 2 * 2 * rig.LAYERS
 
 
 def test_an_evaluation_under_settings_of_its_own_replays(pair: rig.Pair) -> None:
     """It is captured at a boundary of its own, and so under its own settings alone."""
-    for _ in range(6):
+    for _ in range(4):
         pair.step(rig.ONE)
         torch.set_float32_matmul_precision("high")
         pair.evaluate(rig.TWO, rig.OTHER)
         torch.set_float32_matmul_precision("highest")
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": (1 + 2) * rig.LAYERS}
-    assert report["replays"] == (5 + 5 * 2) * rig.LAYERS
+    assert report["replays"] == (3 + 3 * 2) * rig.LAYERS
     assert report["graphs"] == (2 + 1) * rig.LAYERS
 
 
@@ -402,10 +377,8 @@ def test_settings_that_change_inside_a_step_are_obeyed_at_once(pair: rig.Pair) -
 
     def work(trainer: Trainer) -> rig.Step:
         trainer.zero_grad()
-        try:
-            losses = rig.schedule(trainer.model, changing(), 2, trainer.device)
-        finally:
-            torch.set_float32_matmul_precision("highest")
+        losses = rig.schedule(trainer.model, changing(), 2, trainer.device)
+        torch.set_float32_matmul_precision("highest")
         return rig.Step(losses=losses, grads=rig.grads(trainer.chunk))
 
     for _ in range(2):

@@ -2,7 +2,8 @@
 """One layer that cannot be graphed stays eager, counted; the others replay and no bit changes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import megatron_rig as rig
@@ -18,88 +19,16 @@ LAYERS = 3
 FULL = rig.Micro(lengths=(20, 14, 12, 10, 8), seed=2)
 
 
-def _mlp(trainer: Trainer, index: int = 1) -> Any:
-    return trainer.chunk.decoder.layers[index].mlp
+def _mlp(model: Any, index: int = 1) -> Any:
+    return model.decoder.layers[index].mlp
 
 
-def _scale(module: nn.Module, args: object, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    return output[0] * 1.5, output[1]
-
-
-def test_a_layer_with_a_foreign_hook_stays_eager_and_the_rest_replays() -> None:
+def _hooked(model: Any, index: int = 1) -> None:
     """Of whatever kind: test_state_changes.py."""
-    pair = rig.Pair(layers=LAYERS)
-    for trainer in pair.both:
-        _mlp(trainer).register_forward_hook(_scale)
-    pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "FOREIGN_HOOK": 2 * 2}
-    assert report["replays"] == 2 * 2 * (LAYERS - 1)
-    (failure,) = report["failures"]
-    assert "layer 1" in failure and "FOREIGN_HOOK" in failure and "hook" in failure
+    _mlp(model, index).register_forward_hook(lambda _module, _args, out: (out[0] * 1.5, out[1]))
 
 
-def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason() -> None:
-    """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
-    pair = rig.Pair(layers=LAYERS)
-    for trainer in pair.both:
-        for index in range(LAYERS):
-            _mlp(trainer, index).register_forward_hook(_scale)
-    pair.step(FULL, times=3)  # runs as given, and the reference on a canonical pack
-    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
-
-
-def test_layers_that_share_a_parameter_stay_eager_and_the_rest_replays() -> None:
-    def tie(model: Any) -> None:
-        layers = model.decoder.layers
-        layers[2].mlp.linear_fc1.weight = layers[1].mlp.linear_fc1.weight
-
-    pair = rig.Pair(layers=LAYERS, prepare=tie)
-    pair.step(rig.ONE, rig.TWO, times=3)
-    report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2 * 2}
-    assert report["replays"] == 2 * 2
-
-
-@pytest.mark.parametrize("owner", ["embedding.word_embeddings", "output_layer"])
-def test_a_layer_that_shares_a_parameter_with_what_is_outside_of_the_block_stays_eager(owner: str) -> None:
-    """Both add to one gradient, in an order of their own; a graph would move the layer's part."""
-
-    def tie(model: Any) -> None:
-        model.decoder.layers[1].mlp.linear_fc1.weight = model.get_submodule(owner).weight
-
-    # As many words as the MLP has rows.
-    changes = {"layers": LAYERS, "vocab": 4 * rig.OPTIONS.hidden}
-    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 3, prepare=tie, **changes).report
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 2 * 2}
-    assert report["replays"] == 2 * 2 * (LAYERS - 1)
-    (failure,) = report["failures"]
-    assert "layer 1" in failure and "linear_fc1.weight is used elsewhere too" in failure
-
-
-def test_a_layer_that_reaches_an_adapter_of_the_model_stays_eager() -> None:
-    """Bug: in the step of the capture its gradient was garbage, and later it was lost: no module has it."""
-
-    def adapt(model: Any) -> None:
-        adapter = model.adapter = nn.Linear(rig.OPTIONS.hidden, rig.OPTIONS.hidden, bias=False)
-        nn.init.normal_(adapter.weight, std=0.02, generator=torch.Generator().manual_seed(3))
-        mlp = model.decoder.layers[1].mlp
-        forward = mlp.forward
-
-        def adapted(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-            out, bias = forward(hidden, *args, **kwargs)
-            return out + adapter(hidden), bias
-
-        mlp.forward = adapted
-
-    report = rig.compare_runs([[rig.ONE, rig.TWO]] * 4, prepare=adapt, layers=LAYERS).report
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "SHARED_PARAMETER": 3 * 2}
-    assert report["replays"] == 3 * 2 * (LAYERS - 1)
-    (failure,) = report["failures"]
-    assert "layer 1" in failure and failure.endswith("that none of its modules has")
-
-
-def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
+def _breaks(model: Any, when: Callable[[], bool] = rig.is_capturing, index: int = 1) -> None:
     """Makes a layer's MLP raise where `when` says so; no hook, so nothing shows it beforehand."""
 
     def fail(out: Tensor) -> Tensor:
@@ -107,21 +36,70 @@ def _breaks(trainer: Trainer, when: Callable[[], bool], index: int = 1) -> None:
             raise ArithmeticError("an injected failure")
         return out
 
-    rig.changes_output(_mlp(trainer, index), fail)
+    rig.changes_output(_mlp(model, index), fail)
 
 
-def test_a_layer_that_fails_to_capture_stays_eager_and_no_bit_changes(
-    caplog: pytest.LogCaptureFixture,
+def _tied(model: Any, owner: str) -> None:
+    model.get_submodule(owner).weight = _mlp(model).linear_fc1.weight
+
+
+def _reaches_adapter(model: Any) -> None:
+    """Bug: in the step of the capture its gradient was garbage, and later it was lost: no module has it."""
+    adapter = model.adapter = nn.Linear(rig.OPTIONS.hidden, rig.OPTIONS.hidden, bias=False)
+    nn.init.normal_(adapter.weight, std=0.02, generator=torch.Generator().manual_seed(3))
+    mlp = _mlp(model)
+    forward = mlp.forward
+
+    def adapted(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        out, bias = forward(hidden, *args, **kwargs)
+        return out + adapter(hidden), bias
+
+    mlp.forward = adapted
+
+
+SHARES = "linear_fc1.weight is used elsewhere too"
+# What is done to the second layer, under which reason how many layers stay eager, and what is said of it.
+CASES: dict[str, tuple[Callable[[Any], None], str, int, Sequence[str]]] = {
+    "a foreign hook": (_hooked, "FOREIGN_HOOK", 1, ("FOREIGN_HOOK", "hook")),
+    "a parameter of another layer": (
+        *(partial(_tied, owner="decoder.layers.2.mlp.linear_fc1"), "SHARED_PARAMETER", 2, (SHARES,)),
+    ),
+    # Both add to one gradient, in an order of their own; a graph would move the layer's part.
+    **{
+        f"a parameter of {owner}": (partial(_tied, owner=owner), "SHARED_PARAMETER", 1, (SHARES,))
+        for owner in ("embedding.word_embeddings", "output_layer")
+    },
+    "an adapter of the model": (
+        *(_reaches_adapter, "SHARED_PARAMETER", 1, ("that none of its modules has",)),
+    ),
+    "a capture that fails": (_breaks, "CAPTURE_FAILED", 1, ("an injected failure", __file__)),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_layer_that_cannot_be_graphed_stays_eager_and_the_rest_replays(
+    what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = rig.Pair(layers=LAYERS)
-    _breaks(pair.graphed, rig.is_capturing)
-    pair.step(rig.ONE, rig.TWO, times=4)
+    change, reason, layers, said = CASES[what]
+    # As many words as the MLP has rows.
+    pair = rig.Pair(layers=LAYERS, vocab=4 * rig.OPTIONS.hidden, prepare=change)
+    pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
-    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "CAPTURE_FAILED": 3 * 2}
-    assert report["replays"] == 3 * 2 * (LAYERS - 1)
-    (failure,) = report["failures"]
-    assert "layer 1" in failure and "an injected failure" in failure and __file__ in failure
-    assert "CAPTURE_FAILED" in caplog.text
+    assert report["eager"] == {"WARMING_UP": 2 * LAYERS, reason: 2 * 2 * layers}
+    assert report["replays"] == 2 * 2 * (LAYERS - layers)
+    assert len(report["failures"]) == layers and "layer 1" in report["failures"][0]
+    assert all(text in failure for text in said for failure in report["failures"])
+    assert reason in caplog.text
+
+
+def test_hooks_on_every_layer_leave_all_of_them_eager_under_their_own_reason() -> None:
+    """Bug: with no layer left to capture, calls were counted as CAPTURE_FAILED."""
+    pair = rig.Pair(layers=LAYERS)
+    for trainer in pair.both:
+        for index in range(LAYERS):
+            _hooked(trainer.chunk, index)
+    pair.step(FULL, times=3)  # runs as given, and the reference on a canonical pack
+    assert pair.report()["eager"] == {"WARMING_UP": LAYERS, "FOREIGN_HOOK": 2 * LAYERS}
 
 
 def test_a_capture_that_fails_as_a_whole_leaves_a_run_that_never_captured(
@@ -153,13 +131,12 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -
     def left(trainer: Trainer) -> list[Any]:
         return [rig.step(trainer, [micro]) for micro in (FULL, rig.ONE, rig.TWO)]
 
-    alone = rig.plain(layers=LAYERS)
-    expected = left(alone)
+    expected = left(rig.plain(layers=LAYERS))
     install()
     trainer = rig.plain(layers=LAYERS)
     for index in range(LAYERS):
-        _breaks(trainer, rig.is_capturing, index)
-    rig.changes_output(_mlp(trainer), lambda out: rows.append(out.size(0)) or out)
+        _breaks(trainer.chunk, index=index)
+    rig.changes_output(_mlp(trainer.chunk), lambda out: rows.append(out.size(0)) or out)
     for given, ours in zip(expected, left(trainer), strict=True):
         assert_same_bits(given, ours)
     assert rig.report_of(trainer)["eager"] == {"WARMING_UP": LAYERS, "CAPTURE_FAILED": 2 * LAYERS}
@@ -170,7 +147,7 @@ def test_what_could_not_be_captured_runs_as_it_was_given(install: rig.Install) -
 
 def test_a_failure_of_the_evaluation_capture_costs_training_no_graph() -> None:
     pair = rig.Pair(layers=LAYERS)
-    _breaks(pair.graphed, lambda: rig.is_capturing() and not torch.is_grad_enabled())
+    _breaks(pair.graphed.chunk, lambda: rig.is_capturing() and not torch.is_grad_enabled())
     pair.step(rig.ONE, times=2)
     pair.evaluate(rig.ONE)
     pair.step(rig.ONE)
@@ -194,7 +171,7 @@ def test_a_layer_that_draws_from_a_stream_no_graph_can_advance_stays_eager(
         tracker.states_["test"] = tracker.states_["test"] + 1
         return out
 
-    rig.changes_output(_mlp(pair.graphed), draws)
+    rig.changes_output(_mlp(pair.graphed.chunk), draws)
     pair.step(rig.ONE, rig.TWO, times=3)
     report = pair.report()
     assert report["eager"] == {"WARMING_UP": 2 * LAYERS, "RNG_NOT_GRAPH_SAFE": 2 * 2}

@@ -36,7 +36,7 @@ def _move_gradients(pair: rig.Pair) -> list[Offload]:
 def test_gradients_that_move_leave_evaluation_its_graphs(captured: rig.Pair) -> None:
     """Bug: every graph was dropped, and evaluation was captured again for nothing."""
     held = []
-    for index in range(3):
+    for index in range(2):
         before = captured.report()
         held += _move_gradients(captured)
         captured.evaluate(rig.TWO, rig.ONE)
@@ -83,21 +83,17 @@ def test_gradients_that_move_hide_no_other_change(captured: rig.Pair) -> None:
 # -- adapters, tied embeddings, weights loaded in the middle ---------------------------------------
 
 
-STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO], [rig.ONE, rig.OTHER]]
+STEPS = [[rig.ONE, rig.TWO], [rig.OTHER, rig.ONE], [rig.TWO, rig.TWO]]
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-@pytest.mark.parametrize(
-    ("names", "first"),
-    [(LINEARS, 0), (LINEARS, 1), (("linear_qkv",), 0), (("linear_proj", "linear_fc2"), 0)],
-    ids=["all", "of one layer", "qkv", "rows"],
-)
-def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(names: tuple[str, ...], first: int) -> None:
-    graphed = rig.compare_runs(STEPS, prepare=partial(adapt, names=names, first=first))
-    assert graphed.report["replays"] == 3 * 2 * rig.LAYERS and graphed.report["failures"] == []
+@pytest.mark.parametrize("first", [0, 1], ids=["of all layers", "of one layer"])
+def test_adapters_in_a_frozen_model_are_graphed_with_eager_bits(first: int) -> None:
+    graphed = rig.compare_runs(STEPS, prepare=partial(adapt, names=LINEARS, first=first))
+    assert graphed.report["replays"] == 2 * 2 * rig.LAYERS and graphed.report["failures"] == []
     assert graphed.report["eager"] == {"WARMING_UP": 2 * rig.LAYERS}
-    trained = {name for name, _ in graphed.steps[0].grads.items()}
-    assert len(trained) == 2 * len(names) * (rig.LAYERS - first)
+    trained = graphed.steps[0].grads.keys()
+    assert len(trained) == 2 * len(LINEARS) * (rig.LAYERS - first)
     assert all(name.endswith((".down", ".up")) for name in trained)
     assert all(grad.any() for grad in graphed.steps[-1].grads.values())
 
@@ -123,7 +119,7 @@ class TiedTrainer(Trainer):
 def test_tied_embeddings_have_eager_bits() -> None:
     graphed = rig.compare_runs(STEPS, TiedTrainer, options=rig.OPTIONS)
     assert "output_layer.weight" not in graphed.weights
-    assert graphed.report["replays"] == 3 * 2 * rig.LAYERS and graphed.report["failures"] == []
+    assert graphed.report["replays"] == 2 * 2 * rig.LAYERS and graphed.report["failures"] == []
 
 
 def _load(trainer: Any, state: dict[str, Tensor]) -> None:
@@ -152,22 +148,21 @@ def _replace(param: nn.Parameter, held: list[Tensor]) -> None:
     held[-1].fill_(float("nan"))
 
 
-OWNERS = {
-    **dict.fromkeys(("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.bias"), 2),
-    # Outside of the layers.
-    **dict.fromkeys(("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"), 0),
-}
-
-
-@pytest.mark.parametrize("name", OWNERS)
-def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(name: str, pair: rig.Pair) -> None:
+@pytest.mark.parametrize(
+    ("name", "costs"),
+    [("decoder.layers.1.mlp.linear_fc1.weight", 2), ("decoder.final_layernorm.weight", 0)],
+    ids=["of a layer", "outside of the layers"],
+)
+def test_one_weight_in_other_memory_costs_the_layers_one_eager_step(
+    name: str, costs: int, pair: rig.Pair
+) -> None:
     pair.step(rig.ONE, rig.TWO, times=2)
     held: list[Tensor] = []
     for trainer in pair.both:
         _replace(trainer.chunk.get_parameter(name), held)
         trainer.optimizer.reload_model_params()
     pair.step(rig.TWO, rig.OTHER, times=3)
-    report, moved = pair.report(), OWNERS[name] * rig.LAYERS
+    report, moved = pair.report(), costs * rig.LAYERS
     assert report["eager"] == {"WARMING_UP": 2 * rig.LAYERS, **({"ADDRESS_MOVED": moved} if moved else {})}
     assert report["replays"] == (2 + 6) * rig.LAYERS - moved and len(held) == 2
 
